@@ -237,6 +237,19 @@ def test_quantize_is_that_of_keras(rng: np.random.Generator):
     np.testing.assert_allclose(bags(ids), tf.reduce_sum(theirs(ids), 1), rtol=1e-6)
 
 
+@keras_3
+@pytest.mark.parametrize("change", [te.keras.convert, te.keras.unconvert])
+def test_quantize_of_a_layer_whose_class_changed(change: Any, rng: np.random.Generator):
+    ids = tf.constant(rng.integers(0, V, (2, 3)))
+    layers = both()
+    for layer in layers:
+        change(keras.Sequential([keras.Input([3]), layer]))
+        layer.quantize("int8", type_check=True)  # As Model.quantize calls it.
+        assert layer.get_weights()[0].dtype == np.int8
+    assert type(layers[0]) is type(layers[1])
+    np.testing.assert_array_equal(*(layer(ids) for layer in layers))
+
+
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_several_steps_in_one_call_and_xla(jit_compile: bool, rng: np.random.Generator):
     batches = data(rng)
@@ -295,6 +308,30 @@ def test_bags(combiner: str, kind: str, weighted: bool, rng: np.random.Generator
         np.testing.assert_allclose(found[row], expected, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("kind", ["dense", "ragged", "sparse"])
+def test_weighted_bags_of_a_functional_model(kind: str, tmp_path: pathlib.Path):
+    options: Any = {kind: True} if kind != "dense" else {}
+    inputs = [keras.Input([None], dtype=t, **options) for t in ("int64", "float32")]
+    bags = Embedding(V, D, combiner="mean")(inputs[0], weights=inputs[1])
+    assert tuple(bags.shape) == (None, D)
+    made = keras.Model(inputs, keras.layers.Dense(1)(bags))
+    made.compile(RowSparseOptimizer(keras.optimizers.Adagrad(0.1)), "mse")
+    ids = tf.ragged.constant([[1, 2, 2], [4, 3, 3]], tf.int64)
+    weights = tf.ragged.constant([[1.0, 2.0, 0.0], [3.0, 1.0, 1.0]])
+    convert = {
+        "dense": lambda x: x.to_tensor(),
+        "ragged": lambda x: x,
+        "sparse": lambda x: x.to_sparse(),
+    }[kind]
+    x = tuple(map(convert, (ids, weights)))
+    batches = tf.data.Dataset.from_tensors((x, tf.ones([2, 1])))
+    made.fit(batches, shuffle=False, verbose=0)
+    made.save(path := str(tmp_path / "bags.keras"))
+    table, kernel, bias = keras.models.load_model(path).get_weights()
+    rows = [table[1] / 3 + table[2] * 2 / 3, table[4] * 0.6 + table[3] * 0.4]
+    np.testing.assert_allclose(made(x), rows @ kernel + bias, rtol=1e-5, atol=1e-7)
+
+
 def test_a_bag_leaves_padding_out_and_trains(rng: np.random.Generator):
     inputs = keras.Input([4], dtype="int64")
     layer = Embedding(V, D, combiner="mean", mask_zero=True)
@@ -320,6 +357,12 @@ def test_bad_bags():
     bags = Embedding(V, D, combiner="sum")
     with pytest.raises(ValueError, match=r"needs ids of the shape \[batch, n\]"):
         bags(tf.constant([1]))
+    # Of symbols, too, where the model is made.
+    ids, gains = keras.Input([2], dtype="int64"), keras.Input([2])
+    with pytest.raises(ValueError, match="`weights` need a combiner"):
+        Embedding(V, D)(ids, weights=gains)
+    with pytest.raises(ValueError, match=r"needs ids of the shape \[batch, n\]"):
+        bags(keras.Input([], dtype="int64"))
     with pytest.raises(ValueError, match="must be of the kind of the ids"):
         bags(tf.ragged.constant([[1]]), weights=tf.constant([[1.0]]))
     with pytest.raises(tf.errors.InvalidArgumentError, match="differ in layout"):

@@ -186,7 +186,7 @@ def test_names_are_those_of_compile():
     assert type(optimizer).__name__ == "RowSparseAdam"
 
 
-def test_what_is_refused():
+def test_what_is_refused(rng: np.random.Generator):
     with pytest.raises(TypeError, match=r"takes an optimizer of Keras.*None"):
         RowSparseOptimizer(None)
     with pytest.raises(ValueError, match="nothing"):
@@ -213,17 +213,31 @@ def test_what_is_refused():
         pytest.raises(NotImplementedError, match="under CentralStorageStrategy"),
     ):
         RowSparseOptimizer(keras.optimizers.Adam())
+    # Of one that was made outside of the strategy, before it has slots.
+    with (
+        strategy.scope(),
+        pytest.raises(NotImplementedError, match="under CentralStorageStrategy"),
+    ):
+        adam.build([variable(rng, V, D)])
+    assert not getattr(adam, "_velocities", None)
 
 
 @pytest.mark.skipif(not hasattr(keras, "Variable"), reason="tf_keras has neither")
 @pytest.mark.parametrize(
     "option", [{"gradient_accumulation_steps": 2}, {"loss_scale_factor": 8.0}], ids=str
 )
-def test_options_of_keras_3_that_are_refused(option: dict[str, Any]):
+def test_options_of_keras_3_that_are_refused(
+    option: dict[str, Any], rng: np.random.Generator
+):
     optimizer = keras.optimizers.Adam(**option)
     with pytest.raises(ValueError, match=f"`{next(iter(option))}=.* works on all rows"):
         RowSparseOptimizer(optimizer)
     assert type(optimizer) is keras.optimizers.Adam
+    optimizer = RowSparseOptimizer(keras.optimizers.Adam())
+    for name, value in option.items():
+        setattr(optimizer, name, value)
+    with pytest.raises(ValueError, match=f"`{name}=.* of Adam works on all rows"):
+        optimizer.build([variable(rng, V, D)])
 
 
 def test_keras_3_is_wrong_for_an_id_that_repeats():

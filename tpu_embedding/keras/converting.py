@@ -46,7 +46,7 @@ def convert(model: Any) -> Any:
     if optimizer is not None and not isinstance(optimizer, UpdatesRows):
         RowSparseOptimizer(optimizer)
     for layer in layers:
-        object.__setattr__(layer, "__class__", Embedding)
+        keras_api.change_class(layer, Embedding)
     _forget_traces(model)
     return model
 
@@ -78,7 +78,7 @@ def unconvert(model: Any) -> Any:
     if isinstance(optimizer, UpdatesRows):
         plain_optimizer(optimizer)
     for layer in layers:
-        object.__setattr__(layer, "__class__", keras_api.Embedding)
+        keras_api.change_class(layer, keras_api.Embedding)
     _forget_traces(model)
     return model
 
@@ -100,7 +100,7 @@ def _hook_embeddings(note: Callable[[str, str], None]) -> None:
         what = f"layer {self.name} ({self.input_dim} x {self.output_dim})"
         convertible = type(self) is keras_api.Embedding
         if convertible:
-            object.__setattr__(self, "__class__", Embedding)
+            keras_api.change_class(self, Embedding)
         build(self, *args, **kwargs)
         if convertible:
             note(what, "")

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tpu_embedding.combiners import COMBINERS
+from tpu_embedding.inputs import InputKind
 from tpu_embedding.keras.keras_api import keras_api
 
 
@@ -92,12 +93,8 @@ class Embedding(keras_api.RowEmbedding):
         return self._combined(super().quantized_call, inputs, weights)
 
     def _combined(self, look_up: Any, inputs: Any, weights: Any) -> Any:
+        self._check(inputs, weights)
         if self.combiner is None:
-            if weights is not None:
-                raise ValueError(
-                    f"{self.name}: `weights` need a combiner. Create the layer with "
-                    'Embedding(..., combiner="sum"), "mean" or "sqrtn".'
-                )
             return look_up(inputs)
         entries = _bags(self.name, inputs, weights)
         gains = entries.weights
@@ -118,6 +115,37 @@ class Embedding(keras_api.RowEmbedding):
         found = tf.reshape(sums, tf.concat([entries.shape, width], 0))
         return tf.ensure_shape(found, [*inputs.shape[:-1], self.output_dim])
 
+    def _check(self, ids: Any, weights: Any) -> None:
+        """Refuses what the combiner cannot take, of symbols, too."""
+        if self.combiner is None:
+            if weights is not None:
+                raise ValueError(
+                    f"{self.name}: `weights` need a combiner. Create the layer with "
+                    'Embedding(..., combiner="sum"), "mean" or "sqrtn".'
+                )
+            return
+        if type(weights) is not type(ids) and weights is not None:
+            raise ValueError(
+                f"{self.name}: `weights` must be of the kind of the ids, "
+                f"{type(ids).__name__}. Received: {type(weights).__name__}."
+            )
+        kind = keras_api.symbol(ids).kind
+        dense = kind not in (InputKind.RAGGED, InputKind.SPARSE)
+        rank = tf.TensorShape(ids.shape).rank
+        if rank is None or rank < 2 or (not dense and rank != 2):
+            raise ValueError(
+                f"{self.name}: a combiner needs ids of the shape [batch, n]"
+                f"{', or [..., n]' if dense else ''}. Received: shape {ids.shape}."
+            )
+
+    def compute_output_spec(self, inputs: Any, weights: Any = None) -> Any:
+        """Returns what Keras 3 knows of a result before there are ids."""
+        self._check(inputs, weights)
+        if self.combiner is None:
+            return super().compute_output_spec(inputs)
+        shape = self.compute_output_shape(inputs.shape)
+        return keras_api.placeholder(shape, self.compute_dtype)
+
     def compute_mask(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Returns the mask of the ids; bags have none."""
         if self.combiner is not None:
@@ -137,18 +165,6 @@ class Embedding(keras_api.RowEmbedding):
 
 def _bags(name: str, ids: Any, weights: Any) -> _Bags:
     """Converts ids and weights of any kind."""
-    if type(weights) is not type(ids) and weights is not None:
-        raise ValueError(
-            f"{name}: `weights` must be of the kind of the ids, "
-            f"{type(ids).__name__}. Received: {type(weights).__name__}."
-        )
-    dense = not isinstance(ids, (tf.RaggedTensor, tf.SparseTensor))
-    rank = ids.shape.rank
-    if rank is None or rank < 2 or (not dense and rank != 2):
-        raise ValueError(
-            f"{name}: a combiner needs ids of the shape [batch, n]"
-            f"{', or [..., n]' if dense else ''}. Received: shape {ids.shape}."
-        )
     if isinstance(ids, tf.RaggedTensor):
         flat, bags, shape = ids.values, ids.value_rowids(), ids.nrows()[tf.newaxis]
     elif isinstance(ids, tf.SparseTensor):
@@ -159,6 +175,7 @@ def _bags(name: str, ids: Any, weights: Any) -> _Bags:
         bags = tf.repeat(tf.range(tf.reduce_prod(shape)), tf.shape(ids)[-1])
     if weights is None:
         return _Bags(flat, bags, tf.ones_like(flat, tf.float32), shape)
+    dense = not isinstance(ids, (tf.RaggedTensor, tf.SparseTensor))
     given = tf.reshape(weights, [-1]) if dense else weights.values
     given = tf.cast(given, tf.float32)
     with tf.control_dependencies(

@@ -66,6 +66,11 @@ class Layer(tf_keras.layers.Layer):
         return children
 
 
+def change_class(layer: Any, cls: Any) -> None:
+    """See `keras3.change_class`."""
+    object.__setattr__(layer, "__class__", cls)
+
+
 def name_scope(layer: Any) -> Any:
     """See `keras3.name_scope`; tf_keras names weights after the current tf scope."""
     del layer

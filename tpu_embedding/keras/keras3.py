@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -89,7 +90,21 @@ class RowEmbedding(keras.layers.Embedding):
     ) -> None:
         """Quantizes the table as Keras does, which refuses other subclasses."""
         del type_check
-        super().quantize(mode, type_check=False, **options)
+        # Not by super(): Keras keeps the method in a layer whose class changes.
+        keras.layers.Embedding.quantize(self, mode, type_check=False, **options)
+
+
+def change_class(layer: Any, cls: Any) -> None:
+    """Makes a layer one of another class, which Keras still quantizes."""
+    object.__setattr__(layer, "__class__", cls)
+    quantize = layer.quantize
+
+    @functools.wraps(quantize)
+    def of_any_class(mode: Any = None, type_check: bool = True, **options: Any) -> None:
+        del type_check
+        quantize(mode, type_check=False, **options)
+
+    layer.quantize = of_any_class
 
 
 def name_scope(layer: Any) -> Any:

@@ -99,6 +99,11 @@ class UpdatesRows:
 
     _rule: Any  # The class of Keras.
 
+    def build(self: Any, variables: Any) -> None:
+        """Creates the slots: by now options or the strategy may be others."""
+        _check_use(self, self._rule.__name__)
+        self._rule.build(self, variables)
+
     def update_step(self: Any, gradient: Any, variable: Any, *rate: Any) -> None:
         """Updates a variable, or the rows that an IndexedSlices names."""
         if not isinstance(gradient, tf.IndexedSlices):
@@ -240,11 +245,17 @@ def RowSparseOptimizer(inner: Any) -> Any:  # noqa: N802
                 else "Use one of them, or this optimizer as it is."
             )
         )
+    _check_use(inner, type(inner).__name__)
+    object.__setattr__(inner, "__class__", _CLASSES[type(inner)])
+    return inner
+
+
+def _check_use(optimizer: Any, rule: str) -> None:
     for option, way_out in _REFUSED.items():
-        value = getattr(inner, option, None)
+        value = getattr(optimizer, option, None)
         if value is not None:
             raise ValueError(
-                f"RowSparseOptimizer: `{option}={value!r}` of {type(inner).__name__} "
+                f"RowSparseOptimizer: `{option}={value!r}` of {rule} "
                 f"works on all rows. {way_out}"
             )
     strategy = type(tf.distribute.get_strategy())
@@ -253,8 +264,6 @@ def RowSparseOptimizer(inner: Any) -> Any:  # noqa: N802
             f"RowSparseOptimizer under {strategy.__name__} is not supported. Use one "
             "device, MirroredStrategy, or te.keras.TPUEmbedding."
         )
-    object.__setattr__(inner, "__class__", _CLASSES[type(inner)])
-    return inner
 
 
 def plain_optimizer(optimizer: Any) -> Any:
