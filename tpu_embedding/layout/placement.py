@@ -45,8 +45,9 @@ class Placement:
 
     def rows_of(self, table: int, vocabulary_size: int) -> range:
         """The rows of a table that this process has."""
-        run = self.within(table, self.process, 0, vocabulary_size)
-        return range(vocabulary_size)[run.within]
+        if self.is_divided(table):
+            return Partition(self.num_processes).rows(self.process, vocabulary_size)
+        return range(vocabulary_size if self.owners[table] == self.process else 0)
 
     def count(self, table: int, vocabulary_size: int) -> int:
         """How many rows of a table this process has."""

@@ -251,8 +251,10 @@ class _OpenStack:
     def layouts(self, options: StackingOptions) -> dict[int, TableLayout]:
         """Returns the place of each table, by its index in the plan."""
         shapes = [_padded(spec, options) for spec in self.tables]
-        heights = [rows // options.num_shards for rows, _ in shapes]
+        heights = (rows // options.num_shards for rows, _ in shapes)
+        *offsets, height = itertools.accumulate(heights, initial=0)
         names = [spec.name for spec in self.tables]
+        stack_name = "_".join(names)
         rotation = rotations(
             names,
             options.num_devices,
@@ -262,13 +264,13 @@ class _OpenStack:
         return {
             spec.index: TableLayout(
                 table_name=spec.name,
-                stacked_table_name="_".join(names),
+                stacked_table_name=stack_name,
                 num_sparse_cores=options.num_shards,
                 num_partitions=options.num_devices,
-                total_rows_per_sparse_core_shard=sum(heights),
+                total_rows_per_sparse_core_shard=height,
                 unsharded_shape=(spec.config.max_rows, spec.config.dim),
                 unsharded_padded_shape=shapes[i],
-                sparse_core_shard_row_offset=sum(heights[:i]),
+                sparse_core_shard_row_offset=offsets[i],
                 sparse_core_shard_rotation=rotation[i],
                 per_sparse_core_batch_size=(
                     self.samples[i] // options.sparse_cores_per_device

@@ -151,16 +151,17 @@ class Machines:
         found = {}
         for table in self.plan.tables:
             rows = place.count(table.index, table.config.vocabulary_size)
-            found[table.name] = max(rows, least) * sum(self._row_bytes[table.index])
+            found[table.name] = max(rows, least) * self._row_bytes[table.index][1]
         return found
 
     @functools.cached_property
-    def _row_bytes(self) -> list[list[int]]:
-        """For each table, the bytes of a row of it and of each slot."""
-        return [
-            [array.bytes // array.shape[0] for array in table_arrays(table)]
-            for table in self.plan.tables
-        ]
+    def _row_bytes(self) -> list[tuple[int, int]]:
+        """For each table, the bytes of a row, without and with its slots."""
+        found = []
+        for table in self.plan.tables:
+            sizes = [array.bytes // array.shape[0] for array in table_arrays(table)]
+            found.append((sizes[0], sum(sizes)))
+        return found
 
     def _making_bytes(self, place: Placement, kind: str) -> int:
         """The most that a process has of tables while it makes them, one by one.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -201,7 +202,7 @@ class _Planner:
                 self._tpu(name, *tpu_generations.topology(name)) for name in topologies
             ]
         found = []
-        needed = sum(self._bytes().values())
+        needed = sum(self._bytes.values())
         for generation in GENERATIONS.values():
             names = [f"{generation.name}:{axes}" for axes in generation.topologies]
             place = None
@@ -221,6 +222,7 @@ class _Planner:
             found.append(place)
         return found
 
+    @functools.cached_property
     def _bytes(self) -> dict[str, int]:
         return {
             table.name: sum(array.bytes for array in table_arrays(table))
@@ -247,7 +249,7 @@ class _Planner:
         if generation.embedding == "sparse_core":
             return self._sparse_cores(name, generation, devices)
         shared = 1 if generation.embedding == "none" else devices
-        by_table = {n: -(-size // shared) for n, size in self._bytes().items()}
+        by_table = {n: -(-size // shared) for n, size in self._bytes.items()}
         buffers = self._tensor_core_bytes(generation, devices)
         unsupported = None
         if generation.embedding == "v1":
@@ -322,7 +324,7 @@ class _Planner:
             layout = make_layout(own, OutputShapes(own.features).full(), options)
             partitioning = make_partitioning(own, layout, options, self.config)
         except (ValueError, NotImplementedError) as error:
-            by_table = {n: -(-s // devices) for n, s in self._bytes().items()}
+            by_table = {n: -(-s // devices) for n, s in self._bytes.items()}
             return PlannedPlacement(
                 name=name,
                 kind="tpu",
