@@ -91,19 +91,9 @@ class Model:
 
     def train(self, batch: Ratings) -> np.ndarray:
         """Trains on a batch; what the model said of it before."""
-        self.embedding.enqueue(
-            {"user": self.ids("user", batch.user), "item": self.ids("item", batch.item)}
-        )
-        liked = tf.constant(batch.rating >= metrics.LIKED, tf.float32)
-        activations = self.embedding.dequeue()
-        with tf.GradientTape() as tape:
-            tape.watch(activations)
-            scores = score(activations)
-            loss = tf.reduce_sum(
-                tf.nn.sigmoid_cross_entropy_with_logits(labels=liked, logits=scores)
-            )
-        self.embedding.apply_gradients(tape.gradient(loss, activations))
-        return scores.numpy()
+        user, item = self.ids("user", batch.user), self.ids("item", batch.item)
+        features = {"user": user, "item": item}
+        return stream.train(self.embedding, features, batch.rating, score)
 
     def counts(self) -> dict[str, int]:
         """Of growing tables: rows that have an id, and ids since the beginning."""
@@ -163,10 +153,7 @@ def plot(results: dict[str, Any], paths: Sequence[Path]) -> None:
     below.set_xlabel("ratings so far")
     below.set_ylabel(f"AUC of the last {WINDOW:,}")
     below.legend()
-    for path in paths:
-        figure.savefig(
-            path, dpi=120, metadata={"Date": None} if ".svg" in path.name else None
-        )
+    stream.save_figure(figure, paths)
     plt.close(figure)
 
 

@@ -86,17 +86,7 @@ class Trainer:
             name: tf.constant(batch.user if name.startswith("user") else batch.item)
             for name in ("user", "item", "user_bias", "item_bias")
         }
-        self.embedding.enqueue(features)
-        liked = tf.constant(batch.rating >= metrics.LIKED, tf.float32)
-        activations = self.embedding.dequeue()
-        with tf.GradientTape() as tape:
-            tape.watch(activations)
-            scores = score(activations)
-            loss = tf.reduce_sum(
-                tf.nn.sigmoid_cross_entropy_with_logits(labels=liked, logits=scores)
-            )
-        self.embedding.apply_gradients(tape.gradient(loss, activations))
-        return scores.numpy()
+        return stream.train(self.embedding, features, batch.rating, score)
 
     def train(self, ratings: Ratings) -> np.ndarray:
         """Trains on ratings in their order; what the model said before each batch."""
@@ -194,10 +184,7 @@ def plot(results: dict[str, Any], paths: Sequence[Path]) -> None:
     axes.set_xlabel("ratings so far")
     axes.set_ylabel(f"AUC of the last {WINDOW:,} ratings")
     figure.legend(loc="outside upper center", ncols=len(MODELS))
-    for path in paths:
-        figure.savefig(
-            path, dpi=120, metadata={"Date": None} if ".svg" in path.name else None
-        )
+    stream.save_figure(figure, paths)
     plt.close(figure)
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
-from movielens import source
+import tpu_embedding as te
+from movielens import metrics, source
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,3 +45,30 @@ def find(folder: Path | None, cache: Path) -> Ratings:
     order = np.argsort(np.array(table["timestamp"], np.float64), kind="stable")
     user, item = (np.array(table[c])[order] for c in ("user_id", "item_id"))
     return Ratings(user, item, np.array(table["rating"], np.float32)[order])
+
+
+def train(
+    embedding: te.TPUEmbedding,
+    features: Mapping[str, tf.Tensor],
+    ratings: np.ndarray,
+    score: Callable[[Any], tf.Tensor],
+) -> np.ndarray:
+    """Trains on a batch; the scores of the model before."""
+    embedding.enqueue(features)
+    liked = tf.constant(ratings >= metrics.LIKED, tf.float32)
+    activations = embedding.dequeue()
+    with tf.GradientTape() as tape:
+        tape.watch(activations)
+        scores = score(activations)
+        loss = tf.reduce_sum(
+            tf.nn.sigmoid_cross_entropy_with_logits(labels=liked, logits=scores)
+        )
+    embedding.apply_gradients(tape.gradient(loss, activations))
+    return scores.numpy()
+
+
+def save_figure(figure: Any, paths: Sequence[Path]) -> None:
+    """Writes a figure, as an SVG without its date."""
+    for path in paths:
+        metadata = {"Date": None} if path.suffix == ".svg" else None
+        figure.savefig(path, dpi=120, metadata=metadata)
