@@ -1,8 +1,6 @@
 // Rows of bfloat16: rounding against the published generator and plain
 // integers, lookups against naive sums, with canaries around every buffer.
 
-#include "core/bfloat16.h"
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -10,7 +8,9 @@
 #include <vector>
 
 #include "check.h"
+#include "core/bfloat16-inl.h"
 #include "core/lookup.h"
+#include "core/simd.h"
 
 namespace tpu_embedding {
 namespace {
@@ -29,17 +29,45 @@ float Float(uint32_t bits) {
   return value;
 }
 
-// Rounds `values` and checks that nothing beside the row was written.
+// Rounds two rows at once and checks that nothing beside them was written.
+template <class F32xN>
+std::vector<std::vector<uint16_t>> RoundedWith(
+    const std::vector<float> (&values)[2], const Rounding& rounding,
+    const int64_t (&rows)[2]) {
+  const int64_t dim = values[0].size();
+  std::vector<BFloat16> out[2];
+  for (auto& row : out) row.assign(dim + 2, BFloat16{kCanary});
+  RoundBody::Run<F32xN>({{values[0].data(), values[1].data()},
+                         {rows[0], rows[1]},
+                         {out[0].data() + 1, out[1].data() + 1}},
+                        dim, rounding);
+  std::vector<std::vector<uint16_t>> bits(2);
+  for (int r = 0; r < 2; ++r) {
+    CHECK_EQ(out[r].front().bits, kCanary);
+    CHECK_EQ(out[r].back().bits, kCanary);
+    for (int64_t d = 1; d <= dim; ++d) bits[r].push_back(out[r][d].bits);
+  }
+  return bits;
+}
+
+// The same bits on CPUs of all levels.
+std::vector<std::vector<uint16_t>> RoundedTwo(
+    const std::vector<float> (&values)[2], const Rounding& rounding,
+    const int64_t (&rows)[2]) {
+  const auto bits = RoundedWith<F32x16>(values, rounding, rows);
+  CHECK_TRUE(RoundedWith<F32x8>(values, rounding, rows) == bits);
+  CHECK_TRUE(RoundedWith<F32x4>(values, rounding, rows) == bits);
+  return bits;
+}
+
+// One row, which must have the same bits whatever row it is rounded with.
 std::vector<uint16_t> Rounded(const std::vector<float>& values,
                               const Rounding& rounding, int64_t row) {
-  const int64_t dim = values.size();
-  std::vector<BFloat16> out(dim + 2, BFloat16{kCanary});
-  RoundRow(values.data(), dim, rounding, row, out.data() + 1);
-  CHECK_EQ(out.front().bits, kCanary);
-  CHECK_EQ(out.back().bits, kCanary);
-  std::vector<uint16_t> bits;
-  for (int64_t d = 1; d <= dim; ++d) bits.push_back(out[d].bits);
-  return bits;
+  const std::vector<float> other(values.rbegin(), values.rend());
+  const auto first = RoundedTwo({values, other}, rounding, {row, row + 5});
+  const auto second = RoundedTwo({other, values}, rounding, {row - 3, row});
+  CHECK_TRUE(first[0] == second[1]);
+  return first[0];
 }
 
 // The random bits show themselves: 1 + i * 2^-23 is rounded up from
@@ -129,7 +157,7 @@ void TestLookup(int64_t dim) {
     }
   }
   std::vector<float> row(dim);
-  ExpandRow(table.data() + dim, dim, row.data());
+  ExpandBody::Run<F32x1>(table.data() + dim, dim, row.data());
   for (int64_t d = 0; d < dim; ++d) {
     CHECK_EQ(Bits(row[d]), uint32_t{table[dim + d].bits} << 16);
   }

@@ -87,6 +87,11 @@ void TestElements() {
 struct EqualTerms {
   const float* vector(int64_t) const { return &value; }
   float gain(int64_t) const { return 1.0f; }
+  template <class F32xN>
+  TPU_EMBEDDING_INLINE void Run(int64_t begin, int64_t end, int64_t dim,
+                                float* out) const {
+    WeightedSum<F32xN>(*this, begin, end, dim, out);
+  }
 
   float value;
 };
@@ -95,7 +100,11 @@ void TestManyTerms() {
   const EqualTerms terms{0.1f};
   const auto sum = [&](int64_t count) {
     float out = kGuard;
-    WeightedSum<F32x4>(terms, 0, count, 1, &out);
+    if (AreFewTerms(0, count)) {
+      WeightedSum<F32x4>(terms, 0, count, 1, &out);
+    } else {
+      SumManyTerms(terms, 0, count, 1, &out);
+    }
     return out;
   };
   float expected = 0.0f;

@@ -1,4 +1,4 @@
-// The loops of bfloat16.h, for callers that run at a known level of CPU.
+// Rows of bfloat16: to floats, and back with stochastic rounding.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_BFLOAT16_INL_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_BFLOAT16_INL_H_
@@ -6,47 +6,47 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "core/bfloat16.h"
+#include "core/element.h"
 #include "core/simd.h"
 
 namespace tpu_embedding {
 
+// Rows whose random bits are made together, in half the time.
+constexpr int kRowsAtOnce = 2;
 constexpr int64_t kRandomBlocks = 8;
 constexpr int64_t kRandomColumns = 64;  // of kRandomBlocks blocks of 128 bits
+constexpr int64_t kWordColumns = 16;    // of one word of each
 
 constexpr uint32_t kSign = 0x80000000;
 constexpr uint32_t kInfinity = 0x7F800000;
 constexpr uint32_t kLargest =
-    0x7F7FFFFF;                          // the bfloat16 0x7F7F and what is cut
+    0x7F7FFFFF;  // the bfloat16 0x7F7F and what is cut
+constexpr uint32_t kLargestOfSum = kLargest - 0xFFFF;  // with any random bits
 constexpr uint32_t kQuiet = 0x00400000;  // makes a NaN of whatever is cut
 
-// One word of each of kRandomBlocks blocks.
-using RandomWords = uint32_t __attribute__((vector_size(4 * kRandomBlocks)));
+// One word of each of kRandomBlocks blocks, of as many rows as fill a register.
+template <class F32xN>
+using RandomWords = std::conditional_t<kWidth<F32xN> == 16, U32x16, U32x8>;
 
-template <int kBits>
-TPU_EMBEDDING_INLINE void RotateLeft(RandomWords* words) {
-  *words = (*words << kBits) | (*words >> (32 - kBits));
+TPU_EMBEDDING_INLINE void NumberLanes(U32x8* lanes) {
+  *lanes = U32x8{0, 1, 2, 3, 4, 5, 6, 7};
+}
+TPU_EMBEDDING_INLINE void NumberLanes(U32x16* lanes) {
+  *lanes = U32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 }
 
-// One round: two mixes of two words.
-template <int kFirst, int kSecond>
-TPU_EMBEDDING_INLINE void Mix(RandomWords* a, RandomWords* b, RandomWords* c,
-                              RandomWords* d) {
-  *a += *b;
-  RotateLeft<kFirst>(b);
-  *b ^= *a;
-  *c += *d;
-  RotateLeft<kSecond>(d);
-  *d ^= *c;
-}
-
+// The generator for kRowsAtOnce rows: for one alone each word would wait for
+// the one before.
+template <class Words>
 class Threefry {
  public:
-  // The blocks `first`, `first` + 1, ... of `row`, word by word.
+  // The blocks `first`, `first` + 1, ... of rows, word by word.
   TPU_EMBEDDING_INLINE static void Run(const Rounding& rounding, uint32_t first,
-                                       uint32_t row, uint16_t* bits) {
-    Threefry state(rounding, first, row);
+                                       const uint32_t* rows, uint16_t* bits) {
+    Threefry state(rounding, first, rows);
     state.OddRounds<1>();
     state.EvenRounds<2>();
     state.OddRounds<3>();
@@ -56,48 +56,74 @@ class Threefry {
   }
 
  private:
+  static constexpr int kRowsOfWords = sizeof(Words) / (4 * kRandomBlocks);
+  static constexpr int kCount = kRowsAtOnce / kRowsOfWords;
+
   TPU_EMBEDDING_INLINE Threefry(const Rounding& rounding, uint32_t first,
-                                uint32_t row)
+                                const uint32_t* rows)
       : key_{static_cast<uint32_t>(rounding.seed),
              static_cast<uint32_t>(rounding.seed >> 32),
              static_cast<uint32_t>(rounding.step),
              static_cast<uint32_t>(rounding.step >> 32)} {
     key_[4] = 0x1BD11BDA ^ key_[0] ^ key_[1] ^ key_[2] ^ key_[3];
-    words_[0] = RandomWords{0, 1, 2, 3, 4, 5, 6, 7} + (first + key_[0]);
-    words_[1] = RandomWords{} + (row + key_[1]);
-    words_[2] = RandomWords{} + key_[2];
-    words_[3] = RandomWords{} + key_[3];
+    Words lanes;
+    NumberLanes(&lanes);
+    const Words block = lanes % kRandomBlocks;
+    const Words later = Words{} - lanes / kRandomBlocks;  // all bits or none
+    for (int k = 0; k < kCount; ++k) {
+      const uint32_t* own = rows + k * kRowsOfWords;
+      const uint32_t step = own[kRowsOfWords - 1] - own[0];
+      words_[0][k] = block + (first + key_[0]);
+      words_[1][k] = (later & step) + (own[0] + key_[1]);
+      words_[2][k] = Words{} + key_[2];
+      words_[3][k] = Words{} + key_[3];
+    }
   }
 
   // Four rounds, then the key for the time kNumber.
   template <int kNumber>
   TPU_EMBEDDING_INLINE void OddRounds() {
-    RandomWords* const w = words_;
-    Mix<10, 26>(w, w + 1, w + 2, w + 3);
-    Mix<11, 21>(w, w + 3, w + 2, w + 1);
-    Mix<13, 27>(w, w + 1, w + 2, w + 3);
-    Mix<23, 5>(w, w + 3, w + 2, w + 1);
+    Mix<10, 26>(1, 3);
+    Mix<11, 21>(3, 1);
+    Mix<13, 27>(1, 3);
+    Mix<23, 5>(3, 1);
     AddKey<kNumber>();
   }
   template <int kNumber>
   TPU_EMBEDDING_INLINE void EvenRounds() {
-    RandomWords* const w = words_;
-    Mix<6, 20>(w, w + 1, w + 2, w + 3);
-    Mix<17, 11>(w, w + 3, w + 2, w + 1);
-    Mix<25, 10>(w, w + 1, w + 2, w + 3);
-    Mix<18, 20>(w, w + 3, w + 2, w + 1);
+    Mix<6, 20>(1, 3);
+    Mix<17, 11>(3, 1);
+    Mix<25, 10>(1, 3);
+    Mix<18, 20>(3, 1);
     AddKey<kNumber>();
   }
+
+  // One round: word 0 is mixed with `with_0`, word 2 with `with_2`.
+  template <int kOf0, int kOf2>
+  TPU_EMBEDDING_INLINE void Mix(int with_0, int with_2) {
+    for (int k = 0; k < kCount; ++k) {
+      MixTwo<kOf0>(&words_[0][k], &words_[with_0][k]);
+      MixTwo<kOf2>(&words_[2][k], &words_[with_2][k]);
+    }
+  }
+  template <int kBits>
+  TPU_EMBEDDING_INLINE static void MixTwo(Words* a, Words* b) {
+    *a += *b;
+    *b = ((*b << kBits) | (*b >> (32 - kBits))) ^ *a;
+  }
+
   template <int kNumber>
   TPU_EMBEDDING_INLINE void AddKey() {
-    words_[0] += key_[kNumber % 5];
-    words_[1] += key_[(kNumber + 1) % 5];
-    words_[2] += key_[(kNumber + 2) % 5];
-    words_[3] += key_[(kNumber + 3) % 5] + kNumber;
+    for (int k = 0; k < kCount; ++k) {
+      words_[0][k] += key_[kNumber % 5];
+      words_[1][k] += key_[(kNumber + 1) % 5];
+      words_[2][k] += key_[(kNumber + 2) % 5];
+      words_[3][k] += key_[(kNumber + 3) % 5] + kNumber;
+    }
   }
 
   uint32_t key_[5];
-  RandomWords words_[4];
+  Words words_[4][kCount];
 };
 
 TPU_EMBEDDING_INLINE BFloat16 Round(float value, uint16_t random) {
@@ -110,7 +136,59 @@ TPU_EMBEDDING_INLINE BFloat16 Round(float value, uint16_t random) {
   return {static_cast<uint16_t>((rounded | (bits & kSign)) >> 16)};
 }
 
-// Bodies of simd.h, with the arguments of ExpandRow and RoundRow.
+// The functions below round columns of one row, whose random bits are every
+// kRowsAtOnce-th run of kWordColumns.
+
+// Rounds as many columns as Words has, of which no sum grows too large.
+template <class Words>
+TPU_EMBEDDING_INLINE void RoundLanes(const float* values,
+                                     const uint16_t* random, BFloat16* out,
+                                     Words* largest) {
+  using Halves = std::conditional_t<sizeof(Words) == 64, U16x16, U16x8>;
+  Words bits;
+  Halves added;
+  std::memcpy(&bits, values, sizeof(bits));
+  std::memcpy(&added, random, sizeof(added));
+  const Words size = bits & ~kSign;
+  *largest = size > *largest ? size : *largest;
+  const Words sum = bits + __builtin_convertvector(added, Words);
+  const Halves rounded = __builtin_convertvector(sum >> 16, Halves);
+  std::memcpy(out, &rounded, sizeof(rounded));
+}
+
+// Rounds the columns [begin, end), of any size; a run begins at `begin`.
+TPU_EMBEDDING_INLINE void RoundRuns(const float* __restrict values,
+                                    const uint16_t* __restrict random,
+                                    int64_t begin, int64_t end,
+                                    BFloat16* __restrict out) {
+  for (; begin < end; begin += kWordColumns) {
+    const uint16_t* const own = random + begin * (kRowsAtOnce - 1);
+    const int64_t stop = std::min(begin + kWordColumns, end);
+    for (int64_t d = begin; d < stop; ++d) out[d] = Round(values[d], own[d]);
+  }
+}
+
+template <class Words>
+TPU_EMBEDDING_INLINE void RoundColumns(const float* values,
+                                       const uint16_t* random, int64_t size,
+                                       BFloat16* out) {
+  constexpr int64_t kLanes = sizeof(Words) / sizeof(uint32_t);
+  const int64_t whole = size / kWordColumns * kWordColumns;
+  Words largest = {};
+  for (int64_t d = 0; d < whole; d += kLanes) {
+    const int64_t run = d / kWordColumns * kWordColumns;
+    RoundLanes(values + d, random + d + run * (kRowsAtOnce - 1), out + d,
+               &largest);
+  }
+  RoundRuns(values, random, whole, size, out);
+  uint32_t lanes[kLanes];
+  std::memcpy(lanes, &largest, sizeof(lanes));
+  if (*std::max_element(lanes, lanes + kLanes) > kLargestOfSum) {
+    RoundRuns(values, random, 0, whole, out);
+  }
+}
+
+// A body of simd.h: out[d] = row[d] for d < dim.
 struct ExpandBody {
   template <class F32xN>
   TPU_EMBEDDING_INLINE static void Run(const BFloat16* __restrict row,
@@ -119,18 +197,42 @@ struct ExpandBody {
   }
 };
 
+// Rows with their numbers; twice the same where there is one.
+struct RowsToRound {
+  const float* values[kRowsAtOnce];
+  int64_t rows[kRowsAtOnce];
+  BFloat16* out[kRowsAtOnce];
+};
+
+// A body of simd.h. Of each row, out[d] is one of the two bfloat16 around
+// values[d]: the farther from 0 with a probability that grows by 2^-16 with
+// each step of the lower 16 bits. What a bfloat16 can hold stays as it is; what
+// is finite stays finite; a NaN stays one.
+//
+// 16 random bits are added to the lower half of the float32, which is then cut
+// off. They are those of Threefry4x32-20 (Salmon et al., "Parallel random
+// numbers: as easy as 1, 2, 3", SC 2011) with
+//   key     seed (low word, high word), step (low word, high word)
+//   counter 8 * (d / 64) + d / 2 % 8, row, 0, 0
+// of whose four words d takes number d / 16 % 4: the lower half where d is
+// even, else the upper. So eight blocks side by side, word by word, are the
+// bits of 64 columns. It adds, rotates and xors words of 32 bits, which every
+// CPU does on many at once; the multiplications of Philox took twice as long.
 struct RoundBody {
   template <class F32xN>
-  TPU_EMBEDDING_INLINE static void Run(const float* __restrict values,
-                                       int64_t dim, Rounding rounding,
-                                       int64_t row, BFloat16* __restrict out) {
-    uint16_t random[kRandomColumns];
+  TPU_EMBEDDING_INLINE static void Run(const RowsToRound& rows, int64_t dim,
+                                       const Rounding& rounding) {
+    using Words = RandomWords<F32xN>;
+    uint32_t numbers[kRowsAtOnce];
+    std::copy_n(rows.rows, kRowsAtOnce, numbers);
     for (int64_t begin = 0; begin < dim; begin += kRandomColumns) {
-      Threefry::Run(rounding, begin / kRandomColumns * kRandomBlocks, row,
-                    random);
+      uint16_t random[kRowsAtOnce * kRandomColumns];
+      Threefry<Words>::Run(rounding, begin / kRandomColumns * kRandomBlocks,
+                           numbers, random);
       const int64_t size = std::min(dim - begin, kRandomColumns);
-      for (int64_t d = 0; d < size; ++d) {
-        out[begin + d] = Round(values[begin + d], random[d]);
+      for (int r = 0; r < kRowsAtOnce; ++r) {
+        RoundColumns<Words>(rows.values[r] + begin, random + r * kWordColumns,
+                            size, rows.out[r] + begin);
       }
     }
   }

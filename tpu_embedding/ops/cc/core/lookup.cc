@@ -36,6 +36,32 @@ struct RowTerms {
   }
 };
 
+// All samples of a feature.
+template <class Element, Gains kGains>
+TPU_EMBEDDING_INLINE RowTerms<Element, kGains> TermsOf(
+    const FeatureEntries& entries, const Element* table, int64_t dim) {
+  return {table, dim, entries.rows->data(), entries.csr->gains.data(),
+          entries.rows->size() - 1};
+}
+
+// Entries of sample `s`, as terms of `SumManyTerms`.
+template <class Element, Gains kGains>
+struct PlainEntries {
+  template <class F32xN>
+  TPU_EMBEDDING_INLINE void Run(int64_t begin, int64_t end, int64_t dim,
+                                float* sum) const {
+    auto terms = TermsOf<Element, kGains>(entries, table, dim);
+    if (kGains == Gains::kOfSamples) {
+      terms.sample_gain = entries.csr->sample_gains[s];
+    }
+    WeightedSum<F32xN>(terms, begin, end, dim, sum);
+  }
+
+  const FeatureEntries& entries;
+  const Element* table;
+  int64_t s;
+};
+
 template <class Element, Gains kGains, class Dim>
 struct PlainLookup {
   template <class F32xN>
@@ -45,9 +71,13 @@ struct PlainLookup {
     const int64_t dim = DimOn<F32xN, Dim>::Of(any_dim);
     const FeatureCsr& csr = *entries.csr;
     const int64_t* offsets = csr.offsets.data();
-    RowTerms<Element, kGains> terms{table, dim, entries.rows->data(),
-                                    csr.gains.data(), entries.rows->size() - 1};
+    auto terms = TermsOf<Element, kGains>(entries, table, dim);
     for (int64_t s = begin; s < end; ++s) {
+      if (!AreFewTerms(offsets[s], offsets[s + 1])) {
+        SumManyTerms(PlainEntries<Element, kGains>{entries, table, s},
+                     offsets[s], offsets[s + 1], dim, out + s * dim);
+        continue;
+      }
       if (kGains == Gains::kOfSamples) terms.sample_gain = csr.sample_gains[s];
       WeightedSum<F32xN>(terms, offsets[s], offsets[s + 1], dim, out + s * dim);
     }
@@ -94,8 +124,12 @@ struct QuantizedLookup {
     QuantizedEntries<Element> own{entries.csr, entries.rows->data(), table,
                                   quantization, begin};
     for (; own.s < end; ++own.s) {
-      SumByBlocks<F32xN>(own, offsets[own.s], offsets[own.s + 1], dim,
-                         out + own.s * dim);
+      const int64_t first = offsets[own.s], last = offsets[own.s + 1];
+      if (AreFewTerms(first, last)) {
+        own.template Run<F32xN>(first, last, dim, out + own.s * dim);
+      } else {
+        SumManyTerms(own, first, last, dim, out + own.s * dim);
+      }
     }
   }
 };

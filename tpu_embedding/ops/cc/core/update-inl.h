@@ -47,30 +47,54 @@ struct GradientTerms {
 };
 
 template <class F32xN, Gains kGains>
-TPU_EMBEDDING_INLINE void SumGradients(const TableGradients& gradients,
-                                       const float* gains, int64_t begin,
-                                       int64_t end, int64_t dim, float* sum) {
+TPU_EMBEDDING_INLINE void SumEntries(const TableGradients& gradients,
+                                     const float* gains, int64_t begin,
+                                     int64_t end, int64_t dim, float* sum) {
   const Buffer<uint32_t>& entries = gradients.groups->samples;
   const GradientTerms<kGains> terms{entries.data(), gains, gradients.samples,
                                     dim, entries.size() - 1};
   WeightedSum<F32xN>(terms, begin, end, dim, sum);
 }
 
-// sum[d] = sum of gain * gradient over the entries of one group.
+// sum[d] = sum of gain * gradient over the entries [begin, end), one by one.
+template <class F32xN>
+TPU_EMBEDDING_INLINE void SumEntries(const TableGradients& gradients,
+                                     int64_t begin, int64_t end, int64_t dim,
+                                     float* sum) {
+  const RowGroups& groups = *gradients.groups;
+  if (groups.gains.size()) {
+    SumEntries<F32xN, Gains::kOfEntries>(gradients, groups.gains.data(), begin,
+                                         end, dim, sum);
+  } else if (groups.sample_gains.size()) {
+    SumEntries<F32xN, Gains::kOfSamples>(gradients, groups.sample_gains.data(),
+                                         begin, end, dim, sum);
+  } else {
+    SumEntries<F32xN, Gains::kOnes>(gradients, nullptr, begin, end, dim, sum);
+  }
+}
+
+// The same as terms of `SumManyTerms`.
+struct GroupedEntries {
+  template <class F32xN>
+  TPU_EMBEDDING_INLINE void Run(int64_t begin, int64_t end, int64_t dim,
+                                float* sum) const {
+    SumEntries<F32xN>(gradients, begin, end, dim, sum);
+  }
+
+  const TableGradients& gradients;
+};
+
+// The sum over the entries of one group.
 template <class F32xN>
 TPU_EMBEDDING_INLINE void SumGradients(const TableGradients& gradients,
                                        int64_t group, int64_t dim, float* sum) {
-  const RowGroups& groups = *gradients.groups;
-  const int64_t begin = groups.starts[group];
-  const int64_t end = groups.starts[group + 1];
-  if (groups.gains.size()) {
-    SumGradients<F32xN, Gains::kOfEntries>(gradients, groups.gains.data(),
-                                           begin, end, dim, sum);
-  } else if (groups.sample_gains.size()) {
-    SumGradients<F32xN, Gains::kOfSamples>(
-        gradients, groups.sample_gains.data(), begin, end, dim, sum);
+  const int64_t* const starts = gradients.groups->starts.data();
+  const int64_t begin = starts[group];
+  const int64_t end = starts[group + 1];
+  if (AreFewTerms(begin, end)) {
+    SumEntries<F32xN>(gradients, begin, end, dim, sum);
   } else {
-    SumGradients<F32xN, Gains::kOnes>(gradients, nullptr, begin, end, dim, sum);
+    SumManyTerms(GroupedEntries{gradients}, begin, end, dim, sum);
   }
 }
 
@@ -100,7 +124,8 @@ class TableRows<float> {
   TPU_EMBEDDING_INLINE float* Open(int, int64_t row) {
     return data_ + row * dim_;
   }
-  TPU_EMBEDDING_INLINE void Close(int, int64_t) {}
+  template <class F32xN>
+  TPU_EMBEDDING_INLINE void Close(const RowBlock&) {}
 
  private:
   float* const data_;
@@ -123,10 +148,19 @@ class TableRows<BFloat16> {
     ExpandBody::Run<F32x1>(data_ + row * dim_, dim_, opened);
     return opened;
   }
-  TPU_EMBEDDING_INLINE void Close(int k, int64_t row) {
-    const int64_t row_of_table = rounding_.first_row + row * rounding_.row_step;
-    RoundBody::Run<F32x1>(rows_.data() + k * dim_, dim_, rounding_,
-                          row_of_table, data_ + row * dim_);
+  template <class F32xN>
+  TPU_EMBEDDING_INLINE void Close(const RowBlock& block) {
+    for (int k = 0; k < block.size; k += kRowsAtOnce) {
+      RowsToRound rows;
+      for (int r = 0; r < kRowsAtOnce; ++r) {
+        const int own = std::min(k + r, block.size - 1);
+        const int64_t row = block.rows[own];
+        rows.values[r] = block.weights[own];
+        rows.rows[r] = rounding_.first_row + row * rounding_.row_step;
+        rows.out[r] = data_ + row * dim_;
+      }
+      RoundBody::Run<F32xN>(rows, dim_, rounding_);
+    }
   }
 
  private:
@@ -247,12 +281,11 @@ struct RowLoop {
     std::vector<float> sums(kRowsOfBlock * dim);
     RowBlock block;
     block.gradients = sums.data();
-    const Buffer<int32_t>& rows = gradients.groups->rows;
-    const int64_t num_groups = rows.size();
+    const int32_t* const rows = gradients.groups->rows.data();
+    const int64_t num_groups = gradients.groups->num_rows();
     int64_t group = begin;
     if (all_rows) {
-      group = std::lower_bound(rows.data(), rows.data() + num_groups, begin) -
-              rows.data();
+      group = std::lower_bound(rows, rows + num_groups, begin) - rows;
     }
     for (int64_t i = begin; i < end; i += block.size) {
       block.size = std::min<int64_t>(kRowsOfBlock, end - i);
@@ -272,7 +305,7 @@ struct RowLoop {
         block.weights[k] = parameters.Open(k, row);
       }
       update.update_rows(&update, &block);
-      for (int k = 0; k < block.size; ++k) parameters.Close(k, block.rows[k]);
+      parameters.template Close<F32xN>(block);
     }
   }
 };

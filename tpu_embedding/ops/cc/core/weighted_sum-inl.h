@@ -102,42 +102,43 @@ class SumOfBlocks {
   int64_t blocks_ = 0;
 };
 
-// The sum of many terms by blocks; a body of simd.h. `Block::Run` writes the
+// The sum of many terms by blocks; a body of simd.h. `Terms::Run` writes the
 // sum of some terms to `out`.
-template <class Block>
-struct SumManyBlocks {
+template <class Terms>
+struct SumOfManyTerms {
   template <class F32xN>
-  TPU_EMBEDDING_INLINE static void Run(const Block& block, int64_t begin,
+  TPU_EMBEDDING_INLINE static void Run(const Terms& terms, int64_t begin,
                                        int64_t end, int64_t dim, float* out) {
     SumOfBlocks blocks;
     for (; begin < end; begin += kTermsOfBlock) {
       const int64_t stop = std::min(end, begin + kTermsOfBlock);
-      block.template Run<F32xN>(begin, stop, dim, out);
+      terms.template Run<F32xN>(begin, stop, dim, out);
       blocks.Add(out, dim);
     }
     blocks.Finish(dim, out);
   }
 };
 
-// Writes the sum of any number of terms to `out`. Few terms are one block. Many
-// are left to a call: its code beside theirs made a DLRM step slower.
-template <class F32xN, class Block>
-TPU_EMBEDDING_INLINE void SumByBlocks(const Block& block, int64_t begin,
-                                      int64_t end, int64_t dim, float* out) {
-  if (__builtin_expect(end - begin <= kTermsOfBlock, true)) {
-    return block.template Run<F32xN>(begin, end, dim, out);
-  }
-  // By value: what a reference leads to would be in memory, not in registers.
-  const auto sum = FunctionForThisCpu<SumManyBlocks<Block>, Block, int64_t,
-                                      int64_t, int64_t, float*>();
-  sum(block, begin, end, dim, out);
+// Whether terms are one block.
+TPU_EMBEDDING_INLINE bool AreFewTerms(int64_t begin, int64_t end) {
+  return __builtin_expect(end - begin <= kTermsOfBlock, true);
+}
+
+// Writes the sum of terms that are not few to `out`. It is a call, and callers
+// make `terms` for it alone: its code, or `terms` in memory, beside the sum of
+// the usual few made a DLRM step slower.
+template <class Terms>
+__attribute__((noinline, cold)) void SumManyTerms(const Terms& terms,
+                                                  int64_t begin, int64_t end,
+                                                  int64_t dim, float* out) {
+  RunOnThisCpu<SumOfManyTerms<Terms>>(terms, begin, end, dim, out);
 }
 
 // out[d] = sum over i in [begin, end) of gain(i) * vector(i)[d], for d < dim.
 // A null vector stands for zeros. Each element is summed in the order of i, so
 // that the bits do not depend on the width of the vectors.
 template <class Widest, class Terms>
-TPU_EMBEDDING_INLINE void SumOneBlock(const Terms& terms, int64_t begin,
+TPU_EMBEDDING_INLINE void WeightedSum(const Terms& terms, int64_t begin,
                                       int64_t end, int64_t dim, float* out) {
   // Sixteen registers hold eight sums and the terms added to them.
   constexpr int64_t kMaxColumns = std::min<int64_t>(64, 8 * kWidth<Widest>);
@@ -162,24 +163,6 @@ TPU_EMBEDDING_INLINE void SumOneBlock(const Terms& terms, int64_t begin,
   } else if (dim == 1) {
     SumBlocks<Widest, 1>(terms, begin, end, {0}, out);
   }
-}
-
-template <class Terms>
-struct BlockOfTerms {
-  template <class F32xN>
-  TPU_EMBEDDING_INLINE void Run(int64_t begin, int64_t end, int64_t dim,
-                                float* out) const {
-    SumOneBlock<F32xN>(terms, begin, end, dim, out);
-  }
-
-  const Terms terms;
-};
-
-// `SumOneBlock` for any number of terms.
-template <class F32xN, class Terms>
-TPU_EMBEDDING_INLINE void WeightedSum(const Terms& terms, int64_t begin,
-                                      int64_t end, int64_t dim, float* out) {
-  SumByBlocks<F32xN>(BlockOfTerms<Terms>{terms}, begin, end, dim, out);
 }
 
 // In a fixed number of sums, whatever registers there are: one sum alone
