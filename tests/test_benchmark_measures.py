@@ -6,7 +6,9 @@ import dataclasses
 import importlib
 import json
 import pathlib
+from typing import Any
 
+import numpy as np
 import pytest
 
 CHECKOUT = pathlib.Path(__file__).resolve().parents[1]
@@ -133,3 +135,60 @@ def test_what_fits_into_memory() -> None:
     refused = vocabulary.does_not_fit([largest, largest], int(24e9))
     assert refused == "needs 33 GB, 24 GB are free"
     assert vocabulary.available_bytes() > 0
+
+
+FIXED, PER_ID, PER_BYTE = 5e-4, 2e-8, 1e-10
+
+
+def _work(name: str, ids: int, moved: int, threads: int) -> Any:
+    scaling = importlib.import_module("benchmarks.scaling")
+    seconds = FIXED + (PER_ID * ids + PER_BYTE * moved) / threads
+    return scaling.Work(name, ids, moved, threads, seconds)
+
+
+def _works() -> list[Any]:
+    sizes = ((800, 700), (50_000, 1500), (400_000, 900))
+    return [
+        _work(f"case {ids}", ids, ids * bytes_of_id, threads)
+        for ids, bytes_of_id in sizes
+        for threads in (1, 2)
+    ]
+
+
+def test_a_model_of_a_step_is_fitted() -> None:
+    scaling = importlib.import_module("benchmarks.scaling")
+    coefficients = scaling.fit(_works())
+    np.testing.assert_allclose(coefficients, [FIXED, PER_ID, PER_BYTE], 1e-6)
+    assert max(scaling.left_out(_works()).values()) < 1e-6
+    many = _work("", 400_000, 360_000_000, 64)
+    assert scaling.predict(coefficients, many) == pytest.approx(many.seconds)
+    # Memory of 100 GB/s is slower.
+    assert scaling.predict(coefficients, many, 1e11) == pytest.approx(3.6e-3)
+
+
+def test_a_fitted_model_says_how_it_errs() -> None:
+    scaling = importlib.import_module("benchmarks.scaling")
+    odd = [
+        dataclasses.replace(work, seconds=2 * work.seconds) if work.ids == 800 else work
+        for work in _works()
+    ]
+    # By a fit without the case itself.
+    assert scaling.left_out(odd)["case 800"] == pytest.approx(0.5, abs=1e-6)
+    # Slower on two threads than on one: no share of a thread explains that.
+    slower = [
+        dataclasses.replace(work, seconds=work.seconds * work.threads**2)
+        for work in _works()
+    ]
+    assert scaling.fit(slower).min() >= 0
+
+
+def test_the_model_of_a_step_is_written(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scaling = importlib.import_module("benchmarks.scaling")
+    cases = [("tiny", "adagrad", 1), ("small_tables", "sgd", 0)]
+    monkeypatch.setattr(scaling, "CASES", cases)
+    monkeypatch.setattr(scaling, "_timed", lambda *case: 1e-3 / case[-1])
+    scaling.main(["--rounds", "1", "--cores", "8", "--out", str(tmp_path)])
+    assert len(json.loads((tmp_path / "scaling.json").read_text())) == 4
+    assert "| tiny, adagrad | 1.00, 0.50 |" in (tmp_path / "scaling.md").read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -24,22 +25,29 @@ OPTIMIZERS = {
 }
 
 
-def features(scenario: Scenario, dtype: str = "float32") -> list[te.FeatureConfig]:
+def features(
+    scenario: Scenario, dtype: str = "float32", initializer: Any = None
+) -> list[te.FeatureConfig]:
     """A feature with a table of its own for each of the scenario."""
+    options = {"initializer": initializer, "combiner": "sum", "dtype": dtype}
     return [
-        te.FeatureConfig(
-            te.TableConfig(rows, scenario.dim, combiner="sum", dtype=dtype)
-        )
+        te.FeatureConfig(te.TableConfig(rows, scenario.dim, **options))
         for rows in scenario.rows
     ]
 
 
 def prepare(
-    scenario: Scenario, optimizer: str, dtype: str = "float32", ids: str = "int32"
+    scenario: Scenario,
+    optimizer: str,
+    dtype: str = "float32",
+    ids: str = "int32",
+    initializer: Any = None,
 ) -> dict[str, Callable[[], float]]:
     """Makes the tables, stored as `dtype`, and traces the steps for `ids`."""
     library.load()  # Without it the portable engine would be measured.
-    embedding = te.TPUEmbedding(features(scenario, dtype), OPTIMIZERS[optimizer])
+    embedding = te.TPUEmbedding(
+        features(scenario, dtype, initializer), OPTIMIZERS[optimizer]
+    )
     embedding.build()
     gradients = feed.gradients(scenario)
     batches = scenario.batches(4)
