@@ -3,6 +3,7 @@
 #include "core/changed_rows.h"
 
 #include <algorithm>
+#include <memory>
 #include <random>
 #include <set>
 #include <thread>
@@ -70,6 +71,20 @@ void TestObserver() {
   CHECK_TRUE(changed.Consumers().empty());
 }
 
+// A consumer hears of the end of ids that it may have, each once.
+void TestLostIds() {
+  ConsumerIds lost;
+  lost.Lose(3, -7);
+  lost.known = std::make_unique<RowBits>(10);
+  lost.known->Set(3);
+  lost.known->Set(4);
+  lost.Lose(5, 50);
+  lost.Lose(3, 30);
+  lost.Lose(3, 31);
+  CHECK_TRUE(lost.since == (std::vector<int64_t>{-7, 30}));
+  CHECK_TRUE(RowsOf(*lost.known) == (std::vector<int64_t>{4}));
+}
+
 // No bit is lost between threads that set and one that takes.
 void TestThreads() {
   constexpr int kThreads = 4;
@@ -93,5 +108,6 @@ void TestThreads() {
 int main() {
   tpu_embedding::TestRandomRows();
   tpu_embedding::TestObserver();
+  tpu_embedding::TestLostIds();
   tpu_embedding::TestThreads();
 }

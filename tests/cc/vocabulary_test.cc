@@ -68,7 +68,7 @@ class Table {
   bool Has(int64_t id) const { return Rows({id})[0] != kNoRow; }
 
   Vocabulary vocabulary;
-  std::vector<Vocabulary::Created> created;
+  std::vector<Vocabulary::RowOfId> created;
 };
 
 void TestRowsInOrderOfFirstSight() {

@@ -75,7 +75,7 @@ def write(
     return {
         name: rows
         for name, rows in training.tables_of(embedding).items()
-        if name.endswith("/parameters")
+        if name.endswith(("/parameters", "/ids"))
     }
 
 
@@ -106,7 +106,11 @@ def refuse(strategy: Any, folder: str) -> Any:
     def make(consumer: str) -> Any:
         return te.serving.DeltaWriter(embedding, f"{folder}/base", consumer)
 
-    raised = [failure(lambda: make(f"consumer{own}"))]
+    unlike = {"signatures": ("dense",), "deltas": 0.5 if own == "0" else True}
+    raised = [
+        failure(lambda: make(f"consumer{own}")),
+        failure(lambda: te.serving.export(embedding, f"{folder}/unlike", **unlike)),
+    ]
     writer = make("replicas")
     training.train(strategy, case, embedding, 0, own_batches(strategy, case))
     raised.append(failure(lambda: writer.export_delta(f"{folder}/{own}")))

@@ -21,6 +21,7 @@ from parameter_servers.cluster import (
     step_of,
     values,
 )
+from parameter_servers.test_growing import configs
 
 import tpu_embedding as te
 
@@ -63,8 +64,16 @@ def write(embedding: Any, folder: pathlib.Path) -> None:
 def test_servers_write_the_delta_of_one_machine(
     placements: Sequence[str | None], kind: Any, tmp_path: pathlib.Path
 ) -> None:
-    configs = features("bfloat16", placements)
-    one, served = make(kind, configs, OPTIMIZERS["schedule"]())
+    static = features("bfloat16", placements)
+    require_same_deltas(make(kind, static, OPTIMIZERS["schedule"]()), tmp_path)
+
+
+def test_growing_tables(tmp_path: pathlib.Path) -> None:
+    require_same_deltas(make(te.TPUEmbedding, configs(), te.Adagrad(0.1)), tmp_path)
+
+
+def require_same_deltas(embeddings: tuple[Any, Any], tmp_path: pathlib.Path) -> None:
+    one, served = embeddings
     for embedding, name in ((one, "one"), (served, "served")):
         write(embedding, tmp_path / name)
     for form in FORMS:

@@ -18,7 +18,7 @@ import pathlib
 import struct
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,13 +27,24 @@ import tensorflow as tf
 import tpu_embedding as te
 from tpu_embedding.serving.delta_files import MAGIC, read_header
 from tpu_embedding.serving.quantization import STORAGES, converter
+from tpu_embedding.tables.growing import first_rows
+from tpu_embedding.vocabulary import SHARED_ID
 
 V = {"films": 60, "users": 9}
 D = 6
+# Ids of the table that grows; the hash table of served models has no place for two.
+TAGS = np.array([-(2**63), -(2**63) + 1, 2**63 - 1, -7, 0, *range(100, 2000, 80)])
+FULL: Any = {"unknown": "shared_row", "when_full": "shared_row"}
+VOCABULARIES = (
+    te.GrowingVocabulary(40),
+    te.GrowingVocabulary(14, eviction="lru", min_rows=4, unknown="initializer"),
+    te.GrowingVocabulary(16, eviction="lfu", min_rows=8, min_count=2, **FULL),
+    te.GrowingVocabulary(16, eviction="age", max_age=3, **FULL),
+)
 HISTORIES_PER_TRAINER = 50
 ACTIONS = (
     *("step", "step", "step", "publish", "publish", "apply", "apply", "bad", "bad"),
-    *("save", "restore", "new server", "new trainer"),
+    *("save", "restore", "new server", "new trainer", "evict"),
 )
 OPTIMIZERS = (te.SGD(0.1), te.Adagrad(0.1), te.Adam(0.1), te.FTRL(0.1))
 Tables = dict[str, np.ndarray]
@@ -41,7 +52,7 @@ Touched = dict[str, set[int]]
 
 
 class Trainer:
-    """An embedding of two tables that trains on random batches."""
+    """An embedding of two tables, or three, that trains on random batches."""
 
     def __init__(
         self,
@@ -50,8 +61,9 @@ class Trainer:
         kind: Any = te.TPUEmbedding,
         *,
         pipelined: bool = False,
+        vocabulary: te.GrowingVocabulary | None = None,
     ) -> None:
-        self._rng = rng
+        self._rng, self.vocabulary = rng, vocabulary
         films = te.TableConfig(V["films"], D, name="films")
         users = te.TableConfig(V["users"], D, name="users", invalid_ids="drop")
         features = {
@@ -59,6 +71,10 @@ class Trainer:
             "seen": te.FeatureConfig(films),
             "user": te.FeatureConfig(users),
         }
+        if vocabulary is not None:
+            initializer = tf.keras.initializers.RandomUniform(-1.0, 1.0)
+            tags = te.TableConfig(vocabulary, D, initializer, name="tags")
+            features["tag"] = te.FeatureConfig(tags)
         self.embedding = kind(features, optimizer or te.Adagrad(0.1), pipelined)
 
     def batch(self) -> tuple[dict[str, Any], Touched]:
@@ -76,6 +92,11 @@ class Trainer:
             "films": {*film.tolist(), *seen.tolist()},
             "users": {int(row) for row in user if row >= 0},
         }
+        if self.vocabulary is not None:
+            first = self._rng.integers(len(TAGS) - 8)
+            tag = TAGS[self._rng.integers(first, first + 8, size=6)]
+            features["tag"] = tf.constant(tag)
+            touched["tags"] = {*tag.tolist()}
         return features, touched
 
     def step(self) -> Touched:
@@ -99,34 +120,74 @@ class Trainer:
     def tables(self, form: str) -> Tables:
         """Today's tables as a model of that form serves them."""
         self.embedding.core.flush()
-        return {
-            name: converter(form, D)
-            .convert(table.rows["parameters"].numpy().astype(np.float32))
-            .values.astype(np.float32)
+
+        def stored(rows: np.ndarray) -> np.ndarray:
+            converted = converter(form, D).convert(rows.astype(np.float32))
+            return converted.values.astype(np.float32)
+
+        found = {
+            name: stored(table.rows["parameters"].numpy())
             for name, table in self.embedding.core.tables().items()
+            if table.growing is None
         }
+        for name, growing in self.embedding.core.growing().items():
+            found[name] = self._unknown(stored)
+            state = growing.read()
+            own = np.isin(TAGS, state["ids"])
+            places = np.searchsorted(state["ids"], TAGS[own])
+            found[name][own] = stored(state["parameters"])[places]
+        return found
+
+    def _unknown(self, stored: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        """What `TAGS` without rows look up."""
+        assert self.vocabulary is not None
+        if self.vocabulary.unknown == "zeros":
+            return np.zeros([len(TAGS), D], np.float32)
+        (spec,) = (t for t in self.embedding.core.plan.tables if t.name == "tags")
+        state = self.state()
+        if self.vocabulary.unknown == "initializer":
+            return first_rows(spec, tf.constant(TAGS)).numpy()
+        shared = state["parameters"][len(state["ids"]) :]
+        if not len(shared):
+            shared = first_rows(spec, tf.constant([SHARED_ID], tf.int64)).numpy()
+        return np.repeat(stored(shared), len(TAGS), axis=0)
+
+    def state(self) -> dict[str, np.ndarray]:
+        """The table that grows."""
+        return self.embedding.core.growing()["tags"].read()
+
+    def tags(self) -> set[int]:
+        """The ids that have rows now."""
+        if self.vocabulary is None:
+            return set()
+        self.embedding.core.flush()
+        return set(self.state()["ids"].tolist())
 
 
 def served(model: Any) -> Tables:
     """All rows that a model serves."""
     longest = tf.range(V["films"], dtype=tf.int64)
-    found = model.signatures["dense"](
-        film=longest, seen=longest, user=longest % V["users"]
-    )
+    asked = {"film": longest, "seen": longest, "user": longest % V["users"]}
+    signature = model.signatures["dense"]
+    grows = "tag" in signature.structured_input_signature[1]
+    if grows:
+        asked["tag"] = tf.constant(np.resize(TAGS, V["films"]))
+    found = signature(**asked)
     np.testing.assert_array_equal(found["film"], found["seen"])
-    return {
+    tables = {
         "films": found["film"].numpy(),
         "users": found["user"][: V["users"]].numpy(),
     }
+    return tables | ({"tags": found["tag"][: len(TAGS)].numpy()} if grows else {})
 
 
 def nothing() -> Touched:
     """No rows."""
-    return {name: set() for name in V}
+    return {name: set() for name in [*V, "tags"]}
 
 
 def everything() -> Touched:
-    """All rows."""
+    """All rows of static tables."""
     return {name: set(range(rows)) for name, rows in V.items()}
 
 
@@ -154,6 +215,9 @@ class Consumer:
       applied: The deltas that the model has.
       pending: Those that follow.
       touched: The rows by table that the next delta has; None where that is unknown.
+        Of a growing table the ids that updates named.
+      tags: The ids that the model will have after the last delta.
+      more_tags: Ids that the writer may think the model has, too.
     """
 
     def __init__(
@@ -173,6 +237,7 @@ class Consumer:
         self._loaded = tf.train.Checkpoint(model=self.model)
         self._first = self._loaded.write(str(folder / f"{self.name}-loaded"))
         self._start, self._number = trainer.tables(form), 0
+        self._start_tags = trainer.tags()
         self.begin()
 
     def begin(self) -> None:
@@ -180,6 +245,8 @@ class Consumer:
         self.applied: list[Published] = []
         self.pending: list[Published] = []
         self.touched: Touched | None = nothing()
+        self.tags = set(self._start_tags)
+        self.more_tags = self.tags | self._trainer.tags()
         self.restart_server()
         self.restart_writer()
 
@@ -207,9 +274,23 @@ class Consumer:
         path = self._folder / f"{self.name}-{self._number}.delta"
         tables = self._trainer.tables(self._form)
         counts = self.writer.export_delta(path)
-        assert [c for c, _ in read_header(path).counts] == list(counts.values())
+        header = read_header(path)
+        told = zip(header.base.tables, header.counts, strict=True)
+        sums = {spec.name: sum(both) for spec, both in told if not spec.shared}
+        assert sums == counts
+        self._check_tags(counts.get("tags", 0))
         self.pending.append(Published(path, tables))
         return counts
+
+    def _check_tags(self, count: int) -> None:
+        """The delta has the ids that were trained, and those that are gone."""
+        now = self._trainer.tags()
+        touched = None if self.touched is None else self.touched.get("tags")
+        if touched is not None:
+            least = len(touched & now) + len(self.tags - now)
+            most = len(touched & now) + len(self.more_tags - now)
+            assert least <= count <= most, (least, count, most)
+        self.tags, self.more_tags = now, set(now)
 
     def apply(self) -> None:
         """Applies the next delta."""
@@ -263,11 +344,14 @@ class History:
     def __init__(self, seed: int, folder: pathlib.Path) -> None:
         self._rng = np.random.default_rng(seed)
         self._folder, self.counts = folder, collections.Counter[str]()
+        pipelined = bool(self._rng.integers(2))
+        vocabulary = VOCABULARIES[self._rng.integers(2 * pipelined, 4)]
         self._trainer = Trainer(
             self._rng,
             OPTIMIZERS[seed % len(OPTIMIZERS)],
             (te.TPUEmbedding, te.TPUEmbeddingV2)[seed // len(OPTIMIZERS) % 2],
-            pipelined=bool(self._rng.integers(2)),
+            pipelined=pipelined,
+            vocabulary=vocabulary,
         )
         self._embedding = self._trainer.embedding
         self._embedding.build()
@@ -301,7 +385,8 @@ class History:
             for each in self._consumers:
                 if each.touched is not None:
                     for name, rows in changed.items():
-                        each.touched[name] |= rows
+                        if name in each.touched:
+                            each.touched[name] |= rows
         elif action == "publish":
             self._publish(consumer)
         elif action == "apply" and consumer.pending:
@@ -313,6 +398,8 @@ class History:
             consumer.restart_server()
         elif action == "new trainer":
             self._restart_trainer()
+        elif action == "evict":
+            self._evict()
         elif action == "save":
             self._save()
         elif action == "restore" and self._saved:
@@ -325,9 +412,15 @@ class History:
         counts = consumer.publish()
         if consumer.touched is not None:
             touched = consumer.touched
-            expected = {name: len(rows) for name, rows in touched.items()}
-            assert counts == expected, (counts, expected)
+            expected = {name: len(touched[name]) for name in V}
+            assert {n: counts[n] for n in V} == expected, (counts, expected)
         consumer.touched = nothing()
+
+    def _evict(self) -> None:
+        for spec in self._embedding.core.plan.tables:
+            vocabulary = spec.config.vocabulary
+            if vocabulary is not None and vocabulary.eviction is not None:
+                self._embedding.evict(spec.key)
 
     def _checkpoint(self, how: Saved) -> tf.train.Checkpoint:
         objects = {c.name: c.writer for c in self._consumers if how.has_marks}
@@ -344,6 +437,8 @@ class History:
             touched=[copy.deepcopy(c.touched) for c in self._consumers],
             trainer=self._trainers,
         )
+        for consumer in self._consumers:
+            consumer.more_tags |= self._trainer.tags()
         if saved.by_te:
             te.checkpoint.save(self._embedding, f"{saved.path}-tables")
         self._checkpoint(saved).write(saved.path)
@@ -363,6 +458,8 @@ class History:
             consumer.touched = everything()
             if saved.has_marks and before:  # No delta was written since.
                 consumer.touched = copy.deepcopy(saved.touched[number])
+                if consumer.touched:
+                    consumer.touched.pop("tags", None)
 
     def _restart_trainer(self) -> None:
         """New writers, with or without a checkpoint, which ask the models."""

@@ -121,14 +121,6 @@ def test_uses_ops_of_tensorflow_only(tmp_path: pathlib.Path) -> None:
     assert not [op for op in ops if op.startswith("TpuEmbedding")]
 
 
-def test_deltas_are_refused(tmp_path: pathlib.Path) -> None:
-    embedding = _embedding()
-    _train(embedding, IDS)
-    with pytest.raises(NotImplementedError, match="'films' grows, and `deltas` carry"):
-        te.serving.export(embedding, tmp_path / "model", deltas=True)
-    assert not (tmp_path / "model").exists()
-
-
 def test_rows_of_many_ids(rng: np.random.Generator) -> None:
     """Also where ids were assigned before."""
     row_of = RowOfIds()

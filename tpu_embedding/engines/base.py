@@ -23,7 +23,7 @@ from tpu_embedding.layout.csr import (
 from tpu_embedding.layout.output_shapes import OutputShapes, Shape
 from tpu_embedding.layout.plan import Plan
 from tpu_embedding.layout.stacking import Layout, lay_out_whole
-from tpu_embedding.tables.growing import GrowingState
+from tpu_embedding.tables.growing import Changed, GrowingState
 from tpu_embedding.tables.readers import StoredReader
 from tpu_embedding.tables.rows import MutableTableRows, ProcessGroup
 
@@ -157,11 +157,14 @@ class RowChanges(Protocol):
     group: ProcessGroup | None
 
     def mark(self, rows: Sequence[Any]) -> None:
-        """Marks rows, arrays or tensors int64 [n] for each table, as changed."""
+        """Marks rows, arrays or tensors int64 [n] for each table, as changed.
+
+        Of a growing table these are ids, with or without a row.
+        """
         ...
 
-    def take(self) -> list[np.ndarray]:
-        """Those that changed since the last commit, int64 [n] ascending, by table."""
+    def take(self) -> list[Changed]:
+        """Those that changed since the last commit, by table."""
         ...
 
     def read(self, table: int, rows: np.ndarray) -> np.ndarray:

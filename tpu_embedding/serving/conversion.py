@@ -13,7 +13,7 @@ import tensorflow as tf
 from tpu_embedding.checkpoint.writing import Piece, slice_spec
 from tpu_embedding.serving.report import TableReport
 from tpu_embedding.tables.readers import TableReader
-from tpu_embedding.tables.rows import TableRows
+from tpu_embedding.tables.rows import ProcessGroup, TableRows
 
 SLICE_BYTES = 1 << 18  # of float32 values that are converted at once
 
@@ -32,6 +32,21 @@ class GatheredRows(TableRows):
     def read(self, start: int, stop: int) -> np.ndarray:
         # gather reads these rows of a variable, and [start:stop] all of it.
         return tf.gather(self._values, tf.range(start, stop)).numpy()
+
+
+class SomeRows(TableRows):
+    """The rows [begin, end) of a table."""
+
+    def __init__(self, rows: TableRows, begin: int, end: int) -> None:
+        super().__init__((end - begin, rows.shape[1]), rows.dtype)
+        self._rows, self._begin = rows, begin
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        return self._rows.group
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return self._rows.read(self._begin + start, self._begin + stop)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +188,7 @@ class Conversion:
             bytes_before=4 * rows * dim,
             bytes_after=self.nbytes,
             max_error=self._largest,
-            rms_error=(self._squares / (rows * dim)) ** 0.5,
+            rms_error=(self._squares / max(1, rows * dim)) ** 0.5,
             bound=self._bound,
         )
 

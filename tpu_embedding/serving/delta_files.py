@@ -44,10 +44,13 @@ class BaseTable:
 
     Attributes:
       name: Name of the table.
-      rows: Number of rows.
+      rows: Number of rows; of a growing table the most ids.
       dim: Number of columns.
       storage: The form in which it is stored.
       most_changed: The largest number of rows that one delta may change.
+      grows: Whether deltas have its rows by id, and ids that have none any more.
+      shared: Whether it is the row that ids without one have in the growing table of
+        the same name.
     """
 
     name: str
@@ -55,6 +58,8 @@ class BaseTable:
     dim: int
     storage: str
     most_changed: int
+    grows: bool = False
+    shared: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.trackable.trackable_utils import escape_local_name
 
 from tpu_embedding import errors
 from tpu_embedding.checkpoint.object_graph import variable_key
@@ -30,7 +30,12 @@ from tpu_embedding.serving.delta_files import (
     rows_of_block,
     write_delta,
 )
+from tpu_embedding.serving.following import stored_place
+from tpu_embedding.serving.growing_tables import APART
 from tpu_embedding.serving.quantization import converter
+from tpu_embedding.tables.growing import Changed, first_rows
+from tpu_embedding.tables.rows import PARAMETERS
+from tpu_embedding.vocabulary import SHARED_ID
 
 _COMPARED_BYTES = 1 << 20  # Of float32 values that are compared at once.
 _NOTHING = np.zeros([0], np.int64)
@@ -91,7 +96,7 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
             its tables are others, or the name is in use.
           NotImplementedError: If the engine of the embedding does not track changes: on
             TPUs and on the portable engine, and in a Keras layer with
-            `trainable_tables=True`; or if a table grows.
+            `trainable_tables=True`.
           tf.errors.InvalidArgumentError: If a row cannot be stored as in the export.
           tf.errors.AbortedError: If another process of the job raises an error.
         """
@@ -105,12 +110,6 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
             raise errors.argument_type("consumer", consumer, "a name")
         self._core: Any = core
         self._changes = self._core.changes(consumer)
-        growing = [t.name for t in self._core.plan.tables if t.config.vocabulary]
-        if growing:
-            raise NotImplementedError(
-                f"Deltas have no rows of growing tables: {', '.join(growing)}. Give "
-                "the table a vocabulary of fixed size, or export the model anew."
-            )
         if consumer in self._core.delta_writers:
             raise ValueError(
                 f"The embedding has a DeltaWriter for {consumer!r}. Use that one, or "
@@ -126,7 +125,7 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
         self._consumer = consumer
         self._forms = [converter(spec.storage, spec.dim) for spec in self._base.tables]
         self._core.flush()
-        self._changes.mark([_NOTHING] * len(self._forms))  # From here on.
+        self._changes.mark(self._rows_of(0, _NOTHING))  # From here on.
         try:
             self._mark_differences(bundle)
         except BaseException:
@@ -137,19 +136,20 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
     def export_delta(self, path: str | os.PathLike[str]) -> dict[str, int]:
         """Writes the rows that changed since the last delta.
 
-        The pending update is applied first. If it fails, no file is left, and the next
-        delta has the rows, too.
+        Of a growing table it also writes the ids that were given up, and the row that
+        ids without one share. The pending update is applied first. If it fails, no file
+        is left, and the next delta has the rows, too.
 
         Args:
           path: A file that does not exist yet.
 
         Returns:
-          The number of rows by name of the table.
+          The number of rows by name of the table; ids that were given up count.
 
         Raises:
           RuntimeError: In a tf.function, or after `stop`.
           ValueError: If the file exists, or more rows of a table changed than the
-            export takes at a time.
+            export takes at a time, or a growing table has more ids than it takes.
           tf.errors.InvalidArgumentError: If a row cannot be stored as in the export.
           tf.errors.AbortedError: If another process of the job raises an error.
         """
@@ -157,16 +157,21 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
         group = self._changes.group
         require_alike(group, {"path": os.fspath(path)})
         self._core.flush()
-        changed = self._changes.take()
-        for spec, ids in zip(self._base.tables, changed, strict=True):
-            if len(ids) > spec.most_changed:
-                raise ValueError(
-                    f"{len(ids)} rows of table {spec.name} changed since delta "
-                    f"{self.sequence}, and the export takes {spec.most_changed} at a "
-                    "time. Export the model anew, with a larger `deltas`, or write "
-                    "deltas more often."
-                )
-        counts = tuple((len(ids), 0) for ids in changed)
+        changed = self._take()
+        for spec, rows in zip(self._base.tables, changed, strict=True):
+            for what, number, most in (
+                ("rows changed", len(rows.keys), spec.most_changed),
+                ("rows were given up", len(rows.deleted), spec.most_changed),
+                ("ids are there", rows.size, spec.rows),
+            ):
+                if number > most:
+                    raise ValueError(
+                        f"Table {spec.name}: {number} {what} since delta "
+                        f"{self.sequence}, and the export takes {most} at a time. "
+                        "Export the model anew, with a larger `deltas`, or write "
+                        "deltas more often."
+                    )
+        counts = tuple((len(rows.keys), len(rows.deleted)) for rows in changed)
         header = Header(self._base, self.run, self._follows, self.sequence + 1, counts)
         with in_all_processes(group) as rest:
             blocks = self._blocks(changed)
@@ -178,8 +183,9 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
         self._changes.commit()
         self.sequence, self._follows = self.sequence + 1, self.run
         return {
-            spec.name: len(ids)
-            for spec, ids in zip(self._base.tables, changed, strict=True)
+            spec.name: len(rows.keys) + len(rows.deleted)
+            for spec, rows in zip(self._base.tables, changed, strict=True)
+            if not spec.shared
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:
@@ -215,6 +221,11 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
         self._require_active()
         step = 1 << 20
         for index, spec in enumerate(self._base.tables):
+            if spec.grows:
+                ids = self._core.growing()[spec.name].contents().ids
+                self._changes.mark(self._rows_of(index, ids))
+            if spec.grows or spec.shared:
+                continue
             for start in range(0, spec.rows, step):
                 ids = np.arange(start, min(start + step, spec.rows))
                 self._changes.mark(self._rows_of(index, ids))
@@ -245,59 +256,110 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
             raise RuntimeError("This DeltaWriter was stopped. Make a new one.")
 
     def _require_same_tables(self, path: str) -> None:
-        def shapes(tables: Any) -> list[tuple[str, int, int]]:
-            return [(t.name, t.rows, t.dim) for t in tables]
+        def shapes(tables: Any) -> list[tuple[str, int | str, int]]:
+            return [(t.name, "grows" if t.grows else t.rows, t.dim) for t in tables]
 
-        own = [
-            BaseTable(t.name, t.config.vocabulary_size, t.config.dim, "", 0)
-            for t in self._core.plan.tables
-        ]
+        own, self._numbers = [], []
+        for spec in self._core.plan.tables:
+            vocabulary = spec.config.vocabulary
+            table = BaseTable(
+                spec.name, spec.config.vocabulary_size, spec.config.dim, "", 0
+            )
+            if vocabulary is not None:
+                if vocabulary.unknown == "shared_row":
+                    own.append(dataclasses.replace(table, rows=1, shared=True))
+                table = dataclasses.replace(table, grows=True)
+            own.append(table)
+            self._numbers += [spec.index] * (len(own) - len(self._numbers))
         if shapes(own) != shapes(self._base.tables):
             raise ValueError(
                 f"{path} has the tables (name, rows, dim) {shapes(self._base.tables)}, "
                 f"and the embedding has {shapes(own)}."
             )
 
-    def _read(self, index: int, ids: np.ndarray) -> np.ndarray:
-        """Rows of the embedding, float32 [n, D]."""
-        spec = self._base.tables[index]
-        values = self._changes.read(index, ids)
-        self._forms[index].require_storable(spec.name, ids, values)
-        return values
+    def _take(self) -> list[Changed]:
+        """What changed, by table of the base; a shared row is in every delta."""
+        taken = self._changes.take()
+        return [
+            self._shared(taken[number], number) if spec.shared else taken[number]
+            for spec, number in zip(self._base.tables, self._numbers, strict=True)
+        ]
+
+    def _shared(self, table: Changed, number: int) -> Changed:
+        row = table.shared
+        if row is None or not len(row):  # No update has made it yet.
+            spec = self._core.plan.tables[number]
+            first = first_rows(spec, tf.constant([SHARED_ID], tf.int64))
+            row = tf.cast(first, tf.float32).numpy()
+        values = row
+        return Changed(np.zeros([1], np.int64), lambda start, stop: values[start:stop])
 
     def _rows_of(self, index: int, ids: np.ndarray) -> list[np.ndarray]:
-        """The rows of one table, and none of the others."""
-        rows = [_NOTHING] * len(self._forms)
-        rows[index] = ids
+        """The rows of one table of the base, and none of the others."""
+        rows = [_NOTHING] * len(self._core.plan.tables)
+        rows[self._numbers[index]] = ids
         return rows
 
-    def _blocks(self, changed: Sequence[np.ndarray]) -> Iterator[DeltaRows]:
-        for index, ids in enumerate(changed):
+    def _blocks(self, changed: Sequence[Changed]) -> Iterator[DeltaRows]:
+        for index, (spec, rows) in enumerate(
+            zip(self._base.tables, changed, strict=True)
+        ):
             form = self._forms[index]
-            step = rows_of_block(form.row_bytes(self._base.tables[index].dim))
-            for start in range(0, len(ids), step):
-                some = ids[start : start + step]
-                parts = form.convert(self._read(index, some)).parts
-                yield DeltaRows(index, some, _NOTHING, parts)
+            step = rows_of_block(form.row_bytes(spec.dim))
+            for start in range(0, len(rows.keys), step):
+                some = rows.keys[start : start + step]
+                values = rows.read(start, start + step)
+                form.require_storable(spec.name, some, values)
+                yield DeltaRows(index, some, _NOTHING, form.convert(values).parts)
+            step = rows_of_block(0)
+            for start in range(0, len(rows.deleted), step):
+                yield DeltaRows(index, _NOTHING, rows.deleted[start : start + step], ())
 
     def _mark_differences(self, bundle: Bundle) -> None:
         for index, spec in enumerate(self._base.tables):
-            step = max(1, _COMPARED_BYTES // (4 * spec.dim))
-            for start in range(0, spec.rows, step):
-                ids = np.arange(start, min(start + step, spec.rows))
-                parts = self._forms[index].convert(self._read(index, ids)).parts
-                stored = _stored_rows(bundle, spec, self._forms[index], ids)
+            form = self._forms[index]
+            for start, ids, values in self._exported(index, bundle):
+                form.require_storable(spec.name, ids, values)
+                parts = form.convert(values).parts
+                stored = _stored_rows(bundle, spec, form, start, start + len(ids))
                 differs = np.zeros([len(ids)], bool)
                 for own, other in zip(parts, stored, strict=True):
                     differs |= (_bytes(own) != _bytes(other)).any(axis=1)
                 self._changes.mark(self._rows_of(index, ids[differs]))
 
+    def _exported(
+        self, index: int, bundle: Bundle
+    ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """Rows of the export: the first one's number, the ids and today's values.
+
+        Marks ids of a growing table that only one of them has.
+        """
+        spec, number = self._base.tables[index], self._numbers[index]
+        step = max(1, _COMPARED_BYTES // (4 * spec.dim))
+        if spec.shared:
+            return
+        if not spec.grows:
+            for start in range(0, spec.rows, step):
+                ids = np.arange(start, min(start + step, spec.rows))
+                yield start, ids, self._changes.read(number, ids)
+            return
+        own, stored = self._core.growing()[spec.name].read(), _stored_ids(bundle, spec)
+        self._changes.mark(self._rows_of(index, np.setxor1d(own["ids"], stored)))
+        for start in range(0, len(stored), step):
+            ids = stored[start : start + step]
+            values = np.zeros([len(ids), spec.dim], np.float32)
+            known = np.isin(ids, own["ids"])
+            places = np.searchsorted(own["ids"], ids[known])
+            values[known] = own[PARAMETERS][places]
+            yield start, ids, values
+
     def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
         self._require_active()
         self._core.flush()
-        changed = dict(enumerate(self._changes.take()))
+        taken = dict(enumerate(self._take()))
         state = tf.constant([self.base, self.sequence, self._follows], tf.int64)
-        rows = {f"rows_{index}": tf.constant(ids) for index, ids in changed.items()}
+        ids = {i: [rows.keys, rows.deleted] for i, rows in taken.items()}
+        rows = {f"rows_{i}": tf.concat(both, 0) for i, both in ids.items()}
         return {"state": state, **rows}
 
     def _restore_from_tensors(self, restored_tensors: Mapping[str, Any]) -> None:
@@ -323,7 +385,9 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
             return
         self._changes.take()
         self._changes.commit()
-        self._changes.mark(rows)
+        for index, ids in enumerate(rows):
+            if not self._base.tables[index].shared:
+                self._changes.mark(self._rows_of(index, ids.numpy()))
         self.sequence, self._follows = sequence, follows
 
 
@@ -344,17 +408,24 @@ def _read_base(path: str) -> tuple[Bundle, Base]:
 
 
 def _stored_rows(
-    bundle: Bundle, spec: BaseTable, form: ConvertedTable, ids: np.ndarray
+    bundle: Bundle, spec: BaseTable, form: ConvertedTable, start: int, stop: int
 ) -> list[np.ndarray]:
-    """The parts of some rows in a row, as the export has them."""
-    place = f"tables/{escape_local_name(spec.name)}/stored"
+    """The parts of the rows [start, stop), as the export has them."""
     found = []
     for part in form.parts:
-        key = variable_key(place, part)
+        key = variable_key(stored_place(spec), part)
         rows, columns = bundle.shapes[key]
-        whole = slice_spec((rows, columns), int(ids[0]), int(ids[-1]) + 1)
+        whole = slice_spec((rows, columns), start, stop)
         found.append(bundle.restore(key, whole))
     return found
+
+
+def _stored_ids(bundle: Bundle, spec: BaseTable) -> np.ndarray:
+    """The ids of a growing table of the export, in the order of its rows."""
+    place = f"{stored_place(spec).removesuffix('stored')}ids/number_of/tables/0"
+    keys = np.ravel(bundle.restore(f"{place}/table/.ATTRIBUTES/table-keys"))
+    apart = bundle.restore(variable_key(place, "apart")) >= 0
+    return np.sort(np.append(keys[~np.isin(keys, APART)], np.array(APART)[apart]))
 
 
 def _bytes(rows: np.ndarray) -> np.ndarray:

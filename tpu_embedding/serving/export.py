@@ -17,11 +17,21 @@ from tpu_embedding.layout.plan import Plan
 from tpu_embedding.lookup.features import FeatureLookup
 from tpu_embedding.lookup.input_rows import MAX_SAMPLES
 from tpu_embedding.nest_utils import Structure
-from tpu_embedding.serving.conversion import GatheredRows, Source
+from tpu_embedding.serving.conversion import GatheredRows, SomeRows, Source
 from tpu_embedding.serving.delta_files import Base, BaseTable, new_id
 from tpu_embedding.serving.embedding import TPUEmbeddingForServing
-from tpu_embedding.serving.following import Follower, most_changed
-from tpu_embedding.serving.growing_tables import exported_table, source_of
+from tpu_embedding.serving.following import (
+    Follower,
+    GrowingBase,
+    height_of,
+    most_changed,
+    most_ids,
+)
+from tpu_embedding.serving.growing_tables import (
+    exported_table,
+    missing_rows,
+    source_of,
+)
 from tpu_embedding.serving.lookup import find_table, plan_of
 from tpu_embedding.serving.mapping import FOLDER, MappedPart
 from tpu_embedding.serving.quantization import STORAGES, stored_form
@@ -103,7 +113,7 @@ def export(
         "delta_state" and "apply_delta", and spare rows. A number > 0 is the largest
         share of the rows of a table that one delta may change, 0.125 for True; the
         table takes twice as many spare rows. Tables of up to 4,096 rows may change
-        whole.
+        whole. A growing table has room for twice its ids and 4,096, or `max_rows`.
       mapped: True keeps the tables in files, which the model maps instead of loading
         them: it is loaded at once, processes of a machine share the memory, and tables
         may be larger than it. `path` is then the place where the model is served;
@@ -115,7 +125,6 @@ def export(
     Raises:
       TypeError: If `source` or the model's result is of the wrong type.
       ValueError: If an argument is not as above.
-      NotImplementedError: With `deltas`, if a table grows.
       tf.errors.InvalidArgumentError: If a table has values that the storage cannot
         hold.
     """
@@ -148,9 +157,9 @@ def export(
     with in_all_processes(group):
         if group is None or group.rank == 0:
             require_empty(path)
-    follower = None
+    follower, sources = None, exported.tables
+    tables: list[Any] = []
     if share is None:
-        tables = []
         for spec, table, kept in zip(
             plan.tables, exported.tables, storages, strict=True
         ):
@@ -159,17 +168,18 @@ def export(
             grows = table.ids is not None
             tables.append(exported_table(spec, table, form) if grows else form)
     else:
-        follower = _follower(exported, storages, share)
+        follower, sources = _follower(exported, storages, share)
         tables = follower.tables
+    served = {source.name: t for source, t in zip(sources, tables, strict=True)}
     lookup = FeatureLookup(
         plan,
-        dict(enumerate(tables)),
+        {spec.index: served[spec.name] for spec in plan.tables},
         most_samples,
         check_numerics=exported.check_numerics,
         any_batch_size=True,
     )
-    served = _Served(exported, lookup, model)
-    functions = {name: served.function(signature) for name, signature in named.items()}
+    serving = _Served(exported, lookup, model)
+    functions = {name: serving.function(signature) for name, signature in named.items()}
     functions.setdefault(_SERVING_DEFAULT, functions[next(iter(named))])
     if follower is not None:
         for name, function in follower.functions().items():
@@ -178,7 +188,7 @@ def export(
                     f"`signatures` has {name!r}, a name that `deltas` needs. Rename it."
                 )
             functions[name] = function
-    stored = list(zip(exported.tables, tables, strict=True))
+    stored = list(zip(sources, tables, strict=True))
     reads = [signature.read for signature in named.values()]
     return Report(tuple(save(path, stored, model, reads, functions, follower)))
 
@@ -219,20 +229,40 @@ def _parts_maker(path: str | os.PathLike[str], table: int) -> Callable[..., Any]
     return make
 
 
-def _follower(exported: _Exported, storages: Sequence[str], share: float) -> Follower:
-    stored, specs = [], []
-    for source, storage in zip(exported.tables, storages, strict=True):
-        if source.ids is not None:
-            raise NotImplementedError(
-                f"Table {source.name!r} grows, and `deltas` carry no ids. Export the "
-                "model anew, or give the table a vocabulary of fixed size."
-            )
-        rows, dim = source.shape
-        most = most_changed(rows, share)
-        table: Any = stored_form(source, storage, 2 * most)
+def _follower(
+    exported: _Exported, storages: Sequence[str], share: float
+) -> tuple[Follower, list[Source]]:
+    """What applies deltas, and the sources of its tables in their order."""
+    sources, stored, specs = [], [], []
+    growing: dict[str, GrowingBase] = {}
+
+    def add(source: Source, storage: str, rows: int, **kind: bool) -> None:
+        most = min(rows, most_changed(rows, share))
+        spec = BaseTable(source.name, rows, source.shape[1], storage, most, **kind)
+        spare = height_of(spec) - source.shape[0] + 2 * most
+        table: Any = stored_form(source, storage, spare)
+        sources.append(source)
         stored.append(table)
-        specs.append(BaseTable(source.name, rows, dim, table.storage, most))
-    return Follower(Base(new_id(), tuple(specs)), stored)
+        specs.append(dataclasses.replace(spec, storage=table.storage))
+
+    for spec, source, storage in zip(
+        exported.plan.tables, exported.tables, storages, strict=True
+    ):
+        vocabulary = spec.config.vocabulary
+        if vocabulary is None or source.ids is None:
+            add(source, storage, source.shape[0])
+            continue
+        size = len(source.ids)
+        known, last = (
+            dataclasses.replace(source, rows=SomeRows(source.rows, *bounds))
+            for bounds in ((0, size), (size, size + 1))
+        )
+        if vocabulary.unknown == "shared_row":
+            add(last, storage, 1, shared=True)
+        room = most_ids(size, vocabulary.max_rows)
+        growing[spec.name] = GrowingBase(source.ids, missing_rows(spec))
+        add(known, storage, room, grows=True)
+    return Follower(Base(new_id(), tuple(specs)), stored, growing), sources
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,7 +28,7 @@ from tpu_embedding.vocabulary import (
 
 # The hash table keeps these two keys for itself. They are ids as others are, whose rows
 # are in a variable.
-_EMPTY, _DELETED = -(2**63), -(2**63) + 1
+APART = _EMPTY, _DELETED = -(2**63), -(2**63) + 1
 _LARGEST_LOAD = 0.6  # Of its buckets; it allows 0.8.
 _INSERTED = 1 << 20  # Ids at a time.
 
@@ -43,10 +43,14 @@ class RowOfIds(tf.Module):
         )
         self.apart = create_state("apart", tf.constant([-1, -1]))
 
-    def assign(self, ids: np.ndarray) -> None:
-        """Makes `ids`, int64 [n], those of the rows 0 to n - 1, and forgets others."""
+    def assign(self, ids: np.ndarray, room: int = 0) -> None:
+        """Makes `ids`, int64 [n], those of the rows 0 to n - 1, and forgets others.
+
+        There is room for at least `room` ids without a pause.
+        """
         rows = np.arange(len(ids), dtype=np.int32)
-        buckets = 1 << max(4, int(len(ids) / _LARGEST_LOAD).bit_length())
+        most = max(len(ids), room)
+        buckets = 1 << max(4, int(most / _LARGEST_LOAD).bit_length())
         tf.raw_ops.LookupTableImportV2(
             table_handle=self.table.resource_handle,
             keys=tf.fill([buckets, 1], tf.constant(_EMPTY, tf.int64)),
@@ -65,6 +69,107 @@ class RowOfIds(tf.Module):
         rows = self.table.lookup(tf.where(empty | deleted, tf.zeros_like(ids), ids))
         apart = tf.unstack(self.apart.read_value())
         return tf.where(empty, apart[0], tf.where(deleted, apart[1], rows))
+
+    def insert(self, ids: tf.Tensor, rows: tf.Tensor) -> list[Any]:
+        """Gives rows to ids that have none; the ops that do."""
+        own = (ids != _EMPTY) & (ids != _DELETED)
+        inserted = self.table.insert(ids[own], rows[own])
+        return [inserted, self._set_apart(ids, rows)]
+
+    def remove(self, ids: tf.Tensor) -> list[Any]:
+        """Takes ids away that have rows; the ops that do."""
+        removed = self.table.remove(ids[(ids != _EMPTY) & (ids != _DELETED)])
+        return [removed, self._set_apart(ids, tf.fill(tf.shape(ids), -1))]
+
+    def _set_apart(self, ids: tf.Tensor, rows: tf.Tensor) -> Any:
+        places = []
+        for key, before in zip(
+            (_EMPTY, _DELETED), tf.unstack(self.apart.read_value()), strict=True
+        ):
+            own = tf.equal(ids, key)
+            place = tf.reduce_max(tf.where(own, rows, -1))
+            places.append(tf.where(tf.reduce_any(own), place, before))
+        return self.apart.assign(places, read_value=False)
+
+
+class ChangingRowOfIds(tf.Module):
+    """The row of each id, while ids come and go.
+
+    A removed id leaves its bucket of the hash table marked, and later lookups of other
+    ids pass it. So after many removals all ids are inserted into a second hash table,
+    which is then the one that is read. What began to read the first one before has
+    time for one further `change`, because two of them never remove so many.
+    """
+
+    def __init__(self, most_ids: int, most_removed: int) -> None:
+        """Takes the most ids, and the most that one `change` removes."""
+        super().__init__()
+        self.tables = [RowOfIds(), RowOfIds()]
+        self.active = create_state("active", tf.constant(0))
+        self.removed = create_state("removed", tf.constant(0, tf.int64))
+        self._before_move = max(most_ids // 4, most_removed + 1)
+        self._room = most_ids + self._before_move + most_removed
+
+    def assign(self, ids: np.ndarray) -> None:
+        """Makes `ids`, int64 [n], those of the rows 0 to n - 1."""
+        self.tables[0].assign(ids, self._room)
+        self.tables[1].assign(ids[:0])
+
+    def __call__(self, ids: tf.Tensor) -> tf.Tensor:
+        """See `RowOfIds`."""
+        rows = tf.switch_case(
+            self.active.read_value(), [lambda t=t: t(ids) for t in self.tables]
+        )
+        return tf.ensure_shape(rows, ids.shape)
+
+    def change(
+        self, ids: tf.Tensor, rows: tf.Tensor, removed: tf.Tensor
+    ) -> list[tf.Tensor]:
+        """Gives rows to ids that have none, and takes others away."""
+        active = self.active.read_value()
+
+        def change(table: RowOfIds) -> tf.Tensor:
+            with tf.control_dependencies(table.insert(ids, rows)):
+                ops = table.remove(removed)
+            with tf.control_dependencies(ops):
+                return tf.constant(True)
+
+        done = tf.switch_case(active, [lambda t=t: change(t) for t in self.tables])
+        with tf.control_dependencies([done]):
+            count = self.removed.read_value() + tf.size(removed, tf.int64)
+            moved = tf.cond(
+                count < self._before_move,
+                lambda: tf.constant(False),
+                lambda: tf.switch_case(
+                    active, [lambda k=k: self._move(1 - k, k) for k in (1, 0)]
+                ),
+            )
+        with tf.control_dependencies([moved]):
+            left = tf.where(moved, tf.zeros_like(count), count)
+            now = tf.where(moved, 1 - active, active)
+            return [
+                self.removed.assign(left, read_value=False),
+                self.active.assign(now, read_value=False),
+            ]
+
+    def _move(self, source: int, target: int) -> tf.Tensor:
+        """Copies what one hash table has into the other one; true."""
+        old, new = self.tables[source], self.tables[target]
+        keys, rows = tf.raw_ops.LookupTableExportV2(
+            table_handle=old.table.resource_handle, Tkeys=tf.int64, Tvalues=tf.int32
+        )
+        clear = tf.raw_ops.LookupTableImportV2(
+            table_handle=new.table.resource_handle,
+            keys=tf.fill(tf.shape(keys), tf.constant(_EMPTY, tf.int64)),
+            values=tf.zeros(tf.shape(rows), tf.int32),
+        )
+        keys, rows = tf.reshape(keys, [-1]), tf.reshape(rows, [-1])
+        used = (keys != _EMPTY) & (keys != _DELETED)
+        with tf.control_dependencies([clear]):
+            inserted = new.table.insert(keys[used], rows[used])
+        apart = new.apart.assign(old.apart.read_value(), read_value=False)
+        with tf.control_dependencies([inserted, apart]):
+            return tf.constant(True)
 
 
 class ServedGrowingTable(TableReader, tf.Module):
@@ -108,6 +213,14 @@ def served_rows(spec: TableSpec, state: Mapping[str, np.ndarray]) -> np.ndarray:
     if spec.config.vocabulary.unknown == "shared_row":  # No update has made it yet.
         last = first_rows(spec, tf.constant([SHARED_ID], tf.int64)).numpy()
     return np.concatenate([values, last])
+
+
+def missing_rows(spec: TableSpec) -> Callable[[tf.Tensor], tf.Tensor]:
+    """What ids without a row look up, [n, dim] or [1, dim], if they share none."""
+    assert spec.config.vocabulary is not None
+    if spec.config.vocabulary.unknown == "initializer":
+        return lambda ids: tf.cast(first_rows(spec, ids), tf.float32)
+    return lambda ids: tf.zeros([1, spec.config.dim])
 
 
 def source_of(spec: TableSpec, growing: GrowingState) -> Source:

@@ -32,8 +32,8 @@ from tpu_embedding.checkpoint.writing import (
     write_parts,
 )
 from tpu_embedding.serving.conversion import Conversion, ConvertedTable, Source
-from tpu_embedding.serving.following import Follower, FollowingTable
-from tpu_embedding.serving.growing_tables import ServedGrowingTable
+from tpu_embedding.serving.following import Follower, FollowingTable, stored_place
+from tpu_embedding.serving.growing_tables import RowOfIds, ServedGrowingTable
 from tpu_embedding.serving.mapping import FOLDER, MappedPart, write_files
 from tpu_embedding.serving.report import TableReport, unchanged
 from tpu_embedding.tables.readers import TableReader
@@ -92,15 +92,18 @@ def save(
     Raises:
       tf.errors.InvalidArgumentError: If a value cannot be stored.
     """
-    conversions = {}
-    for source, table in tables:
+    conversions: dict[int, Any] = {}
+    specs = follower.base.tables if follower else ()
+    for number, (source, table) in enumerate(tables):
         holds = isinstance(table, (FollowingTable, ServedGrowingTable))
         stored = table.stored if holds else table
         place = f"tables/{escape_local_name(source.name)}{'/stored' if holds else ''}"
+        if specs:
+            place = stored_place(specs[number])
         if isinstance(stored, ConvertedTable):
-            conversion = Conversion(source, stored)
-            conversions[source.name] = (stored, conversion, place)
+            conversions[number] = (stored, Conversion(source, stored), place)
     group = tables[0][0].rows.group
+    # The last one of a name: the row that ids share is part of their table.
     readers = {source.name: table for source, table in tables}
     deltas = None if follower is None else follower.state
     mapped = any(_is_mapped(stored) for stored, *_ in conversions.values())
@@ -124,10 +127,11 @@ def save(
             for _ in pieces:
                 pass
     return [
-        conversions[source.name][1].report()
-        if source.name in conversions
+        conversions[number][1].report()
+        if number in conversions
         else unchanged(source.name, source.shape)
-        for source, _ in tables
+        for number, (source, table) in enumerate(tables)
+        if readers[source.name] is table
     ]
 
 
@@ -144,8 +148,8 @@ def _save_module(module: tf.Module, path: str, functions: Mapping[str, Any]) -> 
         ) from error
 
 
-# By name of the table its form, what converts it and its object in the model.
-_Conversions = Mapping[str, tuple[ConvertedTable, Conversion, str]]
+# By number of the table its form, what converts it and its object in the model.
+_Conversions = Mapping[int, tuple[ConvertedTable, Conversion, str]]
 
 
 def _is_mapped(table: ConvertedTable) -> bool:
@@ -240,9 +244,11 @@ class _Module(tf.Module):
         self.variables_read = [v for v in read if id(v) not in own]
         handles = {id(variable.handle) for variable in read}
         handles |= {
-            id(table.row_of.table.resource_handle)
+            id(part.table.resource_handle)
             for table in tables.values()
-            if isinstance(table, ServedGrowingTable)
+            if isinstance(table, tf.Module)
+            for part in table.submodules
+            if isinstance(part, RowOfIds)
         }
         captured = [tensor for graph in graphs for tensor, _ in graph.captures]
         if any(t.dtype == tf.resource and id(t) not in handles for t in captured):

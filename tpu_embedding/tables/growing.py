@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,25 @@ _KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "TruncatedNormal": ("truncated_normal", ("mean", "stddev")),
 }
 _CONSTANTS = {"Zeros": 0.0, "Ones": 1.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Changed:
+    """The rows of one table that changed for a consumer of deltas.
+
+    Attributes:
+      keys: Rows, or ids of a growing table, int64 [n] ascending.
+      read: Reads the values of the keys [start, stop), float32 [stop - start, D].
+      deleted: Ids that lost their rows, int64 [m] ascending.
+      size: Of a growing table the number of all its ids.
+      shared: The row that ids without one share, float32 [1, D], or [0, D].
+    """
+
+    keys: np.ndarray
+    read: Callable[[int, int], np.ndarray]
+    deleted: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, int))
+    size: int = 0
+    shared: np.ndarray | None = None
 
 
 class GrowingState(abc.ABC, tf.__internal__.tracking.Trackable):
@@ -65,6 +84,10 @@ class GrowingState(abc.ABC, tf.__internal__.tracking.Trackable):
         By "parameters" and slot name the rows of the ids in ascending order, and then
         the row that ids share, if it is there; the ids and what is known of them.
         """
+
+    def take_changed(self, consumer: str) -> Changed:
+        """See `RowChanges.take`."""
+        raise NotImplementedError(f"Nothing changes here for {consumer}.")
 
     def updates_begun(self) -> int:
         """The number of updates so far; cheaper than `read` where it can be."""

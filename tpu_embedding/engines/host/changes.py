@@ -15,6 +15,7 @@ from tpu_embedding.engines.process_group import Channel
 from tpu_embedding.layout.placement import Placement
 from tpu_embedding.ops import library
 from tpu_embedding.parameter_server import ClusterCoordinator
+from tpu_embedding.tables.growing import Changed, GrowingState
 from tpu_embedding.tables.readers import StoredReader
 from tpu_embedding.tables.rows import ProcessGroup
 
@@ -33,23 +34,35 @@ class Held(NamedTuple):
     tables: Sequence[int]
 
 
+class ReadTable(NamedTuple):
+    """What is read of a table.
+
+    Attributes:
+      reader: Of what the parts have of it.
+      growing: Its state if it grows.
+    """
+
+    reader: StoredReader
+    growing: GrowingState | None
+
+
 class HostChanges:
     """See `RowChanges`: of the rows of all parts, by their numbers in the tables."""
 
     group: ProcessGroup | None = None
 
     def __init__(
-        self, held: Sequence[Held], readers: Sequence[StoredReader], consumer: str
+        self, held: Sequence[Held], tables: Sequence[ReadTable], consumer: str
     ) -> None:
         """Notes nothing before the first mark.
 
         Args:
           held: The parts.
-          readers: By table of the plan, of what the parts have of it.
+          tables: By index in the plan.
           consumer: The name of the consumer.
         """
         self._ops = library.load()
-        self._held, self._readers, self._consumer = held, readers, consumer
+        self._held, self._tables, self._consumer = held, tables, consumer
 
     def mark(self, rows: Sequence[Any]) -> None:
         """See `RowChanges.mark`."""
@@ -62,9 +75,9 @@ class HostChanges:
                     queue=part.handle, rows=own, consumer=self._consumer
                 )
 
-    def take(self) -> list[np.ndarray]:
+    def take(self) -> list[Changed]:
         """See `RowChanges.take`."""
-        found: list[list[np.ndarray]] = [[] for _ in self._readers]
+        found: list[list[np.ndarray]] = [[] for _ in self._tables]
         for part, placement, tables in self._held:
             with tf.device(part.device):
                 taken = self._ops.tpu_embedding_take_rows(
@@ -72,11 +85,29 @@ class HostChanges:
                 )
             for k, (table, rows) in enumerate(zip(tables, taken, strict=True)):
                 found[table].append(placement.rows_at(k, rows.numpy()))
-        return [np.sort(np.concatenate(rows)) for rows in found]
+        return [
+            self._of_rows(table, rows)
+            if read.growing is None
+            else read.growing.take_changed(self._consumer)
+            for table, (read, rows) in enumerate(zip(self._tables, found, strict=True))
+        ]
+
+    def _of_rows(self, table: int, rows: Sequence[np.ndarray]) -> Changed:
+        keys = self._joined(table, np.sort(np.concatenate(rows)))
+
+        def read(start: int, stop: int) -> np.ndarray:
+            return self.read(table, keys[start:stop])
+
+        return Changed(keys, read)
+
+    def _joined(self, table: int, rows: np.ndarray) -> np.ndarray:
+        """The changed rows of a table in all processes."""
+        del table
+        return rows
 
     def read(self, table: int, rows: np.ndarray) -> np.ndarray:
         """See `RowChanges.read`."""
-        return self._readers[table].read(tf.constant(rows)).numpy()
+        return self._tables[table].reader.read(tf.constant(rows)).numpy()
 
     def commit(self, *, end: bool = False) -> None:
         """See `RowChanges.commit`."""
@@ -93,11 +124,11 @@ class ShardedChanges(HostChanges):
     def __init__(
         self,
         held: Held,
-        readers: Sequence[StoredReader],
+        tables: Sequence[ReadTable],
         consumer: str,
         channel: Channel,
     ) -> None:
-        super().__init__([held], readers, consumer)
+        super().__init__([held], tables, consumer)
         self.group: ProcessGroup | None = channel
         self._channel = channel
         self._placements = [
@@ -105,13 +136,9 @@ class ShardedChanges(HostChanges):
             for process in range(channel.size)
         ]
 
-    def take(self) -> list[np.ndarray]:
-        """See `RowChanges.take`."""
-        found = []
-        for own in super().take():
-            parts = self._gather(own, "changed rows")
-            found.append(np.sort(np.concatenate(parts)))
-        return found
+    def _joined(self, table: int, rows: np.ndarray) -> np.ndarray:
+        del table
+        return np.sort(np.concatenate(self._gather(rows, "changed rows")))
 
     def read(self, table: int, rows: np.ndarray) -> np.ndarray:
         """See `RowChanges.read`."""
@@ -136,18 +163,18 @@ class ServedChanges(HostChanges):
     def __init__(
         self,
         held: Sequence[Held],
-        readers: Sequence[StoredReader],
+        tables: Sequence[ReadTable],
         consumer: str,
         coordinator: ClusterCoordinator,
     ) -> None:
-        super().__init__(held, readers, consumer)
+        super().__init__(held, tables, consumer)
         self._wait_for = coordinator.wait_for
 
     def mark(self, rows: Sequence[Any]) -> None:
         """See `RowChanges.mark`."""
         self._wait_for(functools.partial(super().mark, rows))
 
-    def take(self) -> list[np.ndarray]:
+    def take(self) -> list[Changed]:
         """See `RowChanges.take`."""
         return self._wait_for(super().take)
 

@@ -18,7 +18,7 @@ from tpu_embedding.engines.base import (
 )
 from tpu_embedding.engines.cpu_base import arrays_of_variables, refuse_tpu_options
 from tpu_embedding.engines.host.batches import HostBatches, plan_record
-from tpu_embedding.engines.host.changes import Held, HostChanges
+from tpu_embedding.engines.host.changes import Held, HostChanges, ReadTable
 from tpu_embedding.engines.host.part import TablePart
 from tpu_embedding.engines.host.queue import DEQUEUE, HostEngineQueue
 from tpu_embedding.engines.host.transport import Meeting, Transport
@@ -320,7 +320,8 @@ class HostEngine(Engine):
         (part,) = self._parts
         tables, arrays = self._plan.tables, self.tables()
         held = Held(part, Placement(0, 1, (0,) * len(tables)), range(len(tables)))
-        return HostChanges([held], [arrays[t.name].reader for t in tables], consumer)
+        read = [ReadTable(a.reader, a.growing) for a in arrays.values()]
+        return HostChanges([held], read, consumer)
 
     def flush(self) -> None:
         if self.pipelined:

@@ -11,7 +11,7 @@ from absl import logging
 
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.ops import library
-from tpu_embedding.tables.growing import GrowingState
+from tpu_embedding.tables.growing import Changed, GrowingState
 from tpu_embedding.tables.variables import TableVariables
 from tpu_embedding.vocabulary import (
     COUNTS,
@@ -72,6 +72,23 @@ class GrowingPart(GrowingState):
     def read(self) -> _Arrays:
         return self._read(list(self._arrays))
 
+    def take_changed(self, consumer: str) -> Changed:
+        """See `GrowingState.take_changed`: as it is at this moment."""
+        return changed(self.take_arrays(consumer))
+
+    def take_arrays(self, consumer: str) -> _Arrays:
+        """What `changed` takes."""
+        with tf.device(self._device):
+            taken = self._ops.tpu_embedding_take_ids(
+                queue=self._queue,
+                parameters=self.parameters.handle,
+                dtype=self.parameters.dtype,
+                table=self._spec.index,
+                consumer=consumer,
+            )
+        found = {name: value.numpy() for name, value in taken._asdict().items()}
+        return found | {"rows": found["rows"].astype(np.float32)}
+
     def updates_begun(self) -> int:
         """See `GrowingState.updates_begun`."""
         return int(self._read([])["state"][UPDATES_BEGUN])
@@ -106,6 +123,17 @@ class GrowingPart(GrowingState):
                 ],
                 table=self._spec.index,
             )
+
+
+def changed(taken: Mapping[str, np.ndarray]) -> Changed:
+    """What TpuEmbeddingTakeIds gave, with the rows as float32."""
+    ids, size = taken["ids"], int(taken["size"][0])
+    rows, shared = np.split(taken["rows"], [len(ids)])
+
+    def read(start: int, stop: int) -> np.ndarray:
+        return rows[start:stop]
+
+    return Changed(ids, read, taken["deleted"], size, shared)
 
 
 def _fit(

@@ -16,9 +16,9 @@ from tpu_embedding.distribution import ProcessTopology
 from tpu_embedding.engines.base import EngineOptions, RowChanges, TableArrays
 from tpu_embedding.engines.cpu_base import arrays_of_variables
 from tpu_embedding.engines.host.batches import plan_record
-from tpu_embedding.engines.host.changes import Held, ShardedChanges
+from tpu_embedding.engines.host.changes import Held, ReadTable, ShardedChanges
 from tpu_embedding.engines.host.engine import HostEngine
-from tpu_embedding.engines.host.growing import GrowingPart
+from tpu_embedding.engines.host.growing import GrowingPart, changed
 from tpu_embedding.engines.host.part import TablePart
 from tpu_embedding.engines.host.transport import Processes
 from tpu_embedding.engines.process_group import Channel, connect
@@ -27,7 +27,7 @@ from tpu_embedding.layout.partition import Run
 from tpu_embedding.layout.placement import Placement, place_tables, rows_of_plan
 from tpu_embedding.layout.plan import UPDATES, TableSpec, refuse_growing
 from tpu_embedding.layout.stacking import Layout
-from tpu_embedding.tables.growing import GrowingState
+from tpu_embedding.tables.growing import Changed, GrowingState
 from tpu_embedding.tables.initial import initial_rows
 from tpu_embedding.tables.readers import StoredReader, VariableReader
 from tpu_embedding.tables.rows import (
@@ -108,8 +108,11 @@ class ShardedEngine(HostEngine):
         """See `TableStore.changes`: a call of all processes, also in the result."""
         tables = self._part.variables
         held = Held(self._part, self._placement, range(len(tables)))
-        readers = [VariableReader(table.parameters) for table in tables]
-        return ShardedChanges(held, readers, consumer, self._channel)
+        read = [
+            ReadTable(VariableReader(table.parameters), arrays.growing)
+            for table, arrays in zip(tables, self.tables().values(), strict=True)
+        ]
+        return ShardedChanges(held, read, consumer, self._channel)
 
     def start_counting(self, every: int) -> Callable[[int], Counts]:
         """See `TableStore.start_counting`: of the rows that this process has."""
@@ -244,6 +247,10 @@ class _GrowingInJob(GrowingState):
         """See `GrowingState.updates_begun`."""
         begun = np.asarray(self._own.updates_begun())
         return int(self._gather({"begun": begun}, "updates of")["begun"])
+
+    def take_changed(self, consumer: str) -> Changed:
+        """See `GrowingState.take_changed`: a call of all processes."""
+        return changed(self._gather(self._own.take_arrays(consumer), "changes of"))
 
     def read(self) -> dict[str, np.ndarray]:
         """See `GrowingState.read`."""

@@ -24,7 +24,7 @@ from tpu_embedding.engines.base import (
 )
 from tpu_embedding.engines.cpu_base import arrays_of_variables
 from tpu_embedding.engines.host.batches import plan_record
-from tpu_embedding.engines.host.changes import Held, ServedChanges
+from tpu_embedding.engines.host.changes import Held, ReadTable, ServedChanges
 from tpu_embedding.engines.host.engine import HostEngine
 from tpu_embedding.engines.host.part import TablePart
 from tpu_embedding.engines.host.queue import ServerQueue
@@ -42,7 +42,7 @@ from tpu_embedding.layout.plan import UPDATES, TableSpec, refuse_growing
 from tpu_embedding.layout.stacking import Layout
 from tpu_embedding.ops import library
 from tpu_embedding.parameter_server import ClusterCoordinator
-from tpu_embedding.tables.growing import GrowingState
+from tpu_embedding.tables.growing import Changed, GrowingState
 from tpu_embedding.tables.initial import initial_rows
 from tpu_embedding.tables.readers import PartsReader
 from tpu_embedding.tables.rows import (
@@ -199,9 +199,8 @@ class ParameterServerEngine(HostEngine):
         return copied_counter(known) if len(known) > 1 else next(iter(known), None)
 
     def changes(self, consumer: str) -> RowChanges:
-        tables = self.tables()
-        readers = [tables[spec.name].reader for spec in self._plan.tables]
-        return ServedChanges(self._held, readers, consumer, self._coordinator)
+        read = [ReadTable(a.reader, a.growing) for a in self.tables().values()]
+        return ServedChanges(self._held, read, consumer, self._coordinator)
 
     def start_counting(self, every: int) -> Callable[[int], Counts]:
         return Engine.start_counting(self, every)
@@ -239,6 +238,10 @@ class _ServedGrowing(GrowingState):
     def evict(self) -> int:
         """See `GrowingState.evict`."""
         return self._coordinator.wait_for(self._state.evict)
+
+    def take_changed(self, consumer: str) -> Changed:
+        """See `GrowingState.take_changed`; `ServedChanges` waits."""
+        return self._state.take_changed(consumer)
 
     def updates_begun(self) -> int:
         """See `GrowingState.updates_begun`."""

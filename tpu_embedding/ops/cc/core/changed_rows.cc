@@ -55,6 +55,7 @@ std::shared_ptr<ConsumerRows> ChangedRows::Begin(const std::string& name) {
     for (const int64_t rows : num_rows_) {
       consumer->since.push_back(std::make_unique<RowBits>(rows));
       consumer->taken.push_back(std::make_unique<RowBits>(rows));
+      consumer->lost.emplace_back();
     }
     return consumers_[name] = std::move(consumer);
   } catch (const std::bad_alloc&) {

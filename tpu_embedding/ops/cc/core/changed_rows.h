@@ -32,6 +32,14 @@ class RowBits {
       word.fetch_or(bit, std::memory_order_relaxed);
     }
   }
+  // Thread-safe.
+  void Clear(int64_t row) {
+    words_[row / 64].fetch_and(~(uint64_t{1} << (row % 64)),
+                               std::memory_order_relaxed);
+  }
+  bool Has(int64_t row) const {
+    return words_[row / 64].load(std::memory_order_relaxed) >> (row % 64) & 1;
+  }
   int64_t num_rows() const { return num_rows_; }
   int64_t Count() const;
   // Calls `visit` with each row that is set, ascending.
@@ -44,10 +52,29 @@ class RowBits {
   int64_t num_rows_;
 };
 
+// What bits of rows do not tell of a growing table, whose rows pass from id to
+// id. The lock of the table guards it.
+struct ConsumerIds {
+  // The rows whose ids the consumer may have, so that it must hear of their
+  // end; null before it has marked any: all.
+  std::unique_ptr<RowBits> known;
+  // Ids that it may have and that lost their rows; `since` and `taken` as
+  // below.
+  std::vector<int64_t> since, taken;
+
+  // `id` lost its row.
+  void Lose(int64_t row, int64_t id) {
+    if (known && !known->Has(row)) return;
+    since.push_back(id);
+    if (known) known->Clear(row);
+  }
+};
+
 // What changed for one consumer: `since` the last rows were taken, and those
 // that were `taken` and not yet committed; by table.
 struct ConsumerRows {
   std::vector<std::unique_ptr<RowBits>> since, taken;
+  std::vector<ConsumerIds> lost;
 };
 
 // Thread-safe; updates mark rows while a consumer takes others.

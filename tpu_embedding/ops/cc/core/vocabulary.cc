@@ -91,7 +91,7 @@ int64_t Vocabulary::MostRowsAfter(const Decision& decision) const {
 
 void Vocabulary::Take(const UnknownIds& unknown, const Decision& decision,
                       const Hold& hold, std::vector<int32_t>* rows,
-                      std::vector<Created>* created) {
+                      std::vector<RowOfId>* created) {
   ++step_;
   if (num_rows_ == 0 && num_shared()) {
     created->push_back({static_cast<int32_t>(num_rows_++), kSharedId});
@@ -134,7 +134,7 @@ void Vocabulary::CountHits(const RowGroups& groups, int64_t begin,
 VocabularySnapshot Vocabulary::Save() const {
   VocabularySnapshot saved;
   for (int64_t row = num_shared(); row < num_rows_; ++row) {
-    if (!Evicts() || use_of(row).last) saved.rows.push_back(row);
+    if (HasId(row)) saved.rows.push_back(row);
   }
   std::sort(saved.rows.begin(), saved.rows.end(),
             [this](int64_t a, int64_t b) { return id_of(a) < id_of(b); });
@@ -330,6 +330,7 @@ void Vocabulary::SweepSlice(const RowSet& held) {
 
 void Vocabulary::EvictRow(int32_t row) {
   map_.Erase(id_of(row));
+  evicted_.push_back({row, id_of(row)});
   use_of(row) = {0, 0};
   free_.push_back(row);
   std::push_heap(free_.begin(), free_.end(), std::greater<>());

@@ -15,6 +15,7 @@
 #include <deque>
 #include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/buffer.h"
@@ -125,22 +126,34 @@ class Vocabulary {
   // in memory, also for `num_rows` that grow, but changes nothing else.
   Error Decide(const UnknownIds& unknown, const Hold& hold, Decision* decision);
 
+  // A row, and the id that has or had it.
+  struct RowOfId {
+    int32_t row;
+    int64_t id;
+  };
+
   // The rows that the table will have, at most, after Take.
   int64_t MostRowsAfter(const Decision& decision) const;
 
   // Begins the update: evicts, admits, and remembers candidates. `rows`: for
   // each id of `unknown` its row, or kNoRow. `created`: the rows that must get
   // the first values of the id beside them.
-  struct Created {
-    int32_t row;
-    int64_t id;
-  };
   void Take(const UnknownIds& unknown, const Decision& decision,
             const Hold& hold, std::vector<int32_t>* rows,
-            std::vector<Created>* created);
+            std::vector<RowOfId>* created);
 
   // Gives up what the policy gives up for new ids, as if many came; how many.
   int64_t Evict(const Hold& hold);
+
+  // What was given up since this was called last.
+  std::vector<RowOfId> TakeEvicted() { return std::exchange(evicted_, {}); }
+
+  // Whether an id has the row, and which.
+  bool HasId(int32_t row) const {
+    return row >= num_shared() && row < num_rows_ &&
+           (!Evicts() || use_of(row).last);
+  }
+  int64_t IdOf(int32_t row) const { return id_of(row); }
 
   VocabularySnapshot Save() const;
   // Into a new vocabulary, of the same or of other options. After an error this
@@ -199,7 +212,8 @@ class Vocabulary {
   GrowingMemory uses_;  // by row, Use; only if rows are given up
   int64_t num_rows_ = 0;
   std::vector<int32_t> free_;  // given up, a heap with the lowest first
-  int64_t step_ = 0;           // updates begun
+  std::vector<RowOfId> evicted_;
+  int64_t step_ = 0;  // updates begun
   VocabularyCounts counts_;
 
   // Candidates are forgotten in the order in which they came.

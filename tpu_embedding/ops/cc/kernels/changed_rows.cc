@@ -1,11 +1,13 @@
-// TpuEmbeddingMarkRows, TpuEmbeddingTakeRows and TpuEmbeddingCommitRows: the
-// rows that changed for one consumer of deltas.
+// TpuEmbeddingMarkRows, TpuEmbeddingTakeRows, TpuEmbeddingTakeIds and
+// TpuEmbeddingCommitRows: the rows that changed for one consumer of deltas.
 
 #include "core/changed_rows.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "kernels/kernel_util.h"
 #include "kernels/step_queue_resource.h"
@@ -35,7 +37,7 @@ REGISTER_OP("TpuEmbeddingMarkRows")
 Marks rows as changed for a consumer. From its first call on, updates mark the
 rows that they change.
 
-rows: of each table.
+rows: of each table; of a growing table ids, with or without a row.
 )doc");
 
 REGISTER_OP("TpuEmbeddingTakeRows")
@@ -49,7 +51,29 @@ REGISTER_OP("TpuEmbeddingTakeRows")
 The rows that changed since the consumer last committed. Rows that change from
 now on are those of its next delta, too.
 
-rows: of each table, ascending, each once.
+rows: of each table, ascending, each once; none of growing tables.
+)doc");
+
+REGISTER_OP("TpuEmbeddingTakeIds")
+    .Input("queue: resource")
+    .Input("parameters: resource")
+    .Output("ids: int64")
+    .Output("deleted: int64")
+    .Output("size: int64")
+    .Output("rows: dtype")
+    .Attr("dtype: {float, bfloat16}")
+    .Attr("table: int >= 0")
+    .Attr("consumer: string")
+    .SetIsStateful()
+    .SetShapeFn(tensorflow::shape_inference::UnknownShape)
+    .Doc(R"doc(
+TpuEmbeddingTakeRows of a growing table.
+
+parameters: its variable.
+ids: those with rows, ascending.
+deleted: ids that lost their rows, ascending.
+size: [1], the number of all ids that have rows.
+rows: of the ids, and then the row that ids share, if it is there.
 )doc");
 
 REGISTER_OP("TpuEmbeddingCommitRows")
@@ -94,6 +118,7 @@ class MarkRowsOp : public ConsumerOp {
     const int num_tables = resource->plan->tables.size();
     OP_REQUIRES_OK(context, CheckLength("rows", rows.size(), num_tables));
     for (int t = 0; t < num_tables; ++t) {
+      if (resource->growing[t]) continue;
       const auto flat = rows[t].flat<int64_t>();
       for (int64_t i = 0; i < flat.size(); ++i) {
         const bool known =
@@ -111,6 +136,10 @@ class MarkRowsOp : public ConsumerOp {
                     "tables, which this machine does not have."));
     for (int t = 0; t < num_tables; ++t) {
       const auto flat = rows[t].flat<int64_t>();
+      if (GrowingTable* const growing = resource->growing[t].get()) {
+        growing->MarkIds(flat.data(), flat.size(), consumer.get());
+        continue;
+      }
       for (int64_t i = 0; i < flat.size(); ++i) {
         consumer->since[t]->Set(flat(i));
       }
@@ -132,6 +161,11 @@ class TakeRowsOp : public ConsumerOp {
     OP_REQUIRES_OK(context, CheckLength("num_tables", outputs.size(),
                                         consumer->taken.size()));
     for (size_t t = 0; t < consumer->taken.size(); ++t) {
+      if (resource->growing[t]) {
+        Tensor* none = nullptr;
+        OP_REQUIRES_OK(context, outputs.allocate(t, {0}, &none));
+        continue;
+      }
       RowBits& taken = *consumer->taken[t];
       taken.Take(consumer->since[t].get());
       Tensor* rows = nullptr;
@@ -140,6 +174,45 @@ class TakeRowsOp : public ConsumerOp {
       taken.ForEach([&](int64_t row) { *next++ = row; });
     }
   }
+};
+
+class TakeIdsOp : public ConsumerOp {
+ public:
+  explicit TakeIdsOp(OpKernelConstruction* context) : ConsumerOp(context) {
+    OP_REQUIRES_OK(context, context->GetAttr("table", &table_));
+  }
+
+  void Compute(OpKernelContext* context) override {
+    QueuePtr resource;
+    OP_REQUIRES_OK(context, LookUpQueue(context, &resource));
+    GrowingTable* growing = nullptr;
+    OP_REQUIRES_OK(context, LookUpGrowing(*resource, table_, &growing));
+    std::shared_ptr<ConsumerRows> consumer;
+    OP_REQUIRES_OK(context, Find(*resource, &consumer));
+    std::vector<Variable> parameters(1);
+    OP_REQUIRES_OK(
+        context,
+        tensorflow::LookupResource(
+            context, tensorflow::HandleFromInput(context, 1), &parameters[0]));
+    const ReadLocks locks(parameters);
+    GrowingTable::Changes changes;
+    OP_REQUIRES_OK(context, WithinMemory([&] {
+                     return growing->TakeIds(parameters[0], consumer.get(),
+                                             &changes);
+                   }));
+    int output = 0;
+    for (const auto* ids : {&changes.ids, &changes.deleted, &changes.size}) {
+      const int64_t size = ids->size();
+      Tensor* tensor = nullptr;
+      OP_REQUIRES_OK(context,
+                     context->allocate_output(output++, {size}, &tensor));
+      std::copy(ids->begin(), ids->end(), tensor->flat<int64_t>().data());
+    }
+    context->set_output(output, changes.rows);
+  }
+
+ private:
+  int table_ = 0;
 };
 
 class CommitRowsOp : public ConsumerOp {
@@ -157,6 +230,9 @@ class CommitRowsOp : public ConsumerOp {
       RowBits committed(taken->num_rows());
       committed.Take(taken.get());
     }
+    for (const auto& growing : resource->growing) {
+      if (growing) growing->CommitIds(consumer.get());
+    }
     if (end_) resource->changed_rows.End(consumer_);
   }
 
@@ -168,6 +244,8 @@ REGISTER_KERNEL_BUILDER(
     Name("TpuEmbeddingMarkRows").Device(tensorflow::DEVICE_CPU), MarkRowsOp);
 REGISTER_KERNEL_BUILDER(
     Name("TpuEmbeddingTakeRows").Device(tensorflow::DEVICE_CPU), TakeRowsOp);
+REGISTER_KERNEL_BUILDER(
+    Name("TpuEmbeddingTakeIds").Device(tensorflow::DEVICE_CPU), TakeIdsOp);
 REGISTER_KERNEL_BUILDER(
     Name("TpuEmbeddingCommitRows").Device(tensorflow::DEVICE_CPU),
     CommitRowsOp);

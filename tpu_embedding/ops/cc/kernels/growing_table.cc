@@ -83,8 +83,11 @@ void GrowingTable::Array::Show(int64_t num_rows, Var* variable) const {
                  new RowsThatAre(memory, row(0), num_rows * row_bytes())));
 }
 
-GrowingTable::GrowingTable(const TablePlan& plan)
+GrowingTable::GrowingTable(const TablePlan& plan, int table,
+                           const ChangedRows& changed_rows)
     : plan_(plan),
+      table_(table),
+      changed_rows_(changed_rows),
       salt_(RandomSalt()),
       vocabulary_(std::make_unique<Vocabulary>(*plan.vocabulary, salt_)) {
   const auto reserve = [&](tensorflow::DataType dtype, int64_t width,
@@ -392,9 +395,10 @@ absl::Status GrowingTable::Begin(std::vector<SharedBatch> batches,
 void GrowingTable::Grow(Var* parameters, const std::vector<Var*>& slots,
                         const ParallelFor& parallel_for, Update* update) {
   std::vector<int32_t> taken;
-  std::vector<Vocabulary::Created> created;
+  std::vector<Vocabulary::RowOfId> created;
   vocabulary_->Take(update->unknown_, update->decision_, HoldFor(update->rows_),
                     &taken, &created);
+  NoteIds(created);
   ForEachItem(parallel_for, created.size(), plan_.dim * kCyclesPerFirstValue,
               [&](int64_t i) {
                 const auto& [row, id] = created[i];
@@ -429,7 +433,9 @@ void GrowingTable::Grow(Var* parameters, const std::vector<Var*>& slots,
 
 int64_t GrowingTable::Evict() {
   const std::lock_guard<SharedMutex> lock(mutex_);
-  return vocabulary_->Evict(HoldFor({}));
+  const int64_t count = vocabulary_->Evict(HoldFor({}));
+  NoteIds({});
+  return count;
 }
 
 VocabularyCounts GrowingTable::counts() const {
@@ -445,30 +451,35 @@ std::vector<int64_t> GrowingTable::RowsOf(
   return rows;
 }
 
+absl::Status GrowingTable::CopyRows(const Variable& array,
+                                    const std::vector<int64_t>& rows,
+                                    Tensor* copied) const {
+  const Tensor& from = *array->tensor();
+  if (from.dims() != 2 || from.dim_size(0) != vocabulary_->num_rows()) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "Table ", plan_.name, " or a slot of it is ",
+        from.shape().DebugString(), ", but its vocabulary has ",
+        vocabulary_->num_rows(), " rows. Assign values of that shape."));
+  }
+  const int64_t size = rows.size();
+  *copied = Tensor(from.dtype(), TensorShape({size, from.dim_size(1)}));
+  const int64_t bytes =
+      from.dim_size(1) * tensorflow::DataTypeSize(from.dtype());
+  for (int64_t i = 0; i < size; ++i) {
+    std::memcpy(static_cast<char*>(copied->data()) + i * bytes,
+                static_cast<const char*>(from.data()) + rows[i] * bytes, bytes);
+  }
+  return absl::OkStatus();
+}
+
 absl::Status GrowingTable::Save(const std::vector<Variable>& arrays,
                                 VocabularySnapshot* snapshot,
                                 std::vector<Tensor>* values) const {
   const std::shared_lock<SharedMutex> lock(mutex_);
   *snapshot = vocabulary_->Save();
   const std::vector<int64_t> rows = RowsOf(*snapshot);
-  const int64_t size = rows.size();
   for (const Variable& array : arrays) {
-    const Tensor& from = *array->tensor();
-    if (from.dims() != 2 || from.dim_size(0) != vocabulary_->num_rows()) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "Table ", plan_.name, " or a slot of it is ",
-          from.shape().DebugString(), ", but its vocabulary has ",
-          vocabulary_->num_rows(), " rows. Assign values of that shape."));
-    }
-    Tensor to(from.dtype(), TensorShape({size, from.dim_size(1)}));
-    const int64_t bytes =
-        from.dim_size(1) * tensorflow::DataTypeSize(from.dtype());
-    for (int64_t i = 0; i < size; ++i) {
-      std::memcpy(static_cast<char*>(to.data()) + i * bytes,
-                  static_cast<const char*>(from.data()) + rows[i] * bytes,
-                  bytes);
-    }
-    values->push_back(std::move(to));
+    TF_RETURN_IF_ERROR(CopyRows(array, rows, &values->emplace_back()));
   }
   return absl::OkStatus();
 }
@@ -502,6 +513,9 @@ absl::Status GrowingTable::Load(const VocabularySnapshot& snapshot,
     for (const Array* array : own) {
       array->memory->Grow((array->front + num_rows) * array->row_bytes());
     }
+    for (const auto& consumer : changed_rows_.Consumers()) {
+      NoteReplaced(*loaded, consumer.get());
+    }
     vocabulary_ = std::move(loaded);
     for (size_t k = 0; k < own.size(); ++k) {
       const int64_t bytes = own[k]->row_bytes();
@@ -513,6 +527,107 @@ absl::Status GrowingTable::Load(const VocabularySnapshot& snapshot,
     }
     return absl::OkStatus();
   });
+}
+
+void GrowingTable::NoteIds(const std::vector<Vocabulary::RowOfId>& created) {
+  const std::vector<Vocabulary::RowOfId> evicted = vocabulary_->TakeEvicted();
+  for (const auto& consumer : changed_rows_.Consumers()) {
+    for (const auto& [row, id] : evicted) consumer->lost[table_].Lose(row, id);
+    for (const auto& [row, id] : created) consumer->since[table_]->Set(row);
+  }
+}
+
+void GrowingTable::NoteReplaced(const Vocabulary& vocabulary,
+                                ConsumerRows* consumer) const {
+  RowBits& since = *consumer->since[table_];
+  ConsumerIds& lost = consumer->lost[table_];
+  since.Take(consumer->taken[table_].get());
+  std::vector<int64_t> changed = std::move(lost.since);
+  changed.insert(changed.end(), lost.taken.begin(), lost.taken.end());
+  for (int64_t row = 0; row < vocabulary_->num_rows(); ++row) {
+    if (!vocabulary_->HasId(row)) continue;
+    const bool is_known = !lost.known || lost.known->Has(row);
+    const int64_t id = vocabulary_->IdOf(row);
+    int32_t now;
+    vocabulary.Find(&id, 1, &now);
+    if (since.Has(row) || (is_known && now == kNoRow)) changed.push_back(id);
+  }
+  RowBits none(since.num_rows());
+  none.Take(&since);
+  lost = {RowsOfIds(vocabulary), {}, {}};
+  for (const int64_t id : changed) Mark(vocabulary, id, consumer);
+  for (int64_t row = 0; row < vocabulary.num_rows(); ++row) {
+    if (!vocabulary.HasId(row)) continue;
+    const int64_t id = vocabulary.IdOf(row);
+    int32_t before;
+    vocabulary_->Find(&id, 1, &before);
+    if (before == kNoRow) since.Set(row);
+  }
+}
+
+void GrowingTable::Mark(const Vocabulary& vocabulary, int64_t id,
+                        ConsumerRows* consumer) const {
+  int32_t row;
+  vocabulary.Find(&id, 1, &row);
+  if (row == kNoRow) {
+    consumer->lost[table_].since.push_back(id);
+  } else {
+    consumer->since[table_]->Set(row);
+  }
+}
+
+std::unique_ptr<RowBits> GrowingTable::RowsOfIds(
+    const Vocabulary& vocabulary) const {
+  auto rows = std::make_unique<RowBits>(plan_.rows);
+  for (int64_t row = 0; row < vocabulary.num_rows(); ++row) {
+    if (vocabulary.HasId(row)) rows->Set(row);
+  }
+  return rows;
+}
+
+void GrowingTable::MarkIds(const int64_t* ids, int64_t size,
+                           ConsumerRows* consumer) {
+  const std::lock_guard<SharedMutex> lock(mutex_);
+  ConsumerIds& lost = consumer->lost[table_];
+  if (!lost.known) lost.known = RowsOfIds(*vocabulary_);
+  for (int64_t i = 0; i < size; ++i) Mark(*vocabulary_, ids[i], consumer);
+}
+
+absl::Status GrowingTable::TakeIds(const Variable& parameters,
+                                   ConsumerRows* consumer, Changes* changes) {
+  const std::lock_guard<SharedMutex> lock(mutex_);
+  RowBits& taken = *consumer->taken[table_];
+  ConsumerIds& lost = consumer->lost[table_];
+  taken.Take(consumer->since[table_].get());
+  std::vector<int64_t> rows;
+  taken.ForEach([&](int64_t row) {
+    if (!vocabulary_->HasId(row)) return;
+    rows.push_back(row);
+    if (lost.known) lost.known->Set(row);
+  });
+  std::sort(rows.begin(), rows.end(), [this](int64_t a, int64_t b) {
+    return vocabulary_->IdOf(a) < vocabulary_->IdOf(b);
+  });
+  for (const int64_t row : rows) changes->ids.push_back(vocabulary_->IdOf(row));
+  lost.taken.insert(lost.taken.end(), lost.since.begin(), lost.since.end());
+  lost.since.clear();
+  std::sort(lost.taken.begin(), lost.taken.end());
+  lost.taken.erase(std::unique(lost.taken.begin(), lost.taken.end()),
+                   lost.taken.end());
+  for (const int64_t id : lost.taken) {  // Some came back.
+    int32_t row;
+    vocabulary_->Find(&id, 1, &row);
+    if (row == kNoRow) changes->deleted.push_back(id);
+  }
+  changes->size = {vocabulary_->num_ids()};
+  const bool shares = plan_.vocabulary->unknown == Unknown::kShared;
+  if (shares && vocabulary_->num_rows()) rows.push_back(0);
+  return CopyRows(parameters, rows, &changes->rows);
+}
+
+void GrowingTable::CommitIds(ConsumerRows* consumer) {
+  const std::lock_guard<SharedMutex> lock(mutex_);
+  consumer->lost[table_].taken.clear();
 }
 
 void GrowingTable::Update::Drop(RowGroups* groups) const {

@@ -17,6 +17,7 @@
 #include <optional>
 #include <vector>
 
+#include "core/changed_rows.h"
 #include "core/growing_memory.h"
 #include "core/parallel.h"
 #include "core/prepared_batch.h"
@@ -34,7 +35,9 @@ class GrowingTable {
   // The features of a batch, or what each sender asked of this owner.
   using Sources = std::vector<const std::vector<FeatureCsr>*>;
 
-  explicit GrowingTable(const TablePlan& plan);
+  // `changed_rows`, of this and other tables, learns what this `table` does.
+  GrowingTable(const TablePlan& plan, int table,
+               const ChangedRows& changed_rows);
 
   // The rows that one lookup found. What has no row is in memory of its own,
   // for as long as this lives.
@@ -128,6 +131,19 @@ class GrowingTable {
                     const std::vector<tensorflow::Tensor>& values,
                     const std::vector<tensorflow::Var*>& arrays);
 
+  // The ids that changed for a consumer of deltas: see ChangedRows. Marked are
+  // ids with or without a row.
+  void MarkIds(const int64_t* ids, int64_t size, ConsumerRows* consumer);
+  struct Changes {
+    std::vector<int64_t> ids;      // ascending
+    std::vector<int64_t> deleted;  // ids that lost their rows, ascending
+    std::vector<int64_t> size;     // number of all ids that have rows
+    tensorflow::Tensor rows;       // of the ids, and then the shared row
+  };
+  absl::Status TakeIds(const Variable& parameters, ConsumerRows* consumer,
+                       Changes* changes);
+  void CommitIds(ConsumerRows* consumer);
+
  private:
   // The parameters or a slot.
   struct Array {
@@ -159,12 +175,24 @@ class GrowingTable {
   absl::Status CheckRoomLocked(const std::vector<SharedBatch>& batches,
                                const ParallelFor& parallel_for);
   std::vector<int64_t> RowsOf(const VocabularySnapshot& snapshot) const;
+  absl::Status CopyRows(const Variable& array, const std::vector<int64_t>& rows,
+                        tensorflow::Tensor* copied) const;
+  // Tells all consumers which ids got and lost rows.
+  void NoteIds(const std::vector<Vocabulary::RowOfId>& created);
+  void Mark(const Vocabulary& vocabulary, int64_t id,
+            ConsumerRows* consumer) const;
+  // The rows that ids have.
+  std::unique_ptr<RowBits> RowsOfIds(const Vocabulary& vocabulary) const;
+  // Tells one consumer that `vocabulary` takes the place of the own one.
+  void NoteReplaced(const Vocabulary& vocabulary, ConsumerRows* consumer) const;
   Vocabulary::Hold HoldFor(const std::vector<Rows>& rows);
   absl::Status Borrow(int64_t count, int64_t* first);
   void Return();
   void WriteFirst(int64_t id, int64_t row) const;
 
   const TablePlan& plan_;
+  const int table_;
+  const ChangedRows& changed_rows_;
   const uint64_t salt_;
   mutable SharedMutex mutex_;  // lookups share it
   std::unique_ptr<Vocabulary> vocabulary_;

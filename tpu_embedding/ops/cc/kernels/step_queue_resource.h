@@ -51,8 +51,10 @@ class StepQueueResource : public tensorflow::ResourceBase {
         queue(plan->num_replicas, plan->capacity, plan->pipelined),
         huge_pages(plan->tables.size() + num_slots),
         changed_rows(RowsOf(*plan)) {
-    for (const TablePlan& table : plan->tables) {
-      growing.push_back(table.vocabulary ? std::make_unique<GrowingTable>(table)
+    for (size_t t = 0; t < plan->tables.size(); ++t) {
+      const TablePlan& table = plan->tables[t];
+      growing.push_back(table.vocabulary ? std::make_unique<GrowingTable>(
+                                               table, t, changed_rows)
                                          : nullptr);
     }
   }
@@ -125,6 +127,15 @@ inline absl::Status LookUpQueue(tensorflow::OpKernelContext* context,
   TF_RETURN_IF_ERROR(tensorflow::LookupResource(
       context, tensorflow::HandleFromInput(context, 0), queue));
   return CheckIndices("replica", {replica}, (*queue)->queue.num_replicas());
+}
+
+// The growing table with that number in the plan.
+inline absl::Status LookUpGrowing(const StepQueueResource& resource, int table,
+                                  GrowingTable** found) {
+  TF_RETURN_IF_ERROR(CheckIndices("table", {table}, resource.growing.size()));
+  *found = resource.growing[table].get();
+  if (*found) return absl::OkStatus();
+  return absl::InvalidArgumentError("A malformed graph: no growing table.");
 }
 
 // What tells this run of strategy.run from others: the input list "runs", or

@@ -111,12 +111,8 @@ class VocabularyOp : public tensorflow::OpKernel {
   void Compute(OpKernelContext* context) final {
     QueuePtr resource;
     OP_REQUIRES_OK(context, LookUpQueue(context, &resource));
-    OP_REQUIRES_OK(context,
-                   CheckIndices("table", {table_}, resource->growing.size()));
-    GrowingTable* const growing = resource->growing[table_].get();
-    OP_REQUIRES(
-        context, growing,
-        absl::InvalidArgumentError("A malformed graph: no growing table."));
+    GrowingTable* growing = nullptr;
+    OP_REQUIRES_OK(context, LookUpGrowing(*resource, table_, &growing));
     OP_REQUIRES_OK(context, Run(context, *resource->plan, growing));
   }
 
