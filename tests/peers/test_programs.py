@@ -1,4 +1,4 @@
-"""Programs for deepctr and for TFRS, unchanged, by rows."""
+"""Programs for deepctr, TFRS and keras-hub, unchanged, by rows."""
 
 from __future__ import annotations
 
@@ -15,3 +15,10 @@ def test_losses_are_those_of_keras(name: str):
     trying.assert_same_losses(printed)
     assert printed.count("by rows: layer") == PROGRAMS[name]
     assert "left as it is" not in printed
+
+
+def test_a_decoder_of_keras_hub_keeps_the_table_of_its_logits():
+    printed = trying.tried("kerashub_decoder", "sgd", TF_USE_LEGACY_KERAS="0")
+    trying.assert_same_losses(printed)
+    assert "ReversibleEmbedding is a subclass with a call of its own" in printed
+    assert "by rows: optimizer" in printed

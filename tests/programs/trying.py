@@ -12,13 +12,17 @@ FOLDER = pathlib.Path(__file__).parent
 STEPS = 40
 
 
-def tried(name: str, optimizer: str) -> str:
+def tried(name: str, optimizer: str, **environment: str) -> str:
     """What `python -m tpu_embedding try` prints of a program."""
     script = str(FOLDER / f"{name}.py")
     command = [sys.executable, "-P", "-m", "tpu_embedding", "try"]
     done = subprocess.run(
         [*command, "--steps", str(STEPS), script, optimizer],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env={
+            **os.environ,
+            **environment,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        },
         capture_output=True,
         text=True,
         check=False,
