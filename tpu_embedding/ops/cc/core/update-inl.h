@@ -250,13 +250,13 @@ template <class Element>
 TPU_EMBEDDING_INLINE void PrefetchRow(const Element* parameters,
                                       const TableUpdate& update, int64_t dim,
                                       int64_t row) {
-  Prefetch(parameters + row * dim, dim);
+  Prefetch<2>(parameters + row * dim, dim);
   for (int k = 0; k < update.num_slots; ++k) {
     const float* slot = update.table->slots[k];
     if (update.slots_per_row) {
-      Prefetch(slot + row, 1);
+      Prefetch<2>(slot + row, 1);
     } else {
-      Prefetch(slot + row * dim, dim);
+      Prefetch<2>(slot + row * dim, dim);
     }
   }
 }

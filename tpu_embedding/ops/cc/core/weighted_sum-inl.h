@@ -14,11 +14,12 @@ namespace tpu_embedding {
 
 constexpr int64_t kCacheLineBytes = 64;
 
-template <class Element>
+// kLocality: 3 into all caches, 2 into the second one and those behind it.
+template <int kLocality = 3, class Element>
 TPU_EMBEDDING_INLINE void Prefetch(const Element* values, int64_t size) {
   constexpr int64_t kPerCacheLine = kCacheLineBytes / sizeof(Element);
   for (int64_t d = 0; d < size; d += kPerCacheLine) {
-    __builtin_prefetch(values + d, /*rw=*/0, /*locality=*/3);
+    __builtin_prefetch(values + d, /*rw=*/0, kLocality);
   }
 }
 
