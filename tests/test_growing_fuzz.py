@@ -443,7 +443,7 @@ def run(
         (Twins, 400),
         pytest.param(Twins, 20_000, marks=pytest.mark.second_tier),
         (QueuedTwins, 400),
-        pytest.param(QueuedTwins, 10_000, marks=pytest.mark.second_tier),
+        pytest.param(QueuedTwins, 2_000, marks=pytest.mark.second_tier),
     ],
 )
 def test_growing_tables_are_as_on_paper(

@@ -393,3 +393,32 @@ def test_refuses_bad_deltas_with_nothing_changed(tmp_path: pathlib.Path) -> None
     publisher.publish(rows, [0, 1])
     found = publisher.look_up(range(9))
     np.testing.assert_array_equal(found, publisher.expected(range(9)))
+
+
+def test_a_resumed_trainer_deletes_ids_that_only_the_model_has(
+    tmp_path: pathlib.Path,
+) -> None:
+    def make() -> te.TPUEmbedding:
+        films = te.TableConfig(te.GrowingVocabulary(10), D, name="films")
+        return te.TPUEmbedding({"film": te.FeatureConfig(films)}, te.SGD(0.5))
+
+    old, new = make(), make()
+    base = tmp_path / "base"
+    te.serving.export(old, base, signatures=["dense"], deltas=True)
+    model: Any = tf.saved_model.load(str(base))
+    writer = te.serving.DeltaWriter(old, base, "all")
+    old.enqueue({"film": tf.constant([-(2**63), 5], tf.int64)})
+    old.dequeue()
+    old.apply_gradients({"film": tf.ones([2, D])})
+    writer.export_delta(tmp_path / "1.delta")
+    te.serving.apply_delta(model, tmp_path / "1.delta")
+    state = model.signatures["delta_state"]()
+    assert sorted(state["ids_0"].numpy().tolist()) == [-(2**63), 5]
+    writer = te.serving.DeltaWriter(new, base, "all")
+    numbers = {key: state[key] for key in ("base", "sequence", "run")}
+    with pytest.raises(ValueError, match="lacks ids_0"):
+        writer.resume(numbers)
+    writer.resume(state)
+    assert writer.export_delta(tmp_path / "2.delta") == {"films": 2}
+    te.serving.apply_delta(model, tmp_path / "2.delta")
+    assert model.signatures["delta_state"]()["ids_0"].shape == [0]

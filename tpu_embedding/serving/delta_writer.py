@@ -30,7 +30,7 @@ from tpu_embedding.serving.delta_files import (
     rows_of_block,
     write_delta,
 )
-from tpu_embedding.serving.following import stored_place
+from tpu_embedding.serving.following import ids_key, stored_place
 from tpu_embedding.serving.growing_tables import APART
 from tpu_embedding.serving.quantization import converter
 from tpu_embedding.tables.growing import Changed, first_rows
@@ -192,14 +192,16 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
         """Goes on from the delta that the served models applied last.
 
         For a trainer that went back to a checkpoint. Unless that delta is the last one
-        of this writer, too, the next delta has all rows.
+        of this writer, too, the next delta has all rows, and deletes the ids of growing
+        tables that only the models have.
 
         Args:
           state: What the signature "delta_state" returned.
 
         Raises:
           RuntimeError: In a tf.function, or after `stop`.
-          ValueError: If it is the state of another export.
+          ValueError: If it is the state of another export, or lacks the ids of a
+            growing table.
         """
         self._require_active()
         base, sequence, run = (int(state[key]) for key in ("base", "sequence", "run"))
@@ -209,8 +211,18 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
                 f"The model serves the export {base}, and this DeltaWriter is of the "
                 f"export {self.base}."
             )
+        keys = {i: ids_key(i) for i, t in enumerate(self._base.tables) if t.grows}
+        lacking = sorted({*keys.values()} - {*state})
+        if lacking:
+            raise ValueError(
+                f"`state` lacks {', '.join(lacking)}. Pass all that the signature "
+                "delta_state returned."
+            )
         if (sequence, run) != (self.sequence, self._follows):
             self.mark_all_rows()
+            for index, key in keys.items():
+                ids = np.sort(np.asarray(state[key]))
+                self._changes.mark(self._rows_of(index, ids))
             self.sequence, self._follows = sequence, run
 
     def mark_all_rows(self) -> None:

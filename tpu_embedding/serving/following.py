@@ -36,6 +36,13 @@ from tpu_embedding.serving.growing_tables import ChangingRowOfIds
 from tpu_embedding.tables.readers import TableReader
 
 STATE, APPLY = SIGNATURES = ("delta_state", "apply_delta")
+
+
+def ids_key(index: int) -> str:
+    """What `delta_state` calls the ids of a growing table of the base."""
+    return f"ids_{index}"
+
+
 SMALL_TABLE = 4096  # One delta may change all rows of a table of up to so many.
 _NO_IDS: Any = np.zeros([0], np.int64)
 _MOST_ROWS = 2**31 - 1  # With the spare ones: the index is int32.
@@ -288,6 +295,11 @@ class Follower:
             "sequence": self.state.sequence.read_value(),
             "run": self.state.run.read_value(),
             "next_block": self.state.staging[0],
+            **{
+                ids_key(index): table.ids.number_of.ids()
+                for index, table in enumerate(self.tables)
+                if table.ids is not None
+            },
         }
 
     def _apply(self, block: tf.Tensor) -> dict[str, tf.Tensor]:

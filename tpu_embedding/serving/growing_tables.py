@@ -70,6 +70,15 @@ class RowOfIds(tf.Module):
         apart = tf.unstack(self.apart.read_value())
         return tf.where(empty, apart[0], tf.where(deleted, apart[1], rows))
 
+    def ids(self) -> tf.Tensor:
+        """Those that have rows, int64 [n] in any order."""
+        keys, _ = self.table.export()
+        keys = tf.reshape(keys, [-1])
+        apart = tf.boolean_mask(
+            tf.constant(APART, tf.int64), self.apart.read_value() >= 0
+        )
+        return tf.concat([keys[(keys != _EMPTY) & (keys != _DELETED)], apart], 0)
+
     def insert(self, ids: tf.Tensor, rows: tf.Tensor) -> list[Any]:
         """Gives rows to ids that have none; the ops that do."""
         own = (ids != _EMPTY) & (ids != _DELETED)
@@ -121,6 +130,12 @@ class ChangingRowOfIds(tf.Module):
             self.active.read_value(), [lambda t=t: t(ids) for t in self.tables]
         )
         return tf.ensure_shape(rows, ids.shape)
+
+    def ids(self) -> tf.Tensor:
+        """See `RowOfIds`."""
+        return tf.switch_case(
+            self.active.read_value(), [table.ids for table in self.tables]
+        )
 
     def change(
         self, ids: tf.Tensor, rows: tf.Tensor, removed: tf.Tensor

@@ -22,7 +22,7 @@ constexpr int32_t kRowOfZeros = -1;
 // that lookups name at one time.
 constexpr int64_t kMostInFront = int64_t{1} << 20;
 
-constexpr int64_t kIdsPerChunk = 16384;
+constexpr int64_t kIdsPerChunk = 2048;
 constexpr int64_t kCyclesPerId = 40;
 constexpr int64_t kCyclesPerFirstValue = 60;
 
@@ -49,6 +49,17 @@ class RowsThatAre : public tensorflow::TensorBuffer {
   const std::shared_ptr<GrowingMemory> memory_;
   const size_t size_;
 };
+
+void AddCopies(const std::vector<GrowingTable::Rows>& rows,
+               std::vector<GrowingTable::Rows>* copies) {
+  for (const GrowingTable::Rows& of_source : rows) {
+    GrowingTable::Rows& copy = copies->emplace_back(of_source.size());
+    for (size_t f = 0; f < of_source.size(); ++f) {
+      copy[f].Resize(of_source[f].size());
+      std::copy_n(of_source[f].data(), of_source[f].size(), copy[f].data());
+    }
+  }
+}
 
 }  // namespace
 
@@ -213,6 +224,7 @@ absl::Status GrowingTable::Find(const SharedBatch& batch, const Var& parameters,
   Sources sources;
   AddSources(*batch, &sources);
   found->rows_ = FindRows(sources, parallel_for);
+  if (batch->trains) Keep(batch, found->rows_);
   UnknownIds unknown;
   NumberUnknown(sources, &found->rows_, &unknown);
   Unknown missing = vocabulary_->Missing(batch->trains);
@@ -250,9 +262,9 @@ absl::Status GrowingTable::Await(const SharedBatch& batch,
     const std::lock_guard<std::mutex> front(front_mutex_);
     awaited_.erase(
         std::remove_if(awaited_.begin(), awaited_.end(),
-                       [](const auto& known) { return known.expired(); }),
+                       [](const auto& known) { return known.batch.expired(); }),
         awaited_.end());
-    awaited_.push_back(batch);
+    awaited_.emplace_back().batch = batch;
     for (const auto& known : pending_) {
       if (SharedBatch part = known.lock()) pending.push_back(std::move(part));
     }
@@ -273,10 +285,34 @@ absl::Status GrowingTable::Await(const SharedBatch& batch,
 
 void GrowingTable::Forget(const SharedBatch& batch) {
   const std::lock_guard<std::mutex> lock(front_mutex_);
-  const auto known =
-      std::find_if(awaited_.begin(), awaited_.end(),
-                   [&](const auto& other) { return other.lock() == batch; });
+  const auto known = FindAwaited(batch);
   if (known != awaited_.end()) awaited_.erase(known);
+}
+
+std::vector<GrowingTable::Awaited>::iterator GrowingTable::FindAwaited(
+    const SharedBatch& batch) {
+  return std::find_if(awaited_.begin(), awaited_.end(), [&](const auto& known) {
+    return known.batch.lock() == batch;
+  });
+}
+
+void GrowingTable::Keep(const SharedBatch& batch,
+                        const std::vector<Rows>& rows) {
+  std::vector<Rows> kept;
+  AddCopies(rows, &kept);
+  const std::lock_guard<std::mutex> lock(front_mutex_);
+  const auto known = FindAwaited(batch);
+  if (known == awaited_.end()) return;
+  known->rows = std::move(kept);
+  known->generation = generation_;
+}
+
+bool GrowingTable::AddKept(const SharedBatch& batch, std::vector<Rows>* rows) {
+  const std::lock_guard<std::mutex> lock(front_mutex_);
+  const auto known = FindAwaited(batch);
+  if (known == awaited_.end() || known->generation != generation_) return false;
+  AddCopies(known->rows, rows);
+  return true;
 }
 
 GrowingTable::Found::~Found() {
@@ -314,7 +350,7 @@ Vocabulary::Hold GrowingTable::HoldFor(const std::vector<Rows>& rows) {
     }
     const std::lock_guard<std::mutex> lock(front_mutex_);
     for (const auto& known : awaited_) {
-      const SharedBatch batch = known.lock();
+      const SharedBatch batch = known.batch.lock();
       if (!batch) continue;
       Sources sources;
       AddSources(*batch, &sources);
@@ -378,7 +414,10 @@ absl::Status GrowingTable::Begin(std::vector<SharedBatch> batches,
     for (const SharedBatch& batch : update->batches_) {
       AddSources(*batch, &update->sources_);
     }
-    update->rows_ = FindRows(update->sources_, parallel_for);
+    const bool are_kept = std::all_of(
+        update->batches_.begin(), update->batches_.end(),
+        [&](const auto& batch) { return AddKept(batch, &update->rows_); });
+    if (!are_kept) update->rows_ = FindRows(update->sources_, parallel_for);
     NumberUnknown(update->sources_, &update->rows_, &update->unknown_);
     TF_RETURN_IF_ERROR(InvalidArgument(vocabulary_->Decide(
         update->unknown_, HoldFor(update->rows_), &update->decision_)));
@@ -517,6 +556,7 @@ absl::Status GrowingTable::Load(const VocabularySnapshot& snapshot,
       NoteReplaced(*loaded, consumer.get());
     }
     vocabulary_ = std::move(loaded);
+    ++generation_;
     for (size_t k = 0; k < own.size(); ++k) {
       const int64_t bytes = own[k]->row_bytes();
       const char* from = static_cast<const char*>(values[k].data());
@@ -531,6 +571,7 @@ absl::Status GrowingTable::Load(const VocabularySnapshot& snapshot,
 
 void GrowingTable::NoteIds(const std::vector<Vocabulary::RowOfId>& created) {
   const std::vector<Vocabulary::RowOfId> evicted = vocabulary_->TakeEvicted();
+  if (!evicted.empty() || !created.empty()) ++generation_;
   for (const auto& consumer : changed_rows_.Consumers()) {
     for (const auto& [row, id] : evicted) consumer->lost[table_].Lose(row, id);
     for (const auto& [row, id] : created) consumer->since[table_]->Set(row);

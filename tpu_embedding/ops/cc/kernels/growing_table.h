@@ -172,6 +172,16 @@ class GrowingTable {
                      UnknownIds* unknown) const;
   absl::Status Await(const SharedBatch& batch, const ParallelFor& parallel_for);
   void Forget(const SharedBatch& batch);
+  // A batch that lives while its gradients may come, and the rows of its ids.
+  struct Awaited {
+    std::weak_ptr<const PreparedBatch> batch;
+    std::vector<Rows> rows;
+    int64_t generation = -1;  // of the vocabulary that the rows were found in
+  };
+  std::vector<Awaited>::iterator FindAwaited(const SharedBatch& batch);
+  void Keep(const SharedBatch& batch, const std::vector<Rows>& rows);
+  // Adds the rows that the lookup found, unless ids got or lost rows since.
+  bool AddKept(const SharedBatch& batch, std::vector<Rows>* rows);
   absl::Status CheckRoomLocked(const std::vector<SharedBatch>& batches,
                                const ParallelFor& parallel_for);
   std::vector<int64_t> RowsOf(const VocabularySnapshot& snapshot) const;
@@ -196,14 +206,14 @@ class GrowingTable {
   const uint64_t salt_;
   mutable SharedMutex mutex_;  // lookups share it
   std::unique_ptr<Vocabulary> vocabulary_;
+  int64_t generation_ = 0;  // grows whenever ids get or lose rows
   Array parameters_;
   std::vector<Array> slots_;
 
   std::mutex front_mutex_;
   int64_t front_used_ = 0;   // of the rows in front, without that of zeros
   int64_t num_lookups_ = 0;  // that use them
-  // Batches that live while their gradients may come.
-  std::vector<std::weak_ptr<const PreparedBatch>> awaited_;
+  std::vector<Awaited> awaited_;
   // Those of the update that is complete, and will be applied later.
   std::vector<std::weak_ptr<const PreparedBatch>> pending_;
 };
