@@ -16,9 +16,10 @@ import bisect
 import collections
 import dataclasses
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -41,6 +42,7 @@ DIMS = (1, 8, 12, 16, 32, 64, 100, 128, 256, 512)
 NARROW = DIMS[:3]
 # Of the limit.
 NEAR = (0.98, 1.02)
+ATTEMPTS = 4  # To reach it by scaling a batch.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +99,11 @@ class Draw:
         self, count: int, combiner: Any = None, **options: Any
     ) -> check_tpu.Case:
         """Tables without stacks, of as many rows as there is memory."""
-        dim, samples = int(self.rng.choice(DIMS)), self.samples()
+        from tpu_embedding.layout.plan import MAX_ROWS
+
+        memory = self.generation.hbm_bytes * self.devices
+        dims = [d for d in DIMS if count * MAX_ROWS * _row_bytes(d) > memory]
+        dim, samples = int(self.rng.choice(dims)), self.samples()
         tables = [self.table(8, dim, f"t{i}") for i in range(count)]
         config = {"disable_table_stacking": True, **options.pop("config", {})}
         changes = {} if combiner is None else {"combiner": combiner}
@@ -109,7 +115,12 @@ class Draw:
             ]
             return check_tpu.Case(own, shape=(samples,), config=config, **options)
 
-        return self.fill(make, 2**31 // (8 * self.cores))
+        return self.fill(make, MAX_ROWS // (8 * self.cores))
+
+
+def _row_bytes(dim: int) -> int:
+    """Of a row on SparseCores, which pad it."""
+    return 4 * -(-dim // 8) * 8
 
 
 def tables(draw: Draw) -> check_tpu.Case:
@@ -138,13 +149,14 @@ def custom_combiner(draw: Draw) -> check_tpu.Case:
 
 def activations(draw: Draw, **options: Any) -> check_tpu.Case:
     """Tables have a part of the memory, and a large batch the rest."""
+    from tpu_embedding.layout.plan import MAX_ROWS
+
     rng, generation = draw.rng, draw.generation
     count, dim = int(rng.integers(1, 5)), int(rng.choice(DIMS))
-    width, share = -(-dim // 8) * 8, rng.uniform(0.3, 0.9)
-    first = draw.table(8, dim)
+    share, first = rng.uniform(0.3, 0.9), draw.table(8, dim)
     arrays = count * (1 + len(first.optimizer.slots))
-    rows = share * generation.hbm_bytes * draw.devices / (4 * width * arrays)
-    most = 0.9 * draw.devices * 2**34 / (4 * width)
+    rows = share * generation.hbm_bytes * draw.devices / (_row_bytes(dim) * arrays)
+    most = min(0.9 * draw.devices * 2**34 / _row_bytes(dim), MAX_ROWS)
     own = [
         dataclasses.replace(first, vocabulary_size=int(min(rows, most)), name=f"t{i}")
         for i in range(count)
@@ -178,7 +190,7 @@ def tensor(draw: Draw) -> check_tpu.Case:
     most = draw.near * tpu_generations.SPARSE_CORE_TENSOR_BYTES * draw.devices
 
     def rows(dim: int) -> int:
-        return int(most / (4 * -(-dim // 8) * 8))
+        return int(most / _row_bytes(dim))
 
     dim = int(draw.rng.choice([dim for dim in DIMS if rows(dim) <= MAX_ROWS]))
     own = [draw.table(rows(dim), dim, rule=te.SGD(0.1))]
@@ -237,8 +249,12 @@ KINDS = (
 )
 
 
-def random_case(seed: int, number: int) -> tuple[str, str, check_tpu.Case]:
-    """Returns the kind, the topology and the step of a configuration of a seed."""
+# Kinds whose batch is scaled until libtpu itself needs what a device has.
+SCALED = ("activations", "pipelined")
+
+
+def random_case(seed: int, number: int) -> tuple[str, Draw, check_tpu.Case]:
+    """Returns the kind, its draw and the step of a configuration of a seed."""
     from tpu_embedding import tpu_generations
 
     rng: Any = np.random.default_rng([seed, number])
@@ -246,45 +262,96 @@ def random_case(seed: int, number: int) -> tuple[str, str, check_tpu.Case]:
     topology = str(rng.choice(TOPOLOGIES))
     found = tpu_generations.topology(topology)
     draw = Draw(rng, topology, *found, near=rng.uniform(*NEAR))
-    return kind.__name__, topology, kind(draw)
+    return kind.__name__, draw, kind(draw)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What plan and compiler say of a configuration.
+
+    Attributes:
+      place: The plan.
+      error: Of the compiler, or "".
+      used: Bytes of a device that the compiler's program needs, or 0.
+      temporary: Of these, temporaries of a program that compiles.
+    """
+
+    place: Any
+    error: str
+    used: float
+    temporary: int
+
+    @classmethod
+    def of(cls, case: check_tpu.Case, topology: str) -> Result:
+        """Plans and compiles."""
+        from tpu_embedding.layout import limits
+        from tpu_embedding.testing import tpu_compiler
+
+        # Without the errors at construction, which are those of the plan.
+        with mock.patch.object(limits, "raise_first"):
+            facts = tpu_compiler.check(case.build, topology)
+        error, temporary = facts.get("error", ""), facts.get("temp_bytes", 0)
+        used = facts.get("argument_bytes", 0) + temporary
+        told = re.search(r"Used ([\d.]+)G of", error)
+        if told:
+            used = float(told[1]) * 2**30
+        return cls(case.planned(topology), error, used, temporary)
+
+    @property
+    def plan(self) -> str:
+        """Returns "fits", "close" or "no"."""
+        place = self.place
+        return "fits" if place.fits else "close" if place.close else "no"
+
+    @property
+    def wrong(self) -> bool:
+        """Whether the plan fits and the step does not compile."""
+        return self.place.fits and bool(self.error)
+
+    def __str__(self) -> str:
+        place, kinds = self.place, sorted({e.kind for e in self.place.excesses})
+        reasons = f" ({place.unsupported or ', '.join(kinds)})" if kinds else ""
+        return (
+            f"{place.peak_bytes / place.capacity:8.3%} of HBM, plan: "
+            f"{self.plan}{reasons}; compiler: {self.error[:300] or 'compiles'}, "
+            f"{self.used / place.capacity:.3%}, of which {self.temporary / 2**20:.1f} "
+            f"MiB are temporaries, planned {place.program_bytes / 2**20:.1f}"
+            f"{' FAILED' * self.wrong}"
+        )
+
+
+def results(number: int, seed: int, generation: str) -> Iterator[Result]:
+    """Yields a configuration, and where it is scaled those on the way to the limit."""
+    kind, draw, case = random_case(seed, number)
+    if draw.generation.name != generation:
+        return
+    for _ in range(ATTEMPTS if kind in SCALED else 1):
+        result = Result.of(case, draw.topology)
+        print(f"{number:3} {draw.topology:<10} {kind:<16} {result}", flush=True)
+        yield result
+        share = result.used / result.place.capacity
+        if not share or NEAR[0] <= share <= NEAR[1]:
+            return
+        # Only the step grows with the batch.
+        tables = result.place.table_bytes[0]
+        wanted = draw.near * result.place.capacity - tables
+        (samples,), multiple = case.shape, 8 * draw.generation.sparse_cores_per_device
+        samples = int(samples * wanted / (result.used - tables)) // multiple * multiple
+        case = dataclasses.replace(case, shape=(samples,))
 
 
 def run(generation: str, seed: int, numbers: list[int]) -> int:
     """Compares the configurations of a generation; returns how many plans are wrong."""
-    from tpu_embedding.layout import limits
-    from tpu_embedding.testing import tpu_compiler
-
-    counts: collections.Counter[tuple[bool, bool]] = collections.Counter()
+    counts: collections.Counter[str] = collections.Counter()
+    wrong = 0
     for number in numbers:
-        kind, topology, case = random_case(seed, number)
-        if topology.partition(":")[0] != generation:
-            continue
-        place = case.planned(topology)
-        # Without the errors at construction, which are those of the plan.
-        with mock.patch.object(limits, "raise_first"):
-            facts = tpu_compiler.check(case.build, topology)
-        error = facts.get("error", "")
-        counts[place.fits, not error] += 1
-        kinds = sorted({excess.kind for excess in place.excesses})
-        plan = "fits" if place.fits else f"exceeds {', '.join(kinds)}"
-        if place.unsupported:
-            plan = f"unsupported: {place.unsupported}"
-        sizes = [facts.get(f"{name}_bytes", 0) for name in ("argument", "temp")]
-        print(
-            f"{number:3} {topology:<10} {kind:<16} "
-            f"{place.peak_bytes / place.capacity:8.3%} of HBM, plan: {plan}; compiler: "
-            f"{error[:300] or 'compiles'}, {sum(sizes) / place.capacity:.3%}, of which "
-            f"{sizes[1] / 2**20:.1f} MiB are temporaries, planned "
-            f"{place.program_bytes / 2**20:.1f}"
-            f"{' FAILED' * (place.fits and bool(error))}",
-            flush=True,
-        )
-    print(
-        f"{generation}: {counts[True, True]} fit and compile, {counts[False, False]} "
-        f"neither, {counts[False, True]} compile and do not fit, {counts[True, False]} "
-        "fit and do not compile"
-    )
-    return counts[True, False]
+        for result in results(number, seed, generation):
+            verdict = "do not compile" if result.error else "compile"
+            counts[f"{result.plan} and {verdict}"] += 1
+            wrong += result.wrong
+    listed = "; ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+    print(f"{generation}: {listed}; {wrong} wrong")
+    return wrong
 
 
 def main(arguments: list[str]) -> int:

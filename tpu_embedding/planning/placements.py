@@ -155,7 +155,9 @@ def plan(
     placements.sort(
         key=lambda p: (
             not p.fits,
+            not p.close,
             p.num_devices,
+            p.kind == "tpu",
             p.wire_bytes or 0,
             p.peak_bytes / p.capacity,
         )
@@ -338,14 +340,19 @@ class _Planner:
                 unsupported=str(error),
             )
         by_table: dict[str, int] = {}
-        buffers = program = 0
+        buffers = program = padding = 0
         for stack in layout.stacks:
             buffers += limits.buffer_bytes(
                 partitioning, stack, pipelined=self.pipelined
             )
-            program += limits.program_bytes(
-                partitioning, stack, pipelined=self.pipelined, padded=True
+            bare, padded = (
+                limits.program_bytes(
+                    partitioning, stack, pipelined=self.pipelined, padded=padded
+                )
+                for padded in (False, True)
             )
+            program += padded
+            padding += padded - bare
             spec = own.tables[stack.tables[0]]
             size = limits.array_bytes(stack) * limits.num_arrays(spec)
             heights = [
@@ -370,6 +377,7 @@ class _Planner:
             table_bytes=(sum(by_table.values()),) * devices,
             buffer_bytes=buffers,
             program_bytes=program,
+            padding_bytes=padding,
             by_table=by_table,
             location=dict.fromkeys(by_table, "all"),
             limits=tuple(needs),

@@ -134,6 +134,8 @@ class PlannedPlacement:
       unsupported: Why it is not possible whatever its size, or None.
       program_bytes: Of `device_bytes`, what the compiled step of SparseCores needs
         beside its arguments, which are tables, slots and buffers.
+      padding_bytes: Of `program_bytes`, what some programs need for activations and
+        others do not: a row of them may be stored as a multiple of 128 columns.
       initializer_bytes: Of `device_bytes`, what initializers that make a whole table at
         a time need on the fullest, beyond tables, slots and a step.
       not_counted: What `device_bytes` leaves out, or "".
@@ -154,14 +156,25 @@ class PlannedPlacement:
     excesses: tuple[Excess, ...] = ()
     unsupported: str | None = None
     program_bytes: int = 0
+    padding_bytes: int = 0
     initializer_bytes: int = 0
     not_counted: str = ""
     table_bytes: tuple[int, ...] = ()
 
     @property
     def fits(self) -> bool:
-        """Whether it is possible."""
+        """Whether it is possible, however activations are stored."""
         return not self.excesses and self.unsupported is None
+
+    @property
+    def close(self) -> bool:
+        """Whether that depends on the padding of activations: only a compiler knows."""
+        return (
+            not self.fits
+            and self.unsupported is None
+            and all(e.kind == "device bytes" for e in self.excesses)
+            and self.peak_bytes - self.padding_bytes <= self.capacity
+        )
 
     @property
     def peak_bytes(self) -> int:
@@ -176,9 +189,17 @@ class PlannedPlacement:
 
     @property
     def problem(self) -> str:
-        """Why it does not fit, in one line; "" if it does."""
+        """Why it does not fit, or may not, in one line; "" if it does."""
         if self.unsupported is not None:
             return self.unsupported
+        if self.close:
+            return (
+                f"Close to the limit: {size_text(self.peak_bytes)} are needed of "
+                f"{size_text(self.capacity)}, and {size_text(self.padding_bytes)} of "
+                "them are padding of activations, which only some programs store. "
+                "Compile the step to know (`python -m tpu_embedding compile`), or use "
+                "more devices or a smaller batch."
+            )
         return self.excesses[0].message if self.excesses else ""
 
 
@@ -189,8 +210,9 @@ class PlanReport:
     Attributes:
       arrays: All tables and slots.
       statistics: By table, if there is a sample.
-      placements: Ranked: what fits first; then fewer devices, fewer bytes on the wire,
-        and the lower share of a device's memory.
+      placements: Ranked: what fits first, and then what is close; fewer devices; a
+        machine before a TPU; fewer bytes on the wire; the lower share of a device's
+        memory.
     """
 
     arrays: tuple[ArrayBytes, ...]
@@ -217,6 +239,7 @@ class PlanReport:
                 {
                     **dataclasses.asdict(placement),
                     "fits": placement.fits,
+                    "close": placement.close,
                     "peak_bytes": placement.peak_bytes,
                     "balance": placement.balance,
                 }
@@ -268,7 +291,7 @@ def _placement_rows(placements: Sequence[PlannedPlacement]) -> Iterable[list[str
         wire = "-" if p.wire_bytes is None else size_text(p.wire_bytes)
         yield [
             p.name,
-            "yes" if p.fits else "NO",
+            "yes" if p.fits else "close" if p.close else "NO",
             str(p.num_devices),
             size_text(p.peak_bytes),
             size_text(p.capacity),
@@ -350,7 +373,10 @@ def _svg(placements: Sequence[PlannedPlacement]) -> str:
             totals[name] = max(totals.get(name, 0), size)
     shown = sorted(totals, key=lambda name: -totals[name])[:_SHOWN_TABLES]
     legend = [*shown, "a step, and other tables"]
-    sizes = [size_text(p.peak_bytes) + ("" if p.fits else " - no") for p in placements]
+    sizes = [
+        size_text(p.peak_bytes) + ("" if p.fits else " - close" if p.close else " - no")
+        for p in placements
+    ]
     left = 8 + _text_width([p.name for p in placements])
     right = left + _BARS + 12
     lines = [_text(4, 16, _TITLE)]
