@@ -40,6 +40,7 @@ class Run:
       wall: Seconds of each step, without the first, which traces the model.
       cpu: Seconds of CPU of each of these steps.
       losses: As `fit` shows them, the mean of the epoch so far, after each step.
+      total: Seconds of CPU of the whole process.
       peak: Bytes, the peak of the memory of the process.
       notes: What was built, and why it was not converted, or "".
     """
@@ -47,6 +48,7 @@ class Run:
     wall: list[float] = dataclasses.field(default_factory=list)
     cpu: list[float] = dataclasses.field(default_factory=list)
     losses: list[float] = dataclasses.field(default_factory=list)
+    total: float = 0.0
     peak: int = 0
     notes: list[tuple[str, str]] = dataclasses.field(default_factory=list)
 
@@ -65,6 +67,7 @@ def compare(plain: Run, rows: Run) -> str:
             medians = [statistics.median(getattr(run, field)) for run in pair]
             ratio = medians[1] / max(medians[0], 1e-9)
             line(name, [f"{m * 1e3:.1f} ms" for m in medians], f"{ratio:>9.1%}")
+    line("whole script, CPU", [f"{run.total:.1f} s" for run in pair])
     line("peak memory", [f"{run.peak / 2**20:.0f} MiB" for run in pair])
     for step in sorted({1, steps // 4, steps // 2, steps} & set(range(1, steps + 1))):
         line(f"loss, step {step}", [f"{run.losses[step - 1]:.6g}" for run in pair])
@@ -133,7 +136,8 @@ def _take(run: Run, message: dict[str, Any]) -> None:
             run.wall.append(message["wall"])
             run.cpu.append(message["cpu"])
     else:
-        run.peak, run.notes = message["peak"], [tuple(n) for n in message["notes"]]
+        run.total, run.peak = message["total"], message["peak"]
+        run.notes = [tuple(note) for note in message["notes"]]
 
 
 def _draw(way: str, done: int, steps: int) -> None:
@@ -168,7 +172,7 @@ def _child(arguments: Sequence[str]) -> None:
 
     unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    report(peak=peak, notes=notes)
+    report(total=time.process_time(), peak=peak, notes=notes)
 
 
 def _watch_fit(keras_api: Any, steps: int, report: Callable[..., None]) -> None:

@@ -105,29 +105,39 @@ def _hook_embeddings(note: Callable[[str, str], None]) -> None:
         if convertible:
             note(what, "")
         elif not isinstance(self, Embedding):
-            note(what, f"{type(self).__name__} is a subclass with a call of its own")
+            own_call = type(self).call is not keras_api.Embedding.call
+            why = (
+                " with a call of its own"
+                if own_call
+                else ": derive it from te.keras.Embedding"
+            )
+            note(what, f"{type(self).__name__} is a subclass{why}")
 
     keras_api.Embedding.build = build_and_convert
 
 
 def _hook_optimizers(note: Callable[[str, str], None]) -> None:
-    base = keras_api.optimizers.Optimizer
-    build = base.build
+    for base, name in keras_api.slot_makers:
+        setattr(base, name, _convert_before(getattr(base, name), note))
 
-    @functools.wraps(build)
-    def convert_and_build(self: Any, *args: Any, **kwargs: Any) -> None:
+
+def _convert_before(
+    make_slots: Callable[..., None], note: Callable[[str, str], None]
+) -> Callable[..., None]:
+    @functools.wraps(make_slots)
+    def convert_and_make(self: Any, *args: Any, **kwargs: Any) -> None:
         seen = getattr(self, "_seen_by_rows", False)  # tf_keras builds in each step.
         if not (seen or issubclass(type(self), UpdatesRows) or _wraps(self)):
             self._seen_by_rows = True
+            what, why = f"optimizer {type(self).__name__}", ""
             try:
                 RowSparseOptimizer(self)
             except (NotImplementedError, ValueError) as error:
-                note(f"optimizer {self.name}", str(error))
-            else:
-                note(f"optimizer {self.name}", "")
-        build(self, *args, **kwargs)
+                why = str(error)
+            note(what, why)
+        make_slots(self, *args, **kwargs)
 
-    base.build = convert_and_build
+    return convert_and_make
 
 
 def _layers(model: Any, cls: Any) -> list[Any]:

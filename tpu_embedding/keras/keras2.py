@@ -26,6 +26,7 @@ optimizers = tf_keras.optimizers
 regularizers = tf_keras.regularizers
 set_random_seed = tf_keras.utils.set_random_seed
 Embedding = RowEmbedding = tf_keras.layers.Embedding  # It reads rows.
+slot_makers = tuple(zip(Optimizer, ("build", "_create_all_weights"), strict=True))
 
 
 def _in_one_format(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,6 +23,7 @@ optimizers = keras.optimizers
 regularizers = keras.regularizers
 set_random_seed = keras.utils.set_random_seed
 Embedding = keras.layers.Embedding
+slot_makers = ((Optimizer, "build"),)  # Bases of optimizers, and methods of them.
 
 register = keras.saving.register_keras_serializable("tpu_embedding")
 serialize = keras.saving.serialize_keras_object
@@ -97,14 +98,15 @@ class RowEmbedding(keras.layers.Embedding):
 def change_class(layer: Any, cls: Any) -> None:
     """Makes a layer one of another class, which Keras still quantizes."""
     object.__setattr__(layer, "__class__", cls)
-    quantize = layer.quantize
+    if not isinstance(layer.quantize, functools.partial):  # Not changed before.
+        layer.quantize = functools.partial(_quantize_any_class, layer.quantize)
 
-    @functools.wraps(quantize)
-    def of_any_class(mode: Any = None, type_check: bool = True, **options: Any) -> None:
-        del type_check
-        quantize(mode, type_check=False, **options)
 
-    layer.quantize = of_any_class
+def _quantize_any_class(
+    quantize: Any, mode: Any = None, type_check: bool = True, **options: Any
+) -> None:
+    del type_check
+    quantize(mode, type_check=False, **options)
 
 
 def name_scope(layer: Any) -> Any:

@@ -156,18 +156,24 @@ class UpdatesRows:
             self, [g.values if isinstance(g, tf.IndexedSlices) else g for g in summed]
         )
         return [
-            tf.IndexedSlices(values, g.indices, g.dense_shape)
+            _Summed(values, g.indices, g.dense_shape)
             if isinstance(g, tf.IndexedSlices)
             else values
             for g, values in zip(summed, clipped, strict=True)
         ]
 
 
+class _Summed(tf.IndexedSlices):
+    """Names each row once. XLA's tf.unique of what tf.unique returned is wrong."""
+
+
 def sum_duplicates(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
     """Sums the values of equal indices."""
+    if isinstance(gradient, _Summed):
+        return gradient
     rows, positions = tf.unique(gradient.indices)
     values = tf.math.unsorted_segment_sum(gradient.values, positions, tf.size(rows))
-    return tf.IndexedSlices(values, rows, gradient.dense_shape)
+    return _Summed(values, rows, gradient.dense_shape)
 
 
 def _row_sparse_class(rule: Any) -> Any:
@@ -180,6 +186,7 @@ _CLASSES = {
     rule: _row_sparse_class(rule)
     for rule in (getattr(keras_api.optimizers, name) for name in _SLOTS)
 }
+globals().update({cls.__name__: cls for cls in _CLASSES.values()})  # For pickle.
 
 
 def RowSparseOptimizer(inner: Any) -> Any:  # noqa: N802
