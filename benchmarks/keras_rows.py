@@ -5,6 +5,7 @@
 
 8 tables of 16 columns, batches of 2,048 samples with Zipf-distributed ids, one dense
 layer. Each figure is from a process of its own; the processes of one size take turns.
+What would not fit into memory, by its peak at the size before, is not run.
 With --draw nothing is measured: the picture of the README is drawn of the table of a
 page, so that both have the same figures.
 """
@@ -27,6 +28,7 @@ from benchmarks import picture
 
 PICTURE = pathlib.Path("docs/images/keras_rows.svg")
 FEATURES, DIM, BATCH = 8, 16, 2048
+_BASE = 600.0  # MiB of a process without tables.
 WAYS = (
     ("Keras 3", "0", False),
     ("Keras 3, rows", "0", True),
@@ -90,6 +92,13 @@ def _run(arguments: argparse.Namespace, rows: int, legacy: str, by_rows: bool) -
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def _available() -> float:
+    """MiB of memory that processes can have, beside TensorFlow itself."""
+    lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
+    found = dict(line.split(":") for line in lines)
+    return int(found["MemAvailable"].split()[0]) / 2**10 - _BASE
+
+
 def published(page: str) -> Mapping[str, Mapping[float, float]]:
     """The CPU times of Adagrad in the text of a page, by way and rows."""
     rows = [
@@ -129,16 +138,22 @@ def main() -> None:
         )
         return
     print("| rows | | CPU ms | wall ms | peak MiB | loss |\n|---|---|---|---|---|---|")
+    for_a_row: dict[str, float] = {}  # MiB, at the size before.
     for rows in arguments.rows:
         found: dict[str, list[Any]] = {name: [] for name, *_ in WAYS}
         for _ in range(arguments.rounds):
             for name, legacy, by_rows in WAYS:
-                found[name].append(_run(arguments, rows, legacy, by_rows))
+                if rows * for_a_row.get(name, 0.0) < _available():
+                    found[name].append(_run(arguments, rows, legacy, by_rows))
         for name, runs in found.items():
+            if not runs:
+                print(f"| {rows:,} | {name} | too large for the memory | | | |")
+                continue
             cpu, wall, peak, loss = (
                 statistics.median(run[key] for run in runs)
                 for key in ("cpu", "wall", "peak", "loss")
             )
+            for_a_row[name] = max(0.0, peak - _BASE) / rows
             print(
                 f"| {rows:,} | {name} | {cpu:.1f} | {wall:.1f} | {peak:.0f} | "
                 f"{loss:.5f} |",
