@@ -23,7 +23,7 @@ from reliability.following import (
 )
 
 import tpu_embedding as te
-from tpu_embedding.serving import delta_files, delta_writer, following
+from tpu_embedding.serving import delta_files, delta_writer, following_tables
 
 
 @pytest.mark.parametrize("storage", ["float32", "bfloat16", "int8"])
@@ -175,7 +175,7 @@ def test_a_delta_that_failed_is_in_the_next_one(
 ) -> None:
     trainer = Trainer(rng)
     base = tmp_path / "base"
-    monkeypatch.setattr(following, "SMALL_TABLE", 16)
+    monkeypatch.setattr(following_tables, "SMALL_TABLE", 16)
     te.serving.export(trainer.embedding, base, storage="int8", deltas=0.1)
     writer = te.serving.DeltaWriter(trainer.embedding, base, "all")
     touched = trainer.step()

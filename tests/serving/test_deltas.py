@@ -19,7 +19,7 @@ from serving.exported import graph_of
 
 import tpu_embedding as te
 from tpu_embedding.__main__ import main
-from tpu_embedding.serving import delta_files, following
+from tpu_embedding.serving import delta_files, following, following_tables
 from tpu_embedding.serving.delta_files import (
     HEAD_BYTES,
     Base,
@@ -324,7 +324,7 @@ def test_a_signature_cannot_have_the_name(tmp_path: pathlib.Path) -> None:
 def test_too_many_rows_for_an_index(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(following, "SMALL_TABLE", 8)
+    monkeypatch.setattr(following_tables, "SMALL_TABLE", 8)
     monkeypatch.setattr(following, "_MOST_ROWS", 55)
     with pytest.raises(ValueError, match=r"Table a/b.c has 40 rows and needs 16 spare"):
         Trainer(tmp_path / "base", np.random.default_rng(0))

@@ -16,7 +16,7 @@ from serving.exported import graph_of
 
 import tpu_embedding as te
 from tpu_embedding.__main__ import main
-from tpu_embedding.serving import delta_files, following
+from tpu_embedding.serving import delta_files, following_tables
 from tpu_embedding.serving.delta_files import HEAD_BYTES, Base, DeltaRows, Header
 from tpu_embedding.serving.growing_tables import ChangingRowOfIds
 
@@ -179,7 +179,7 @@ def test_a_checkpoint_has_the_marks(
 def test_a_table_that_outgrows_its_export(
     rng: np.random.Generator, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(following, "SMALL_TABLE", 4)
+    monkeypatch.setattr(following_tables, "SMALL_TABLE", 4)
     embedding = embed(te.GrowingVocabulary(50))
     train(embedding, [1, 2], rng)
     te.serving.export(embedding, tmp_path / "base", deltas=1.0)
@@ -352,6 +352,36 @@ def test_a_row_is_that_of_its_id(
             thread.join()
     assert not wrong
     assert min(reads) > 20
+
+
+def test_delta_state_has_the_ids_of_its_sequence_number(
+    tmp_path: pathlib.Path,
+) -> None:
+    """Also while a delta is committed: each has one id, its own number."""
+    publisher = Publisher(tmp_path, 12)
+    wrong, reads = list[Any](), 0
+    done = threading.Event()
+
+    def read() -> None:
+        nonlocal reads
+        while not done.is_set():
+            state = publisher.model.signatures["delta_state"]()
+            own = [int(state["sequence"])] if int(state["sequence"]) else []
+            if state["ids_0"].numpy().tolist() != own:
+                wrong.append((own, state["ids_0"]))
+            reads += 1
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        for number in range(1, 151):
+            gone = [number - 1] if number > 1 else []
+            publisher.publish({number: row_of(number, 0)}, gone)
+    finally:
+        done.set()
+        thread.join()
+    assert not wrong
+    assert reads > 20
 
 
 def with_numbers(block: bytes, **fields: int) -> bytes:

@@ -30,7 +30,8 @@ from tpu_embedding.serving.delta_files import (
     rows_of_block,
     write_delta,
 )
-from tpu_embedding.serving.following import ids_key, stored_place
+from tpu_embedding.serving.following import ids_key
+from tpu_embedding.serving.following_tables import stored_place
 from tpu_embedding.serving.growing_tables import APART
 from tpu_embedding.serving.quantization import converter
 from tpu_embedding.tables.growing import Changed, first_rows

@@ -20,8 +20,8 @@ from tpu_embedding.nest_utils import Structure
 from tpu_embedding.serving.conversion import GatheredRows, SomeRows, Source
 from tpu_embedding.serving.delta_files import Base, BaseTable, new_id
 from tpu_embedding.serving.embedding import TPUEmbeddingForServing
-from tpu_embedding.serving.following import (
-    Follower,
+from tpu_embedding.serving.following import Follower
+from tpu_embedding.serving.following_tables import (
     GrowingBase,
     height_of,
     most_changed,

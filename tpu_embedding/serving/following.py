@@ -1,26 +1,13 @@
-"""Served tables that follow their trainer: a graph that checks and applies deltas.
-
-A table has more rows than its vocabulary. An index says in which of them the row of
-each id is, and the others are spare. A delta is written into spare rows, block by
-block; its last block then points the index at them. The rows that this frees are
-written again by the next delta but one at the earliest, because a delta may change no
-more than half of the spare rows and those are taken in a ring. So a lookup that sees
-fewer than two commits while it runs has read whole rows, and any other looks again.
-
-The ids of a growing table are numbered: a hash table has the number of each, and the
-index the row of each number. Numbers are used again as spare rows are.
-"""
+"""The signatures of an export that check deltas and apply them, block by block."""
 
 from __future__ import annotations
 
-import math
 import string
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.trackable.trackable_utils import escape_local_name
 
 from tpu_embedding.lookup.graph_checks import Check, require, text
 from tpu_embedding.serving.conversion import ConvertedTable
@@ -30,10 +17,15 @@ from tpu_embedding.serving.delta_files import (
     HEAD_BYTES,
     ROWS_FIELDS,
     Base,
-    BaseTable,
 )
-from tpu_embedding.serving.growing_tables import ChangingRowOfIds
-from tpu_embedding.tables.readers import TableReader
+from tpu_embedding.serving.following_tables import (
+    FollowingIds,
+    FollowingTable,
+    GrowingBase,
+    height_of,
+    scatter,
+)
+from tpu_embedding.tables.variables import create_state
 
 STATE, APPLY = SIGNATURES = ("delta_state", "apply_delta")
 
@@ -43,174 +35,8 @@ def ids_key(index: int) -> str:
     return f"ids_{index}"
 
 
-SMALL_TABLE = 4096  # One delta may change all rows of a table of up to so many.
 _NO_IDS: Any = np.zeros([0], np.int64)
 _MOST_ROWS = 2**31 - 1  # With the spare ones: the index is int32.
-
-
-def most_changed(rows: int, share: float) -> int:
-    """The number of rows of a table that one delta may change.
-
-    >>> most_changed(1000, 0.125), most_changed(1_000_000, 0.125)
-    (1000, 125000)
-    """
-    return min(rows, max(SMALL_TABLE, math.ceil(rows * share)))
-
-
-def most_ids(ids: int, max_rows: int) -> int:
-    """The most ids that a growing table may have while it takes deltas."""
-    return min(max_rows, 2 * ids + SMALL_TABLE)
-
-
-def height_of(spec: BaseTable) -> int:
-    """How many numbers the index has: of a growing table spare ones for new ids."""
-    return spec.rows + (2 * spec.most_changed if spec.grows else 0)
-
-
-def stored_place(spec: BaseTable) -> str:
-    """Where the parts of a table are in the objects of an export."""
-    shared = "ids/shared/" if spec.shared else ""
-    return f"tables/{escape_local_name(spec.name)}/{shared}stored"
-
-
-class GrowingBase(NamedTuple):
-    """A growing table as it is exported.
-
-    Attributes:
-      ids: int64 [n], of its first rows.
-      missing: What ids without a row look up, unless they share a row.
-    """
-
-    ids: np.ndarray
-    missing: Callable[[tf.Tensor], tf.Tensor]
-
-
-class FollowingTable(TableReader, tf.Module):
-    """A table with spare rows, and the index of the rows that are served."""
-
-    def __init__(
-        self,
-        stored: ConvertedTable,
-        spec: BaseTable,
-        sequence: Any,
-        ids: FollowingIds | None = None,
-    ) -> None:
-        """Takes the table with its spare rows; the first of its rows are served."""
-        super().__init__()
-        self.stored, self.ids = stored, ids
-        height = height_of(spec)
-        self.index = _variable(tf.range(height))
-        self.ring = _variable(tf.range(height, height + 2 * spec.most_changed))
-        self.staged_keys = _variable(tf.zeros([spec.most_changed], tf.int64))
-        self._dim, self._sequence = spec.dim, sequence
-
-    def read(self, rows: tf.Tensor) -> tf.Tensor:
-        """See `TableReader.read`; of a growing table `rows` are ids."""
-
-        def look(values: tf.Tensor, commits: tf.Tensor) -> list[tf.Tensor]:
-            del values, commits
-            before = self._sequence.read_value()
-            with tf.control_dependencies([before]):
-                values = self._look(rows)
-            with tf.control_dependencies([values]):
-                return [values, self._sequence.read_value() - before]
-
-        values, _ = tf.while_loop(
-            lambda _, commits: commits > 1,
-            look,
-            [tf.zeros([0, self._dim]), tf.constant(2, tf.int64)],
-            [tf.TensorShape([None, self._dim]), tf.TensorShape([])],
-            parallel_iterations=1,
-        )
-        return tf.ensure_shape(values, [rows.shape[0], self._dim])
-
-    def _look(self, rows: tf.Tensor) -> tf.Tensor:
-        if self.ids is None:
-            return self.stored.read(tf.gather(self.index, rows))
-        numbers = self.ids.number_of(rows)
-        known = numbers >= 0
-        values = self.stored.read(tf.gather(self.index, tf.maximum(numbers, 0)))
-        return tf.where(known[:, tf.newaxis], values, self.ids.missing(rows))
-
-    def numbered(self, keys: tf.Tensor, deleted: tf.Tensor) -> Numbered:
-        """What a delta does to the numbers of the index."""
-        if self.ids is not None:
-            return self.ids.numbered(keys, deleted)
-        return Numbered(keys, tf.constant(True), list)
-
-
-class Numbered(NamedTuple):
-    """The numbers of the ids of a delta.
-
-    Attributes:
-      numbers: Of each changed id, int [n].
-      fits: Whether the delta can be applied.
-      change: Makes the ops that give and take numbers, after the index was changed.
-    """
-
-    numbers: tf.Tensor
-    fits: tf.Tensor
-    change: Callable[[], list[Any]]
-
-
-class FollowingIds(tf.Module):
-    """The ids of a growing table that follows its trainer.
-
-    Attributes:
-      number_of: The number of each id.
-      shared: The row that ids without one have, if it is trained.
-    """
-
-    def __init__(
-        self,
-        spec: BaseTable,
-        ids: np.ndarray,
-        missing: Callable[[tf.Tensor], tf.Tensor],
-        shared: FollowingTable | None,
-    ) -> None:
-        """Takes int64 [n], and what ids without a row look up if they share none."""
-        super().__init__()
-        self.number_of = ChangingRowOfIds(spec.rows, spec.most_changed)
-        self.number_of.assign(ids)
-        height = height_of(spec)
-        self.free = _variable(tf.roll(tf.range(height), -len(ids), 0))
-        # How many ids there are, and the place of the number that is free longest.
-        self.counts = _variable(tf.constant([len(ids), 0], tf.int64))
-        self.staged_keys = _variable(tf.zeros([spec.most_changed], tf.int64))
-        self.shared, self._missing = shared, missing
-        self._most, self._height = spec.rows, height
-
-    def missing(self, ids: tf.Tensor) -> tf.Tensor:
-        """What ids without a row look up, [n, D] or [1, D]."""
-        if self.shared is not None:
-            return self.shared.read(tf.zeros([1], tf.int64))
-        return self._missing(ids)
-
-    def numbered(self, keys: tf.Tensor, deleted: tf.Tensor) -> Numbered:
-        """See `FollowingTable.numbered`."""
-        old, lost = self.number_of(keys), self.number_of(deleted)
-        is_new = old < 0
-        size, head = tf.unstack(self.counts.read_value())
-        order = tf.cumsum(tf.cast(is_new, tf.int64), exclusive=True)
-        free = tf.gather(self.free, (head + order) % self._height)
-        numbers = tf.where(is_new, free, old)
-        freed, removed = lost[lost >= 0], deleted[lost >= 0]
-        created = tf.reduce_sum(tf.cast(is_new, tf.int64))
-        after = size + created - tf.size(freed, tf.int64)
-        both = tf.concat([keys, deleted], 0)
-        once = tf.equal(tf.size(tf.unique(both).y), tf.size(both))
-
-        def change() -> list[Any]:
-            tail = head + self._height - size + tf.range(tf.size(freed, tf.int64))
-            return [
-                *self.number_of.change(keys[is_new], numbers[is_new], removed),
-                _scatter(self.free, tail % self._height, freed),
-                self.counts.assign(
-                    [after, (head + created) % self._height], read_value=False
-                ),
-            ]
-
-        return Numbered(numbers, once & (after <= self._most), change)
 
 
 class _State(tf.Module):
@@ -229,14 +55,15 @@ class _State(tf.Module):
 
     def __init__(self, base: Base) -> None:
         super().__init__()
-        self.description = _variable(tf.constant(base.to_json()))
-        self.sequence = _variable(tf.constant(0, tf.int64))
-        self.run = _variable(tf.constant(base.id, tf.int64))
-        self.staging = _variable(tf.zeros([4], tf.int64))
+        self.description = create_state("description", tf.constant(base.to_json()))
+        self.sequence = create_state("sequence", tf.constant(0, tf.int64))
+        self.run = create_state("run", tf.constant(base.id, tf.int64))
+        self.staging = create_state("staging", tf.zeros([4], tf.int64))
         zeros = tf.zeros([len(base.tables)], tf.int64)
         both = tf.zeros([len(base.tables), 2], tf.int64)
-        self.announced, self.staged = _variable(both), _variable(both)
-        self.heads = _variable(zeros)
+        self.announced = create_state("announced", both)
+        self.staged = create_state("staged", both)
+        self.heads = create_state("heads", zeros)
 
 
 class Follower:
@@ -288,38 +115,48 @@ class Follower:
             APPLY: apply.get_concrete_function(),
         }
 
-    def _read_state(self) -> dict[str, tf.Tensor]:
-        return {
-            "base": tf.constant(self.base.id, tf.int64),
-            "description": self.state.description.read_value(),
-            "sequence": self.state.sequence.read_value(),
-            "run": self.state.run.read_value(),
-            "next_block": self.state.staging[0],
-            **{
-                ids_key(index): table.ids.number_of.ids()
-                for index, table in enumerate(self.tables)
-                if table.ids is not None
-            },
-        }
-
-    def _apply(self, block: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Checks a block, then stages or commits it; one call at a time."""
+    def _alone(self, act: Callable[[], dict[str, tf.Tensor]]) -> dict[str, tf.Tensor]:
+        """What a call returns that no other call of these signatures overlaps."""
         name = f"tpu_embedding_deltas_{self.base.id}"
         mutex = tf.raw_ops.MutexV2(container="", shared_name=name)
         lock = tf.raw_ops.MutexLock(mutex=mutex)
         with tf.control_dependencies([lock]):
-            taken = tf.identity(block)
-            done = self._take(taken)
-            with tf.control_dependencies([done]):
-                found = [
-                    self.state.sequence.read_value(),
-                    self.state.staging.read_value()[0],
-                ]
-        with tf.control_dependencies(found):
+            found = act()
+        with tf.control_dependencies(found.values()):
             release = tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
         with tf.control_dependencies([release]):
-            sequence, number = map(tf.identity, found)
-        return {"sequence": sequence, "next_block": number}
+            return {name: tf.identity(value) for name, value in found.items()}
+
+    def _read_state(self) -> dict[str, tf.Tensor]:
+        """Reads the state; its ids are those that its sequence number gave."""
+        constant = {
+            "base": tf.constant(self.base.id, tf.int64),
+            "description": self.state.description.read_value(),
+        }
+        return constant | self._alone(
+            lambda: {
+                "sequence": self.state.sequence.read_value(),
+                "run": self.state.run.read_value(),
+                "next_block": self.state.staging.read_value()[0],
+                **{
+                    ids_key(index): table.ids.number_of.ids()
+                    for index, table in enumerate(self.tables)
+                    if table.ids is not None
+                },
+            }
+        )
+
+    def _apply(self, block: tf.Tensor) -> dict[str, tf.Tensor]:
+        """Checks a block, then stages or commits it."""
+
+        def act() -> dict[str, tf.Tensor]:
+            with tf.control_dependencies([self._take(tf.identity(block))]):
+                return {
+                    "sequence": self.state.sequence.read_value(),
+                    "next_block": self.state.staging.read_value()[0],
+                }
+
+        return self._alone(act)
 
     def _take(self, block: tf.Tensor) -> tf.Tensor:
         size = tf.strings.length(block)
@@ -544,15 +381,15 @@ class Follower:
         with tf.control_dependencies(require([in_order])):
             within = staged + tf.range(count)
             places = tf.gather(table.ring, self._slots(index, within))
-            done = [_scatter(table.staged_keys, within, keys)]
+            done = [scatter(table.staged_keys, within, keys)]
             if table.ids is not None:
                 after = deleted + tf.range(deletions)
-                done.append(_scatter(table.ids.staged_keys, after, gone))
+                done.append(scatter(table.ids.staged_keys, after, gone))
             place = start + 8 * (number + lost)
             for part, width in zip(parts, widths, strict=True):
                 content = tf.strings.substr(block, place, width * number)
                 values = tf.reshape(_decode(content, part.dtype), [-1, part.shape[1]])
-                done.append(_scatter(part, places, values))
+                done.append(scatter(part, places, values))
                 place += width * number
             return done
 
@@ -607,8 +444,8 @@ class Follower:
                 slots = self._slots(index, tf.range(staged[index, 0]))
                 new, old = tf.gather(table.ring, slots), tf.gather(table.index, numbers)
                 with tf.control_dependencies([new, old]):
-                    flips.append(_scatter(table.index, numbers, new))
-                    flips.append(_scatter(table.ring, slots, old))
+                    flips.append(scatter(table.index, numbers, new))
+                    flips.append(scatter(table.ring, slots, old))
         with tf.control_dependencies(flips):
             changes = [op for of_table in numbered for op in of_table.change()]
         spare = [2 * table.most_changed for table in self.base.tables]
@@ -645,19 +482,9 @@ def _ascend(variable: Any, staged: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:
     return (keys > before) | tf.equal(staged + tf.range(tf.size(keys, tf.int64)), 0)
 
 
-def _variable(value: tf.Tensor) -> Any:
-    return tf.Variable(value, trainable=False)
-
-
 def _done(ops: list[Any]) -> tf.Tensor:
     with tf.control_dependencies(ops):
         return tf.constant(True)
-
-
-def _scatter(variable: Any, rows: tf.Tensor, values: tf.Tensor) -> Any:
-    return tf.raw_ops.ResourceScatterUpdate(
-        resource=variable.handle, indices=rows, updates=values
-    )
 
 
 def _numbers(block: tf.Tensor, start: Any, count: Any) -> tf.Tensor:

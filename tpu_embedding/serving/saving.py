@@ -32,7 +32,8 @@ from tpu_embedding.checkpoint.writing import (
     write_parts,
 )
 from tpu_embedding.serving.conversion import Conversion, ConvertedTable, Source
-from tpu_embedding.serving.following import Follower, FollowingTable, stored_place
+from tpu_embedding.serving.following import Follower
+from tpu_embedding.serving.following_tables import FollowingTable, stored_place
 from tpu_embedding.serving.growing_tables import RowOfIds, ServedGrowingTable
 from tpu_embedding.serving.mapping import FOLDER, MappedPart, write_files
 from tpu_embedding.serving.report import TableReport, unchanged

@@ -87,7 +87,7 @@ class GrowingState(abc.ABC, tf.__internal__.tracking.Trackable):
 
     def take_changed(self, consumer: str) -> Changed:
         """See `RowChanges.take`."""
-        raise NotImplementedError(f"Nothing changes here for {consumer}.")
+        raise NotImplementedError("Only tables that are trained have changes.")
 
     def updates_begun(self) -> int:
         """The number of updates so far; cheaper than `read` where it can be."""
