@@ -31,7 +31,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .PHONY: help demo install test test-all lint check check-plan check-tpu docs structure format ops bench bench-one bench-preprocessing \
     bench-measures bench-telemetry bench-distributed bench-peers test-peers test-servers test-distributed test-everywhere test-tensorflow test-aarch64 fuzz fuzz-clang \
-    fuzz-deltas fuzz-refusals fuzz-histories fuzz-telemetry sanitize wheels test-minors clean
+    fuzz-deltas fuzz-growing fuzz-refusals fuzz-histories fuzz-telemetry sanitize wheels test-minors clean
 # One pip at a time, whatever -j says.
 .NOTPARALLEL:
 
@@ -183,6 +183,9 @@ fuzz-deltas: $(VENV)/dev.stamp $(VENV)/package.stamp ## trainers, deltas and mod
 
 test-everywhere: $(VENV)/dev.stamp ops ## both queue classes on every engine, 1, 2 and 4 devices, pipelined or not
 	TPU_EMBEDDING_TEST_EVERY_CELL=1 $(BIN)/pytest tests/everywhere -k test_numbers
+
+fuzz-growing: $(VENV)/dev.stamp ops ## growing tables beside vocabularies on paper: make fuzz-growing STEPS=2000
+	TPU_EMBEDDING_GROWING_STEPS=$(STEPS) $(BIN)/pytest tests/test_growing_fuzz.py
 
 # A checkout of TensorFlow, of which only test files are read.
 TF_TESTS ?=

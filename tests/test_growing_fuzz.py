@@ -10,6 +10,7 @@ import collections
 import copy
 import dataclasses
 import math
+import os
 import pathlib
 import shutil
 from collections.abc import Sequence
@@ -27,6 +28,8 @@ POOL = np.array(
     [0, -1, 1, 2**63 - 1, -(2**63), *(1 << k for k in range(20, 62, 4)), *range(7, 20)]
 )
 SEED = 11
+# Of the longer test: `make fuzz-growing` makes more.
+STEPS = int(os.environ.get("TPU_EMBEDDING_GROWING_STEPS", "4000"))
 
 
 def first_values(id_: int) -> np.ndarray:
@@ -441,9 +444,9 @@ def run(
     ("make", "steps"),
     [
         (Twins, 400),
-        pytest.param(Twins, 20_000, marks=pytest.mark.second_tier),
+        pytest.param(Twins, STEPS, marks=pytest.mark.second_tier),
         (QueuedTwins, 400),
-        pytest.param(QueuedTwins, 2_000, marks=pytest.mark.second_tier),
+        pytest.param(QueuedTwins, STEPS // 4, marks=pytest.mark.second_tier),
     ],
 )
 def test_growing_tables_are_as_on_paper(

@@ -168,8 +168,7 @@ class Variables:
         return activations
 
 
-@pytest.mark.parametrize("graph", [False, True])
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("weighted", "graph"), [(False, False), (True, True)])
 @pytest.mark.parametrize("kind", [Queue, HandedOut, Prepared, Layer, Variables])
 def test_training_has_the_bits_of_the_features(
     kind: Callable[[], Any], weighted: bool, graph: bool, rng: np.random.Generator
