@@ -192,6 +192,7 @@ def test_output_shape_is_kept_as_a_tuple(given: Any, kept: Any) -> None:
         ours = FeatureConfig(TableConfig(4, 2), output_shape=given).output_shape
         assert ours.as_list() == theirs.as_list()
         assert (ours.rank, ours.num_elements()) == (theirs.rank, theirs.num_elements())
+        assert (repr(ours), str(ours)) == (repr(theirs), str(kept))
 
 
 def test_a_sequence_has_no_output_shape() -> None:

@@ -250,6 +250,7 @@ def _lend_private_names(package: Any) -> None:
     v2 = package.TPUEmbeddingV2
     v2._copy_tensors_to_device = staticmethod(_tables)
     v2._variables, v2._num_sc_per_chip = property(stacks), property(sparse_cores)
+    v2._batch_initialize_tables = _FirstValues()
     combiner = package.CustomCombiner
     combiner._slot_names = lambda c: [c.CUSTOM_COMBINER_SLOT_NAME][: c.num_weights]
     combiner._slot_initializers = lambda c: [c.initializer][: c.num_weights]
@@ -268,6 +269,17 @@ class _DeclaredShapes:
         embedding.core.output_shapes._declared = [
             None if s is None else output_shapes.Declared(s, "a test") for s in shapes
         ]
+
+
+class _FirstValues:
+    """What makes the first values of all tables, which a test replaces."""
+
+    def __get__(self, embedding: Any, owner: Any = None) -> Any:
+        return _FirstValues
+
+    def __set__(self, embedding: Any, value: Any) -> None:
+        for spec in embedding.core.plan.tables:
+            object.__setattr__(spec.config, "initializer", value)
 
 
 class _Comparable:

@@ -233,7 +233,7 @@ class FeatureConfig(_ChangeableUntilUsed):
 
     >>> table = TableConfig(1000, 16)
     >>> FeatureConfig(table, output_shape=[8, 2]).output_shape
-    (8, 2)
+    TensorShape([8, 2])
 
     Attributes:
       table: A TableConfig, of this package or of tf.tpu.experimental.embedding.
@@ -515,6 +515,10 @@ class _OutputShape(tuple[int | None, ...]):
     """A tuple that programs can ask what they ask a tf.TensorShape."""
 
     __slots__ = ()
+    __str__ = tuple.__repr__
+
+    def __repr__(self) -> str:
+        return f"TensorShape({list(self)})"  # In TensorFlow's repr of a feature.
 
     @property
     def rank(self) -> int:

@@ -143,13 +143,14 @@ class Core(EngineTables):
                 self._engine_options.channel.refuse(phase, error)
             raise
 
-    def create_engine(self) -> Engine:
-        """Makes the tables and slots, unless they are there."""
+    def create_engine(self, *, to_restore: bool = False) -> Engine:
+        """Makes the tables and slots, unless they are there; see `EngineOptions`."""
         if self.engine is not None:
             return self.engine
         with tf.init_scope():
             self.lay_out()
-            self.engine = self.engine_class(self._engine_options)
+            options = dataclasses.replace(self._engine_options, to_restore=to_restore)
+            self.engine = self.engine_class(options)
             if self._on_created is not None:
                 self._on_created(self.engine)
         return self.engine
@@ -180,6 +181,11 @@ class Core(EngineTables):
         """Fixes the batch size of a replica, unless `size` is None."""
         if size is not None:
             self.output_shapes.set_batch_size(size)
+
+    def complete(self) -> None:
+        """Makes the first values that `EngineOptions.to_restore` left out."""
+        if self.engine is not None:
+            self.engine.complete()
 
     @do_not_convert
     def retrieve(self) -> None:

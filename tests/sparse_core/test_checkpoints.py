@@ -133,3 +133,52 @@ def test_a_checkpoint_without_the_tables_is_refused(tmp_path: pathlib.Path) -> N
         tf.train.Checkpoint(embedding=target).read(path)
     for key, value in target.embedding_tables.items():
         np.testing.assert_array_equal(value, before[key])
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_restore_after_construction_makes_no_first_values(
+    whole: bool, tmp_path: pathlib.Path
+) -> None:
+    """Unless it fails; a save makes them, too."""
+    called = []
+
+    def make_ones(shape: Any, dtype: Any) -> tf.Tensor:
+        called.append(shape)
+        return tf.ones(shape, dtype)
+
+    def make_unbuilt() -> tuple[Any, tf.train.Checkpoint]:
+        features = {
+            name: te.FeatureConfig(
+                te.TableConfig(*size, make_ones, name=name), output_shape=[4], name=name
+            )
+            for name, size in SIZES.items()
+        }
+        with strategy_of("v6e", 2).scope():
+            embedding = te.TPUEmbeddingV2(features, te.Adagrad(0.1))
+        return embedding, tf.train.Checkpoint(model=embedding)
+
+    def mean(embedding: Any) -> set[float]:
+        return {float(tf.reduce_mean(t)) for t in embedding.embedding_tables.values()}
+
+    source, saver = make_unbuilt()
+    saver.save(tmp_path / "first")
+    assert mean(source) == {1.0}
+    for arrays in source.core.checkpoint_rows().values():
+        arrays["parameters"].write(0, np.full(arrays["parameters"].shape, 2.0, "f"))
+    path = saver.save(tmp_path / "saved")
+    called.clear()
+    embedding, saver = make_unbuilt()
+    if whole:
+        saver.restore(path).assert_consumed()
+        embedding.build()
+        assert mean(embedding) == {2.0}
+        assert not called
+        return
+    data = pathlib.Path(f"{path}.data-00000-of-00001")
+    content = bytearray(data.read_bytes())
+    content[50] ^= 1  # Of a table or slot.
+    data.write_bytes(content)
+    with pytest.raises(tf.errors.DataLossError):
+        saver.restore(path)
+    assert mean(embedding) <= {1.0, 2.0}
+    assert called

@@ -271,8 +271,8 @@ class EngineTables(StoredTables):
         """The place of each table if its checkpoints hold stacks, else nothing."""
 
     @abc.abstractmethod
-    def create_engine(self) -> Engine:
-        """The engine; created if it does not exist yet."""
+    def create_engine(self, *, to_restore: bool = False) -> Engine:
+        """The engine; created if it does not exist yet, perhaps to be restored."""
 
     @abc.abstractmethod
     def can_create_engine(self) -> bool:
@@ -283,12 +283,17 @@ class EngineTables(StoredTables):
         """Applies the pending update, if there is one."""
 
     @abc.abstractmethod
+    def complete(self) -> None:
+        """Makes the first values that were left to a restore, if there is an engine."""
+
+    @abc.abstractmethod
     def retrieve(self) -> None:
         """Updates the variables that are saved, if there is an engine."""
 
     def checkpoint_variables(self) -> dict[str, Any]:
         """Tables, slots and counters by their names in checkpoints."""
         engine = self.create_engine()
+        engine.complete()
         engine.retrieve()
         return engine.checkpoint_variables()
 
@@ -348,13 +353,14 @@ class TrackableTables(SavesTables, tf.__internal__.tracking.AutoTrackable):
         # which would be left out silently. The thread of an asynchronous save also
         # calls it. Tables that cannot be created yet are restored on creation.
         if _in_caller() and self.core.can_create_engine():
-            self.core.create_engine()
+            self.core.create_engine(to_restore=True)
         if save_type != "checkpoint":  # A model: its functions are traced now.
             self._sync()
         return super()._trackable_children(save_type, **kwargs)
 
     def _sync(self) -> None:
         if _in_caller():
+            self.core.complete()
             self.core.retrieve()
 
     def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
@@ -371,7 +377,8 @@ class TrackableTables(SavesTables, tf.__internal__.tracking.AutoTrackable):
         adapter = super()._checkpoint_adapter(path)
         if self._conversion is None:
             _check_dtypes(path, {t.name: t.config.dtype for t in self.core.plan.tables})
-            self._sync()  # The checkpoint is accepted: values are written next.
+            if _in_caller():  # The checkpoint is accepted: values are written next.
+                self.core.retrieve()
             self.core.tables_replaced()
         return adapter
 
@@ -379,6 +386,7 @@ class TrackableTables(SavesTables, tf.__internal__.tracking.AutoTrackable):
         # An asynchronous save copies all values in one traced function, parents before
         # children: this applies the pending update before the values are copied.
         del object_map
+        self.core.complete()
         self.core.flush()
 
 

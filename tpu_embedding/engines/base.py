@@ -64,6 +64,8 @@ class EngineOptions(EmbeddingOptions):
       layout: The stacks that `Engine.lay_out` returned, or None without stacks.
       channel: What `Engine.check` returned.
       made_by: The name of the class that makes the engine.
+      to_restore: Whether a restore may follow at once: SparseCores make the first
+        values of tables when they are needed then.
     """
 
     plan: Plan
@@ -72,6 +74,7 @@ class EngineOptions(EmbeddingOptions):
     layout: Layout | None = None
     channel: Channel | None = None
     made_by: str = ""
+    to_restore: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -434,6 +437,10 @@ class TableStore(abc.ABC):
     @abc.abstractmethod
     def flush(self) -> None:
         """Applies the pending update, if there is one."""
+
+    def complete(self) -> None:
+        """Makes the first values that `EngineOptions.to_restore` left out."""
+        return  # Most engines leave none out.
 
     def retrieve(self) -> None:
         """Updates the rows of `tables` and `checkpoint_variables` from the tables."""

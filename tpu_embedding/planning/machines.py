@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -164,30 +165,37 @@ class Machines:
         return found
 
     def _making_bytes(self, place: Placement, kind: str) -> int:
-        """The most that a process has of tables while it makes them, one by one.
+        """The most that a process has of tables and slots while it makes them.
 
         Slots come after all tables. A synchronous process calls each initializer that
         has no `by_rows`, and keeps its part; of servers the owner does, and the first
         one for a table that is divided.
         """
-        most = held = 0
+        memory, slots = _Memory(), []
         for table in self.plan.tables:
             config = table.config
             rows = place.count(table.index, config.vocabulary_size)
-            own = made = rows * self._row_bytes[table.index][0]
+            of_table, of_all = self._row_bytes[table.index]
+            slots.append(rows * (of_all - of_table))
+            arrays = 0
             if (
                 kind == "synchronous"
                 or place.owners[table.index] == place.process
                 or (place.is_divided(table.index) and place.process == 0)
             ):
                 arrays = _initializer_arrays(config.initializer)
-                whole = config.vocabulary_size * config.dim * _FLOAT
-                # The rows of a divided table are copied out of the whole one.
-                kept = own if place.is_divided(table.index) else 0
-                made = max(own, arrays * whole, (whole + kept) * (arrays > 0))
-            most = max(most, held + made)
-            held += own
-        return most
+            whole = config.vocabulary_size * config.dim * _FLOAT
+            for _ in range(arrays):
+                memory.take(whole)
+            # The rows of a divided table are copied out of the whole one.
+            copied = not arrays or place.is_divided(table.index)
+            copied |= config.dtype != "float32"
+            if copied:
+                memory.take(rows * of_table)
+            memory.release(whole, arrays - (rows > 0 and not copied))
+        for size in slots:
+            memory.take(size)
+        return memory.touched
 
     def _step_bytes(self, place: Placement, traffic: Traffic) -> int:
         """The prepared batch, activations and gradients of the rows of a process."""
@@ -270,6 +278,41 @@ class Machines:
         except NotImplementedError as error:
             return str(error)
         return None
+
+
+@dataclasses.dataclass
+class _Memory:
+    """How TensorFlow's allocator on CPUs (BFC) has arrays, in bytes.
+
+    It keeps what is freed, for arrays that are not larger. For an array that has no
+    place it reserves about twice its size; smaller arrays go into the rest first.
+
+    Attributes:
+      touched: What the process has.
+      reserved: The rest of what was reserved, which is not touched.
+      free: What was freed, ascending.
+    """
+
+    touched: int = 0
+    reserved: int = 0
+    free: list[int] = dataclasses.field(default_factory=list)
+
+    def take(self, size: int) -> None:
+        """Finds a place for an array."""
+        best = bisect.bisect_left(self.free, size)
+        if size < self.reserved:
+            self.reserved -= size
+            self.touched += size
+        elif best < len(self.free):
+            bisect.insort(self.free, self.free.pop(best) - size)
+        else:
+            self.reserved = max(self.reserved, size)
+            self.touched += size
+
+    def release(self, size: int, count: int) -> None:
+        """Frees some arrays."""
+        place = bisect.bisect_left(self.free, size)
+        self.free[place:place] = [size] * count
 
 
 def _initializer_arrays(initializer: Any) -> int:

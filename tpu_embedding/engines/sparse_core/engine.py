@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ from tpu_embedding.engines.sparse_core.state import (
     create_counter,
     create_local,
     create_state,
+    fill_tables,
 )
 from tpu_embedding.engines.sparse_core.step_queue import SparseCoreQueue
 from tpu_embedding.inputs import IdBatch
@@ -46,7 +48,7 @@ from tpu_embedding.layout.partitioning import (
 from tpu_embedding.layout.plan import UPDATES, FeatureSpec
 from tpu_embedding.layout.stacking import Layout, StackingOptions, make_layout
 from tpu_embedding.preprocessing import PartitionOptions, partition
-from tpu_embedding.tables.rows import checkpoint_name
+from tpu_embedding.tables.rows import PARAMETERS, checkpoint_name
 from tpu_embedding.tables.trackable import ShardedArray
 
 # By stack name, the inputs of an update op.
@@ -93,7 +95,14 @@ class SparseCoreEngine(Engine):
         self._preprocessing = PartitionOptions(
             check_numerics=options.check_numerics, device=topology.device
         )
-        self._stacks = outside_of_replicas(lambda: create_state(options, layout))
+        self._created = outside_of_replicas(lambda: create_state(options, layout))
+        # By name of a stack without first values, the devices not yet restored.
+        self._due = {
+            state.stack.name: state.stack.num_devices
+            for state in self._created
+            if options.to_restore
+        }
+        self._filling = threading.Lock()
         self._functions = outside_of_replicas(
             lambda: [functions_of(plan, stack) for stack in layout.stacks]
         )
@@ -137,16 +146,37 @@ class SparseCoreEngine(Engine):
     def checkpoint_variables(self) -> dict[str, Any]:
         """See `TableStore.checkpoint_variables`: names and values of TensorFlow's."""
         saved: dict[str, Any] = {}
-        for stack in self._stacks:
+        for stack in self._created:
+            restored = functools.partial(self._restored, stack.stack.name)
             for array, variable in stack.arrays.items():
                 name = checkpoint_name(stack.stack.name, array)
-                saved[name] = ShardedArray(variable.values)
+                hook = {"on_restore": restored} if array == PARAMETERS else {}
+                saved[name] = ShardedArray(variable.values, **hook)
             if stack.combiner_weights is not None:
                 slot = CustomCombiner.CUSTOM_COMBINER_SLOT_NAME
                 saved[checkpoint_name(stack.stack.name, slot)] = stack.combiner_weights
         if self._rates.updates is not None:
             saved[UPDATES] = self._rates.updates
         return saved
+
+    def _restored(self, name: str) -> None:
+        """Notes that a checkpoint gave a stack its values on one device."""
+        self._due[name] = self._due.get(name, 0) - 1
+
+    def complete(self) -> None:
+        with self._filling:
+            due = {name for name, devices in self._due.items() if devices > 0}
+            states = [own for own in self._created if own.stack.name in due]
+            if states:
+                outside_of_replicas(lambda: fill_tables(self._options, states))
+            self._due = {}
+
+    @property
+    def _stacks(self) -> list[StackState]:
+        """All stacks, with values."""
+        if self._due:
+            self.complete()
+        return self._created
 
     def tables(self) -> dict[str, TableArrays]:
         found = {

@@ -169,7 +169,7 @@ class StackState:
 
 
 def create_state(options: EngineOptions, layout: Layout) -> list[StackState]:
-    """Creates and fills the variables of all stacks.
+    """Creates and fills the variables of all stacks, but no tables `to_restore`.
 
     Must be called outside of replicas; see `outside_of_replicas`.
     """
@@ -178,7 +178,8 @@ def create_state(options: EngineOptions, layout: Layout) -> list[StackState]:
     if _tracing_only is not None:
         _tracing_only.append(options)
         return states
-    fill_tables(options, states)
+    if not options.to_restore:
+        fill_tables(options, states)
     for state in states:
         _fill_slots(options, state)
     return states
@@ -261,7 +262,7 @@ def _fill_slots(options: EngineOptions, state: StackState) -> None:
 
 
 def fill_tables(options: EngineOptions, states: Sequence[StackState]) -> None:
-    """Fills the parameters of all stacks, as `SparseCoreEmbeddingConfig` says."""
+    """Fills the parameters of some stacks, as `SparseCoreEmbeddingConfig` says."""
     topology = options.topology
     assert topology.tpu is not None
     on_host = options.sparse_core.initialize_tables_on_host
@@ -282,8 +283,8 @@ def _fill_one_by_one(options: EngineOptions, states: Sequence[StackState]) -> No
         for state in states
         for index, layout in zip(state.stack.tables, state.stack.layouts, strict=True)
     }
-    for spec in options.plan.tables:
-        stack, layout, rows = places[spec.index]
+    for index in sorted(places):
+        (stack, layout, rows), spec = places[index], options.plan.tables[index]
         values = table_values(spec)
         if values.takes_shard_info:
             _fill_by_device(values, stack, layout, rows)
