@@ -36,6 +36,8 @@ RUNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("dlrm", "ftrl", ("tfrs", "tensorflow_nn")),
     ("small_batch", "adagrad", ("fbgemm", "torch_embedding_bag", *_TENSORFLOW)),
     ("small_bags", "adagrad", ("fbgemm", "tpu_embedding_packed")),
+    ("two_tables", "adagrad", ("fbgemm", "tpu_embedding_packed")),
+    *((f"batch_{size}", "adagrad", ("fbgemm",)) for size in (1, 256, 16_384)),
     ("growing", "adagrad", ("tpu_embedding_growing",)),
     ("one_hot", "adagrad", ("fbgemm", "torch_embedding_bag", *_TENSORFLOW)),
     ("one_huge_table", "adagrad", ("fbgemm",)),

@@ -114,6 +114,12 @@ SCENARIOS = {
             _ONE_HOT,
         ),
         Scenario("tiny", 64, 16, (1000, 50), (3, 1)),
+        # The shape of FBGEMM's own benchmark of CPUs.
+        Scenario("two_tables", 32, 64, (1000, 1000), (10, 10)),
+        *(
+            Scenario(f"batch_{size}", size, 64, _CAPPED, _MULTI_HOT)
+            for size in (1, 256, 16_384)
+        ),
         *(
             Scenario(f"vocabulary_{rows}", 2048, 64, (rows,), (sum(_MULTI_HOT),))
             for rows in VOCABULARIES
