@@ -312,11 +312,11 @@ def test_initializers_that_make_whole_tables_are_counted() -> None:
     def normal(shape: Any, dtype: Any) -> Any:
         return tf.random.normal(shape, dtype=dtype)
 
-    size = 1_000_000 * 64 * 4
+    size = 8_000_000 * 64 * 4
 
     def planned(initializer: Any, placement: str) -> dict[str, tuple[float, ...]]:
         report = te.plan(
-            te.FeatureConfig(table(1_000_000, 64, initializer=initializer)),
+            te.FeatureConfig(table(8_000_000, 64, initializer=initializer)),
             batch_size=4,
             processes=[2],
             topologies=[],
@@ -325,7 +325,7 @@ def test_initializers_that_make_whole_tables_are_counted() -> None:
         engine = 40 * 2**20
         return {
             place.kind: tuple(
-                round((used - engine) / size, 2) for used in place.device_bytes
+                round((used - engine) / size, 1) for used in place.device_bytes
             )
             for place in report.placements
         }
@@ -351,11 +351,12 @@ def test_initializers_that_make_whole_tables_are_counted() -> None:
 
 @pytest.mark.parametrize(
     ("mib", "slots", "expected"),
-    [  # As measured with TensorFlow 2.21, to 5 %: 389, 481, 1042 and 1206 MiB.
+    [  # TensorFlow 2.21 needed 400, 528, 496, 1046, 656 and 1216 MiB.
         ([128], 0, 384),
-        ([128], 1, 384),
+        ([128], 1, 512),
         ([128, 32], 0, 480),
         ([24, 48, 96, 192], 0, 1080),
+        ([192, 96, 48, 24], 0, 576),
         ([192] * 4, 0, 1152),
     ],
 )
@@ -370,8 +371,8 @@ def test_memory_that_initializers_free(
     ]
     optimizer = te.Adagrad(0.1) if slots else te.SGD(0.1)
     report = te.plan(features, optimizer, batch_size=1, processes=[], topologies=[])
-    used = placement(report, "one machine").peak_bytes - 40 * 2**20
-    assert round(used / 2**20) == expected
+    place = placement(report, "one machine")
+    assert round((place.peak_bytes - place.buffer_bytes) / 2**20) == expected
 
 
 def test_placements_of_tables_are_those_of_jobs() -> None:

@@ -185,7 +185,8 @@ def compare_jobs() -> bool:
         ):
             (place,) = [p for p in report.placements if p.kind == kind]
             for planned, found in zip(place.device_bytes, measured, strict=True):
-                failed |= abs(planned - found) > LIMIT * planned
+                # What an engine without tables needs differs by some MiB.
+                failed |= abs(planned - found) > LIMIT * max(planned, 2**27)
                 name = f"{count} {kind}, {placement}{', normal' * normal}"
                 print(
                     f"{name:<42} {planned / 2**20:8.0f}   {found / 2**20:8.0f}  "

@@ -22,10 +22,12 @@ from tpu_embedding.layout.plan import Plan, TableSpec, require_options
 from tpu_embedding.planning.report import PlannedPlacement, table_arrays
 from tpu_embedding.planning.sample import Traffic
 
-# What the host engine needs beside tables: kernels, threads' stacks, a queue.
-_HOST_BYTES = 40 * 2**20
+# What the host engine needs beside tables: kernels, threads' stacks, a queue; and for
+# an eighth of the tables, up to a limit. Measured by tools/check_plan.py.
+_HOST_BYTES, _HOST_TABLE_BYTES = 8 * 2**20, 32 * 2**20
 _FLOAT, _HALF = 4, 2  # Bytes of a value, and of a bfloat16.
 _ENTRY = 32  # Of the host engine: the id, the prepared batch, the grouped gradients.
+_SPLIT_BYTES = 2**27  # The allocator never leaves so much of a piece unused.
 # Arrays of a table's size that an initializer has at a time, as tf.random.normal does:
 # the numbers, their product with the deviation, and the sum with the mean.
 _INITIALIZER_ARRAYS = 3
@@ -106,12 +108,13 @@ class Machines:
         """What each process needs: for steps, or before that to make the tables."""
         least = 1 if kind == "synchronous" else 0  # Of rows, as `create_parts` does.
         tables = [self._table_bytes(place, least) for place in places]
-        buffers = [_HOST_BYTES + size for size in step]
         held = [sum(own.values()) for own in tables]
+        engine = [_HOST_BYTES + min(own // 8, _HOST_TABLE_BYTES) for own in held]
+        buffers = [own + size for own, size in zip(engine, step, strict=True)]
         steady = [own + size for own, size in zip(held, buffers, strict=True)]
         used = [
-            max(size, _HOST_BYTES + self._making_bytes(place, kind))
-            for size, place in zip(steady, places, strict=True)
+            max(size, own + self._making_bytes(place, kind))
+            for size, own, place in zip(steady, engine, places, strict=True)
         ]
         fullest = used.index(max(used))
         by_table = {
@@ -185,14 +188,14 @@ class Machines:
             ):
                 arrays = _initializer_arrays(config.initializer)
             whole = config.vocabulary_size * config.dim * _FLOAT
-            for _ in range(arrays):
-                memory.take(whole)
+            made = [memory.take(whole) for _ in range(arrays)]
             # The rows of a divided table are copied out of the whole one.
             copied = not arrays or place.is_divided(table.index)
             copied |= config.dtype != "float32"
             if copied:
                 memory.take(rows * of_table)
-            memory.release(whole, arrays - (rows > 0 and not copied))
+            for piece in made[: len(made) - (rows > 0 and not copied)]:
+                memory.release(piece)
         for size in slots:
             memory.take(size)
         return memory.touched
@@ -280,39 +283,45 @@ class Machines:
         return None
 
 
-@dataclasses.dataclass
 class _Memory:
-    """How TensorFlow's allocator on CPUs (BFC) has arrays, in bytes.
+    """Arrays as TensorFlow's allocator on CPUs (BFC) has them: it returns no memory.
 
-    It keeps what is freed, for arrays that are not larger. For an array that has no
-    place it reserves about twice its size; smaller arrays go into the rest first.
+    An array takes the smallest piece that it fits into, or a new region, which is at
+    least twice as large as the one before. The rest of a piece is one of its own where
+    it is large.
 
     Attributes:
-      touched: What the process has.
-      reserved: The rest of what was reserved, which is not touched.
-      free: What was freed, ascending.
+      touched: Bytes that the process has: of a new region what arrays took.
     """
 
-    touched: int = 0
-    reserved: int = 0
-    free: list[int] = dataclasses.field(default_factory=list)
+    def __init__(self) -> None:
+        self.touched = 0
+        # Size, and whether it was touched: the pieces without an array, ascending.
+        self._pieces: list[tuple[int, bool]] = []
+        self._region = 2**21
 
-    def take(self, size: int) -> None:
-        """Finds a place for an array."""
-        best = bisect.bisect_left(self.free, size)
-        if size < self.reserved:
-            self.reserved -= size
-            self.touched += size
-        elif best < len(self.free):
-            bisect.insort(self.free, self.free.pop(best) - size)
+    def take(self, size: int) -> int:
+        """Returns the size of the piece that an array takes."""
+        place = bisect.bisect_left(self._pieces, (size, False))
+        if place < len(self._pieces):
+            piece, touched = self._pieces.pop(place)
         else:
-            self.reserved = max(self.reserved, size)
+            grown = self._region < size
+            while self._region < size:
+                self._region *= 2
+            piece, touched = self._region, False
+            self._region *= 1 if grown else 2
+        if not touched:
             self.touched += size
+        rest = piece - size
+        if rest < min(size, _SPLIT_BYTES):
+            return piece
+        bisect.insort(self._pieces, (rest, touched))
+        return size
 
-    def release(self, size: int, count: int) -> None:
-        """Frees some arrays."""
-        place = bisect.bisect_left(self.free, size)
-        self.free[place:place] = [size] * count
+    def release(self, piece: int) -> None:
+        """Frees an array."""
+        bisect.insort(self._pieces, (piece, True))
 
 
 def _initializer_arrays(initializer: Any) -> int:
