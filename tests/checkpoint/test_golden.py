@@ -13,8 +13,15 @@ import zipfile
 
 import numpy as np
 import pytest
-from checkpoint.golden_models import CASES
+from checkpoint import golden_growing, golden_models
+from checkpoint.golden_models import Case
 
+# The commits that wrote files, and what each could write first.
+CASES = {
+    "36ee9cc": golden_models.CASES,
+    "e08f784": golden_models.CASES,
+    "0f9d891": golden_growing.CASES,
+}
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "checkpoints"
 
 # Keras asks its variables for arrays in a way that NumPy 2 deprecates.
@@ -25,17 +32,23 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-@pytest.mark.parametrize("commit", ["36ee9cc", "e08f784"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "commit", "case"),
+    [
+        pytest.param(name, commit, case, id=f"{name}-{commit}")
+        for commit, cases in CASES.items()
+        for name, case in cases.items()
+    ],
+)
 def test_files_of_earlier_commits(
-    name: str, commit: str, tmp_path: pathlib.Path
+    name: str, commit: str, case: Case, tmp_path: pathlib.Path
 ) -> None:
     file = GOLDEN / commit / f"{name}.zip.base64"
     packed = base64.decodebytes(file.read_bytes())
     with zipfile.ZipFile(io.BytesIO(packed)) as archive:
         archive.extractall(tmp_path)
         expected = json.loads(archive.read("expected.json"))
-    found = CASES[name].load(str(tmp_path))
+    found = case.load(str(tmp_path))
     assert found.keys() == expected.keys()
     if "variables" in expected:  # A model, whose dense layer may round elsewhere.
         np.testing.assert_allclose(
