@@ -108,7 +108,11 @@ def published(page: str) -> Mapping[str, Mapping[float, float]]:
     ]
     columns = {"Keras 3": 1, "tf_keras": 3, "tpu_embedding": 2}
     return {
-        name: {float(row[0]): float(row[column]) for row in rows}
+        name: {
+            float(row[0]): float(row[column])
+            for row in rows
+            if row[column].isdecimal()  # Not what was too large to measure.
+        }
         for name, column in columns.items()
     }
 

@@ -100,7 +100,7 @@ def test_the_picture_of_the_readme_has_the_figures_of_its_page():
     rows = re.findall(
         r"^\| Adagrad (\|.*)", (DOCS / "keras_embedding.md").read_text(), re.M
     )
-    assert len(rows) == 3
+    assert len(rows) >= 3
     for row in rows:
         for figure in re.findall(r"(?<=\| )[\d,]+(?= \|)", row)[:4]:
             assert f">{figure}</text>" in picture, figure

@@ -29,7 +29,9 @@ ids = np.random.default_rng(0).integers(0, 50, (64, 2))
 inputs = keras.Input([2], dtype="int64")
 none = keras.regularizers.L2(0.0)
 tables = [keras.layers.Embedding(50, 4, embeddings_regularizer=none)]
+some = keras.regularizers.L2(0.1)
 tables += [Mine(50, 4), Calls(50, 4)]
+tables += [keras.layers.Embedding(60, 4, embeddings_regularizer=some)]
 rows = keras.layers.Concatenate()([table(inputs) for table in tables])
 model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Flatten()(rows)))
 model.compile("sgd", "mse")
@@ -60,8 +62,8 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_run_keras_replaces_both(script: str):
     done = command("run", "--keras", script, "argument")
     assert done.returncode == 0, done.stderr[-3000:]
-    # Without the regularizer, whose gradient is dense.
-    expected = "tpu_embedding.keras.embedding RowSparseSGD 0 argument"
+    # Without the regularizer of strength 0, whose gradient is dense.
+    expected = "tpu_embedding.keras.embedding RowSparseSGD 1 argument"
     assert done.stdout.splitlines()[-1] == expected
     assert done.stderr.count("keras.layers.Embedding is te.keras.Embedding") == 1
 
@@ -73,7 +75,8 @@ def test_try_compares(script: str):
     assert {"step, wall", "step, CPU", "peak memory", "loss, step 5"} <= set(lines)
     *_, plain, rows = lines["loss, step 5"].split()
     assert plain == rows
-    assert "by rows: layer embedding (50 x 4)" in done.stdout
+    assert "by rows: layer embedding (50 x 4)\n" in done.stdout
+    assert "(60 x 4), but the gradient of its regularizer is dense" in done.stdout
     assert "by rows: optimizer SGD" in done.stdout
     assert "(50 x 4): Mine is a subclass: derive it from te.keras" in done.stdout
     assert "(50 x 4): Calls is a subclass with a call of its own" in done.stdout

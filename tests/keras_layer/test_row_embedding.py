@@ -15,6 +15,7 @@ from keras_layer.version import keras
 
 import tpu_embedding as te
 from tpu_embedding.keras import Embedding, RowSparseOptimizer
+from tpu_embedding.ops import library
 
 V, D = 20, 4
 IS_KERAS_3 = hasattr(keras, "ops")
@@ -117,6 +118,16 @@ def test_a_regularizer_of_strength_0_is_left_out():
         gradient = tape.gradient(loss, table)
         assert isinstance(gradient, tf.IndexedSlices) == (not any(strengths))
         assert layer.get_config()["embeddings_regularizer"] is not None
+
+
+def test_rows_need_no_compiled_kernels(
+    monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+):
+    monkeypatch.setattr(library, "_attempt", lambda: pytest.fail("loads the library"))
+    layer = Embedding(V, D, combiner="mean")
+    bags = keras.Sequential([keras.Input([3], dtype="int64"), layer])
+    bags.compile(RowSparseOptimizer(keras.optimizers.Adagrad(0.1)), "mse")
+    bags.fit(rng.integers(0, V, (8, 3)), np.ones([8, D]), verbose=0)
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])

@@ -7,13 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 from tpu_embedding.errors import type_name
-from tpu_embedding.keras.embedding import Embedding
+from tpu_embedding.keras.embedding import Embedding, regularizes
 from tpu_embedding.keras.keras_api import keras_api
 from tpu_embedding.keras.row_sparse import (
     RowSparseOptimizer,
     UpdatesRows,
     plain_optimizer,
 )
+
+_DENSE = ", but the gradient of its regularizer is dense: as costly as in Keras"
 
 
 def convert(model: Any) -> Any:
@@ -103,7 +105,8 @@ def _hook_embeddings(note: Callable[[str, str], None]) -> None:
             keras_api.change_class(self, Embedding)
         build(self, *args, **kwargs)
         if convertible:
-            note(what, "")
+            dense = regularizes(self.embeddings_regularizer)
+            note(what + (_DENSE if dense else ""), "")
         elif not isinstance(self, Embedding):
             own_call = type(self).call is not keras_api.Embedding.call
             why = (

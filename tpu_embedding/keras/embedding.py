@@ -76,12 +76,8 @@ class Embedding(keras_api.RowEmbedding):
 
     def add_weight(self, *args: Any, **kwargs: Any) -> Any:
         """Adds a weight, without a regularizer of strength 0: its gradient is dense."""
-        regularizer: Any = kwargs.get("regularizer")
-        kinds = (keras_api.regularizers.L2, keras_api.regularizers.L1L2)
-        if type(regularizer) in kinds:
-            strengths = regularizer.get_config()
-            if not any(strengths.values()):
-                kwargs["regularizer"] = None
+        if not regularizes(kwargs.get("regularizer")):
+            kwargs["regularizer"] = None
         return super().add_weight(*args, **kwargs)
 
     def call(self, inputs: Any, weights: Any = None) -> Any:
@@ -161,6 +157,14 @@ class Embedding(keras_api.RowEmbedding):
     def get_config(self) -> dict[str, Any]:
         """Returns the configuration of Keras's layer, and the combiner."""
         return {**super().get_config(), "combiner": self.combiner}
+
+
+def regularizes(regularizer: Any) -> bool:
+    """Whether there is a regularizer, other than one of strength 0."""
+    kinds = (keras_api.regularizers.L2, keras_api.regularizers.L1L2)
+    if type(regularizer) in kinds:
+        return any(regularizer.get_config().values())
+    return regularizer is not None
 
 
 def _bags(name: str, ids: Any, weights: Any) -> _Bags:
