@@ -11,6 +11,13 @@ for (const table of document.querySelectorAll(".md-content table")) {
   for (const row of table.querySelectorAll("tbody tr")) {
     [...row.cells].forEach((cell, column) => (cell.dataset.column = names[column] ?? ""));
   }
-  const fits = table.scrollWidth <= table.closest("article").clientWidth;
-  table.classList.toggle("rows", !fits && window.innerWidth < 720);
 }
+function listRows() {
+  for (const table of document.querySelectorAll(".md-content table")) {
+    table.classList.remove("rows"); // As wide as it is as a table.
+    const fits = table.scrollWidth <= table.closest("article").clientWidth;
+    table.classList.toggle("rows", !fits && window.innerWidth < 720);
+  }
+}
+listRows();
+addEventListener("resize", listRows); // A phone was turned.
