@@ -31,6 +31,7 @@ _STEPS = {
         "torch_embedding_bag": 1.0,
         **dict.fromkeys(_TENSORFLOW, 1.0),
     },
+    ("growing", "adagrad", "step"): {"tfra": 8.0},
 }
 # The lookup does not depend on the optimizer.
 _LOOKUPS = {

@@ -38,7 +38,7 @@ RUNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("small_bags", "adagrad", ("fbgemm", "tpu_embedding_packed")),
     ("two_tables", "adagrad", ("fbgemm", "tpu_embedding_packed")),
     *((f"batch_{size}", "adagrad", ("fbgemm",)) for size in (1, 256, 16_384)),
-    ("growing", "adagrad", ("tpu_embedding_growing",)),
+    ("growing", "adagrad", ("tpu_embedding_growing", "tfra")),
     ("one_hot", "adagrad", ("fbgemm", "torch_embedding_bag", *_TENSORFLOW)),
     ("one_huge_table", "adagrad", ("fbgemm",)),
     ("sequence", "adagrad", ("fbgemm", "torch_embedding_bag")),

@@ -1,6 +1,6 @@
 """Single measures with aims, without peers.
 
-Threads, widths of rows, memory, import and tracing.
+Threads, widths of rows, memory, import, tracing and growing tables.
 
 python -m benchmarks.measures [--scenario dlrm] [--steps 10000] [--only memory import]
 
@@ -148,6 +148,70 @@ def child_first_step(peer: str) -> dict[str, float]:
     return {"seconds": time.perf_counter() - start}
 
 
+def child_growing(ids: str) -> dict[str, float]:
+    """A table that grows to so many ids, is looked up, and gives up a tenth of them.
+
+    Processor nanoseconds of a lookup for each occurrence, beside those of a static
+    table; those of the longest step that evicts, over the median; bytes over those of
+    rows, their ids and uses, and the map at its smallest.
+    """
+    import numpy as np
+    import tensorflow as tf
+
+    import tpu_embedding as te
+
+    size, occurrences, dim = int(ids), 1 << 19, 16
+    rng = np.random.default_rng(0)
+
+    def name(numbers: np.ndarray) -> tf.Tensor:  # any bijection
+        return tf.constant(numbers.astype(np.int64) * 0x1E3779B97F4A7C15)
+
+    def make(rows: int | te.GrowingVocabulary) -> te.TPUEmbedding:
+        table = te.TableConfig(rows, dim, "zeros", combiner="sum")
+        embedding = te.TPUEmbedding(te.FeatureConfig(table), te.SGD(0.1))
+        embedding.build()
+        return embedding
+
+    def lookup(embedding: te.TPUEmbedding, batch: tf.Tensor) -> float:
+        embedding.enqueue(batch, training=False)
+        start = time.process_time()
+        embedding.dequeue()
+        return (time.process_time() - start) / occurrences * 1e9
+
+    def step(batch: tf.Tensor) -> float:
+        start = time.process_time()
+        growing.enqueue(batch)
+        growing.apply_gradients(tf.ones_like(growing.dequeue()))
+        return time.process_time() - start
+
+    growing = make(te.GrowingVocabulary(size, eviction="lru"))
+    before = _resident()
+    for first in range(0, size, 1 << 16):
+        step(name(np.arange(first, min(first + (1 << 16), size))[:, np.newaxis]))
+    grown = _resident() - before
+    static = make(size)
+    power = (size + 1.0) ** (rng.random((occurrences // 10, 10)) - 1.0)
+    hot = np.minimum((size * power).astype(np.int64), size - 1) * 2_654_435_761 % size
+    pairs = ((growing, name(hot)), (static, tf.constant(hot)))
+    times = [[lookup(*pair) for pair in pairs] for _ in range(9)]
+    own, other = (statistics.median(both) for both in zip(*times, strict=True))
+    steps, new = [], min(2048, size // 50)
+    for first in range(size, size + size // 10, new):
+        fresh = np.arange(first, first + new)[:, np.newaxis]
+        steps.append(step(name(np.hstack([rng.integers(0, size, (new, 9)), fresh]))))
+    return {
+        "growing": own,
+        "static": other,
+        "longest": max(steps) / statistics.median(steps),
+        "memory": grown / (size * (4 * dim + 16 + 16 * 8 / 5)),
+    }
+
+
+def _resident() -> float:
+    pages = pathlib.Path("/proc/self/statm").read_text().split()[1]
+    return float(pages) * resource.getpagesize()
+
+
 def _peak() -> float:
     return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
@@ -159,6 +223,7 @@ CHILDREN = {
     "memory": child_memory,
     "import": child_import,
     "first_step": child_first_step,
+    "growing": child_growing,
 }
 
 
@@ -242,6 +307,22 @@ def tracing() -> Measure:
     return Measure(name, ours / theirs, 1.0, False)
 
 
+def growing() -> list[Measure]:
+    """What a growing table of ten million ids takes."""
+    few, many = (_in_process("growing", size) for size in (10_000, 10_000_000))
+    beyond = [size["growing"] - size["static"] for size in (few, many)]
+    return [
+        Measure(
+            "growing: nanoseconds to find the row of one of 1e7 ids", beyond[1], 20
+        ),
+        Measure("growing: that over one of 1e4 ids", beyond[1] / beyond[0], 1.3),
+        Measure(
+            "growing: longest step that evicts, over the median", many["longest"], 2
+        ),
+        Measure("growing: memory over that of rows and map", many["memory"], 1.1),
+    ]
+
+
 def markdown(measures: Sequence[Measure]) -> str:
     """The measures as a table."""
     lines = ["### measures", "", "| measure | value | aim |", "|---|---|---|"]
@@ -295,6 +376,7 @@ def _parts(scenario: str, steps: int) -> dict[str, Callable[[], list[Measure]]]:
         "widths": lambda: widths(scenario, "float32"),
         "widths_bfloat16": lambda: widths(scenario, "bfloat16"),
         "memory": lambda: memory(scenario, steps),
+        "growing": growing,
     }
 
 

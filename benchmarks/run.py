@@ -26,6 +26,7 @@ OURS_BESIDE = {  # Other forms of ours, by peer.
     "tensorflow_tpu_host_ops": "tpu_embedding_v2",
     "jax_tpu_embedding": "tpu_embedding_v2",
     "tpu_embedding_packed": "tpu_embedding_ragged",
+    "tfra": "tpu_embedding_growing",
 }
 PEERS = (
     "memory_copy",

@@ -38,6 +38,13 @@ def test_other_forms_are_measured_beside_ours(form: str) -> None:
         assert function() > 0
 
 
+def test_a_growing_table_is_measured() -> None:
+    measures = importlib.import_module("benchmarks.measures")
+    found = measures.child_growing("30000")
+    assert set(found) == {"growing", "static", "longest", "memory"}
+    assert min(found.values()) > 0
+
+
 def test_measures_mark_what_they_miss() -> None:
     measures = importlib.import_module("benchmarks.measures")
     rows = [
@@ -53,13 +60,16 @@ def test_all_measures_are_written(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measures = importlib.import_module("benchmarks.measures")
-    peaks = {"tensorflow": 0.0, "early": 1e9, "late": 1e9}
+    found = {
+        "memory": {"tensorflow": 0.0, "early": 1e9, "late": 1e9},
+        "growing": {"growing": 30.0, "static": 9.0, "longest": 1.5, "memory": 1.0},
+    }
     asked = []
 
     def in_process(function: str, *arguments: object, python: str = "") -> dict:
         del python
         asked.append((function, *arguments))
-        return peaks if function == "memory" else {"seconds": 1.0}
+        return found.get(function, {"seconds": 1.0})
 
     monkeypatch.setattr(measures, "_in_process", in_process)
     monkeypatch.setattr(measures.picture, "bars", lambda *_: None)  # Drawn below.
@@ -73,7 +83,7 @@ def test_all_measures_are_written(
             assert name in names
     assert ("width", "wide", 1024, "float32") in asked
     assert ("memory", "dlrm", 10_000) in asked
-    assert {row["aim"] for row in written} == {1.0, 1.01, 1.1, 1.3, 1.7}
+    assert {row["aim"] for row in written} == {1.0, 1.01, 1.1, 1.3, 1.7, 2.0, 20.0}
 
 
 def test_measures_that_were_not_taken() -> None:

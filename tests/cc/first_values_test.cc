@@ -67,8 +67,11 @@ void TestSeedAndIdAlone() {
   const std::vector<float> row = Row(values, -3, 8);
   // The same whatever was made before, and a wider row begins with the same.
   CHECK_TRUE(row == Row(values, -3, 8));
-  const std::vector<float> wide = Row(values, -3, 9);
-  CHECK_TRUE(row == std::vector<float>(wide.begin(), wide.begin() + 8));
+  const std::vector<float> wide = Row(values, -3, 200);
+  for (const int dim : {1, 8, 9, 63, 64, 65, 128, 130}) {
+    CHECK_TRUE(Row(values, -3, dim) ==
+               std::vector<float>(wide.begin(), wide.begin() + dim));
+  }
   CHECK_TRUE(row != Row(values, -2, 8));
   CHECK_TRUE(row != Row(other, -3, 8));
 }

@@ -226,6 +226,20 @@ void TestMemoryThatMoves() {
   CHECK_EQ(memory.data()[(9 << 20) - 1], 0);
 }
 
+// What is before the first byte and after the last one may be written, and a
+// huge page begins with the first one.
+void TestMemoryAround() {
+  GrowingMemory memory(size_t{40} << 20, 1000);
+  CHECK_EQ(reinterpret_cast<uintptr_t>(memory.data()) % kHugePage, 0);
+  memory.data()[-1000] = 1;
+  memory.data()[memory.capacity() - 1] = 2;
+  for (const int megabytes : {3, 9, 40}) {
+    memory.Grow(size_t{1} * megabytes << 20);
+    CHECK_EQ(memory.data()[-1000], 1);
+    CHECK_EQ(memory.data()[memory.capacity() - 1], 2);
+  }
+}
+
 }  // namespace
 }  // namespace tpu_embedding
 
@@ -241,4 +255,5 @@ int main() {
   tpu_embedding::TestHeldRowsStay();
   tpu_embedding::TestSweepsInSlices();
   tpu_embedding::TestMemoryThatMoves();
+  tpu_embedding::TestMemoryAround();
 }

@@ -7,26 +7,46 @@
 
 namespace tpu_embedding {
 
+constexpr size_t kHugePage = size_t{2} << 20;
+
+// Asks for huge pages where they fit into this memory. Random rows of a large
+// table miss the TLB with small pages: on tables of 1.8 GB a lookup took 1.5
+// times as long. Where the system has none, only speed is lost.
+void UseHugePages(const void* data, size_t size);
+
 // Addresses are reserved for all that may ever be needed; a page takes memory
 // once it is written. Where the system refuses to reserve so much, the memory
 // doubles when it is full, and moves.
 class GrowingMemory {
  public:
-  // Reserves `most` bytes, or less if the system refuses.
-  explicit GrowingMemory(size_t most);
+  // Reserves `most` bytes, or less if the system refuses, and before them
+  // `front` bytes, which lose their values when the memory moves.
+  explicit GrowingMemory(size_t most, size_t front = 0);
   ~GrowingMemory();
   GrowingMemory(const GrowingMemory&) = delete;
   GrowingMemory& operator=(const GrowingMemory&) = delete;
 
   // Gives room for `bytes`, of which those that are new are zeros. Throws
-  // std::bad_alloc if there is none, and nothing has changed.
+  // std::bad_alloc if there is none, and nothing has changed. Huge pages are
+  // put under them, which take at most one huge page more than needed.
   void Grow(size_t bytes);
 
+  // Where the bytes after the front begin, and a huge page.
   char* data() const { return data_; }
+  // Bytes that may be written without Grow, and mean nothing to it.
+  size_t capacity() const { return capacity_; }
 
  private:
+  // New memory, not that of before; whether the system gave it.
+  bool Reserve(size_t bytes);
+
+  const size_t front_;
+  char* mapped_ = nullptr;
+  size_t mapped_size_ = 0;
   char* data_ = nullptr;
   size_t capacity_ = 0;
+  size_t used_ = 0;
+  size_t huge_ = 0;  // bytes that have huge pages, or get them
 };
 
 }  // namespace tpu_embedding

@@ -44,11 +44,16 @@ class IdMap {
     return entry ? entry->number : -1;
   }
 
+  // Asks memory for where `id` is.
+  void Prefetch(int64_t id) const {
+    if (entries_.capacity()) entries_.Prefetch(Hash(id));
+  }
+
   // Calls found(i, number or -1) for each of the ids, in order.
   template <class Found>
   void FindAll(const int64_t* ids, int64_t size, const Found& found) const {
     for (int64_t i = 0; i < size; ++i) {
-      if (size_ && i + kAhead < size) entries_.Prefetch(Hash(ids[i + kAhead]));
+      if (i + kAhead < size) Prefetch(ids[i + kAhead]);
       found(i, Find(ids[i]));
     }
   }

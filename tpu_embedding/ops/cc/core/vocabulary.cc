@@ -30,8 +30,14 @@ Vocabulary::Vocabulary(VocabularyOptions options, uint64_t salt)
       uses_(Evicts() ? options_.max_rows * sizeof(Use) : 1),
       places_(salt) {}
 
-void Vocabulary::Find(const int64_t* ids, int64_t size, int32_t* rows) const {
-  map_.FindAll(ids, size, [rows](int64_t i, int32_t row) { rows[i] = row; });
+int64_t Vocabulary::Find(const int64_t* ids, int64_t size,
+                         int32_t* rows) const {
+  int64_t missing = 0;
+  map_.FindAll(ids, size, [&missing, rows](int64_t i, int32_t row) {
+    rows[i] = row;
+    missing += row == kNoRow;
+  });
+  return missing;
 }
 
 Unknown Vocabulary::Missing(bool training) const {
@@ -101,6 +107,7 @@ void Vocabulary::Take(const UnknownIds& unknown, const Decision& decision,
   rows->assign(size, kNoRow);
   for (int64_t i = 0; i < size; ++i) {
     const int64_t id = unknown.ids[i];
+    if (i + IdMap::kAhead < size) map_.Prefetch(unknown.ids[i + IdMap::kAhead]);
     if (!decision.admitted[i]) {
       AddCandidate(id, unknown.hits[i]);
       continue;
@@ -314,27 +321,35 @@ void Vocabulary::BeginSweep(int64_t wanted, const RowSet& held) {
 
 void Vocabulary::SweepSlice(const RowSet& held) {
   const int64_t end = std::min(cursor_ + kRowsPerSlice, num_rows_);
+  const int64_t most = map_.size() - options_.min_rows;
+  std::vector<int32_t> rows;
   for (; cursor_ < end; ++cursor_) {
     const int32_t row = cursor_;
     if (!IsEvictable(row, held, step_)) continue;
     const uint32_t key = KeyOf(row);
     if (key > threshold_ || (key == threshold_ && ties_ == 0)) continue;
-    if (map_.size() <= options_.min_rows) break;
+    if (static_cast<int64_t>(rows.size()) >= most) break;
     if (key == threshold_) --ties_;
-    EvictRow(row);
+    rows.push_back(row);
   }
+  EvictRows(rows);
   if (cursor_ < num_rows_ && map_.size() > options_.min_rows) return;
   sweeping_ = false;
   if (cursor_ >= num_rows_) cursor_ = 0;
 }
 
-void Vocabulary::EvictRow(int32_t row) {
-  map_.Erase(id_of(row));
-  evicted_.push_back({row, id_of(row)});
-  use_of(row) = {0, 0};
-  free_.push_back(row);
-  std::push_heap(free_.begin(), free_.end(), std::greater<>());
-  ++counts_.evicted;
+void Vocabulary::EvictRows(const std::vector<int32_t>& rows) {
+  const int64_t size = rows.size();
+  for (int64_t i = 0; i < size; ++i) {
+    if (i + IdMap::kAhead < size) map_.Prefetch(id_of(rows[i + IdMap::kAhead]));
+    const int32_t row = rows[i];
+    map_.Erase(id_of(row));
+    evicted_.push_back({row, id_of(row)});
+    use_of(row) = {0, 0};
+    free_.push_back(row);
+    std::push_heap(free_.begin(), free_.end(), std::greater<>());
+  }
+  counts_.evicted += size;
 }
 
 int32_t Vocabulary::NewRow(int64_t id, int64_t hits) {

@@ -113,8 +113,8 @@ class Vocabulary {
   int64_t num_ids() const { return map_.size(); }
   const VocabularyCounts& counts() const { return counts_; }
 
-  // Writes the row of each id, or kNoRow.
-  void Find(const int64_t* ids, int64_t size, int32_t* rows) const;
+  // Writes the row of each id, or kNoRow; of how many that is.
+  int64_t Find(const int64_t* ids, int64_t size, int32_t* rows) const;
 
   // Whether `count` ids may get rows without evictions.
   bool HasRoomFor(int64_t count) const { return room() >= count; }
@@ -200,7 +200,7 @@ class Vocabulary {
   void MakeRoom(int64_t needed, const Hold& hold);
   void BeginSweep(int64_t wanted, const RowSet& held);
   void SweepSlice(const RowSet& held);
-  void EvictRow(int32_t row);
+  void EvictRows(const std::vector<int32_t>& rows);
   int32_t NewRow(int64_t id, int64_t hits);
   int64_t HitsOfCandidate(int64_t id) const;
   void AddCandidate(int64_t id, int64_t hits);

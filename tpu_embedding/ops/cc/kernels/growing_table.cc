@@ -22,9 +22,14 @@ constexpr int32_t kRowOfZeros = -1;
 // that lookups name at one time.
 constexpr int64_t kMostInFront = int64_t{1} << 20;
 
+// Arrays of rows that are kept for use again, for each feature.
+constexpr size_t kMostSpare = 4;
+
 constexpr int64_t kIdsPerChunk = 2048;
 constexpr int64_t kCyclesPerId = 40;
-constexpr int64_t kCyclesPerFirstValue = 60;
+constexpr int64_t kRowsPerChunk = 64;
+constexpr int64_t kCyclesPerFirstValue = 10;
+constexpr int64_t kCyclesPerUnknown = 400;
 
 uint64_t RandomSalt() {
   std::random_device device;
@@ -49,17 +54,6 @@ class RowsThatAre : public tensorflow::TensorBuffer {
   const std::shared_ptr<GrowingMemory> memory_;
   const size_t size_;
 };
-
-void AddCopies(const std::vector<GrowingTable::Rows>& rows,
-               std::vector<GrowingTable::Rows>* copies) {
-  for (const GrowingTable::Rows& of_source : rows) {
-    GrowingTable::Rows& copy = copies->emplace_back(of_source.size());
-    for (size_t f = 0; f < of_source.size(); ++f) {
-      copy[f].Resize(of_source[f].size());
-      std::copy_n(of_source[f].data(), of_source[f].size(), copy[f].data());
-    }
-  }
-}
 
 }  // namespace
 
@@ -103,10 +97,11 @@ GrowingTable::GrowingTable(const TablePlan& plan, int table,
       vocabulary_(std::make_unique<Vocabulary>(*plan.vocabulary, salt_)) {
   const auto reserve = [&](tensorflow::DataType dtype, int64_t width,
                            int64_t front) {
-    Array array{nullptr, dtype, width, front};
+    Array array{nullptr, dtype, width};
     const int64_t bytes = array.row_bytes();
-    array.memory = std::make_shared<GrowingMemory>((front + plan.rows) * bytes);
-    array.memory->Grow(front * bytes);
+    array.memory =
+        std::make_shared<GrowingMemory>(plan.rows * bytes, front * bytes);
+    array.memory->Grow(0);
     return array;
   };
   parameters_ =
@@ -144,55 +139,108 @@ void GrowingTable::AddSources(const PreparedBatch& batch, Sources* sources) {
   }
 }
 
-std::vector<GrowingTable::Rows> GrowingTable::FindRows(
-    const Sources& sources, const ParallelFor& parallel_for) const {
+absl::Status GrowingTable::Run(const std::vector<const GrowingTable*>& tables,
+                               const ParallelFor& parallel_for,
+                               std::vector<Query>* queries) {
   struct Chunk {
-    size_t source;
-    int feature;
-    int64_t begin;
-    int64_t end;
+    size_t query;
+    const int64_t* ids;
+    int64_t size;
+    int32_t* rows;
+    int64_t num_missing;
   };
   std::vector<Chunk> chunks;
-  std::vector<Rows> rows(sources.size());
-  for (size_t s = 0; s < sources.size(); ++s) {
-    rows[s].resize(sources[s]->size());
-    for (const int f : plan_.features) {
-      const int64_t size = (*sources[s])[f].ids.size();
-      rows[s][f].Resize(size);
-      for (int64_t i = 0; i < size; i += kIdsPerChunk) {
-        chunks.push_back({s, f, i, std::min(i + kIdsPerChunk, size)});
+  std::vector<absl::Status> statuses(queries->size());
+  return WithinMemory([&] {
+    for (size_t q = 0; q < queries->size(); ++q) {
+      Query& query = (*queries)[q];
+      for (size_t s = query.rows.size(); s < query.sources.size(); ++s) {
+        const std::vector<FeatureCsr>& features = *query.sources[s];
+        Rows& rows = query.rows.emplace_back(features.size());
+        for (const int f : tables[q]->plan_.features) {
+          const Buffer<int64_t>& ids = features[f].ids;
+          rows[f] = tables[q]->NewRows(ids.size());
+          for (int64_t i = 0; i < ids.size(); i += kIdsPerChunk) {
+            chunks.push_back({q, ids.data() + i,
+                              std::min(kIdsPerChunk, ids.size() - i),
+                              rows[f].data() + i, 0});
+          }
+        }
       }
     }
+    ForEachItem(parallel_for, chunks.size(), kIdsPerChunk * kCyclesPerId,
+                [&](int64_t c) {
+                  Chunk& own = chunks[c];
+                  own.num_missing = tables[own.query]->vocabulary_->Find(
+                      own.ids, own.size, own.rows);
+                });
+    int64_t num_missing = 0;
+    for (const Chunk& chunk : chunks) {
+      (*queries)[chunk.query].num_missing += chunk.num_missing;
+      num_missing += chunk.num_missing;
+    }
+    if (num_missing == 0) return absl::OkStatus();
+    ForEachItem(parallel_for, queries->size(),
+                num_missing * kCyclesPerUnknown / queries->size(),
+                [&](int64_t q) {
+                  statuses[q] = WithinMemory([&] {
+                    tables[q]->NumberUnknown(&(*queries)[q]);
+                    return absl::OkStatus();
+                  });
+                });
+    for (const absl::Status& status : statuses) TF_RETURN_IF_ERROR(status);
+    return absl::OkStatus();
+  });
+}
+
+Buffer<int32_t> GrowingTable::NewRows(int64_t size) const {
+  Buffer<int32_t> rows;
+  {
+    const std::lock_guard<std::mutex> lock(front_mutex_);
+    if (!spare_.empty()) {
+      rows = std::move(spare_.back());
+      spare_.pop_back();
+    }
   }
-  ForEachItem(parallel_for, chunks.size(), kIdsPerChunk * kCyclesPerId,
-              [&](int64_t c) {
-                const auto& [s, f, begin, end] = chunks[c];
-                vocabulary_->Find((*sources[s])[f].ids.data() + begin,
-                                  end - begin, rows[s][f].data() + begin);
-              });
+  rows.Resize(size);
   return rows;
 }
 
-// An id without a row gets -2 less its place among those of `unknown`.
-void GrowingTable::NumberUnknown(const Sources& sources,
-                                 std::vector<Rows>* rows,
-                                 UnknownIds* unknown) const {
+void GrowingTable::Return(std::vector<Rows>* rows) {
+  const std::lock_guard<std::mutex> lock(front_mutex_);
+  for (Rows& of_source : *rows) {
+    for (Buffer<int32_t>& own : of_source) {
+      if (own.size() && spare_.size() < kMostSpare * plan_.features.size()) {
+        spare_.push_back(std::move(own));
+      }
+    }
+  }
+}
+
+GrowingTable::Update::~Update() {
+  if (table_) table_->Return(&query_.rows);
+}
+
+void GrowingTable::NumberUnknown(Query* query) const {
+  if (query->num_missing == 0) return;
+  UnknownIds& unknown = query->unknown;
   IdMap places(salt_);
-  for (size_t s = 0; s < sources.size(); ++s) {
+  places.Reserve(query->num_missing);
+  for (size_t s = 0; s < query->sources.size(); ++s) {
     for (const int f : plan_.features) {
-      Buffer<int32_t>& own = (*rows)[s][f];
+      const Buffer<int64_t>& ids = (*query->sources[s])[f].ids;
+      Buffer<int32_t>& own = query->rows[s][f];
       for (int64_t i = 0; i < own.size(); ++i) {
         if (own[i] != kNoRow) continue;
-        const int64_t id = (*sources[s])[f].ids[i];
+        const int64_t id = ids[i];
         int32_t place = places.Find(id);
         if (place < 0) {
-          place = unknown->ids.size();
-          places.Reserve(1);
+          place = unknown.ids.size();
           places.Insert(id, place);
-          unknown->ids.push_back(id);
-          unknown->hits.push_back(0);
+          unknown.ids.push_back(id);
+          unknown.hits.push_back(0);
         }
-        ++unknown->hits[place];
+        ++unknown.hits[place];
         own[i] = -2 - place;
       }
     }
@@ -212,45 +260,88 @@ absl::Status GrowingTable::AdoptParameters(Var* parameters) {
   return parameters_.Adopt(vocabulary_->num_rows(), plan_.name, parameters);
 }
 
-absl::Status GrowingTable::Find(const SharedBatch& batch, const Var& parameters,
-                                const ParallelFor& parallel_for, Found* found) {
-  if (batch->trains) TF_RETURN_IF_ERROR(Await(batch, parallel_for));
-  const std::shared_lock<SharedMutex> lock(mutex_);
-  if (vocabulary_->num_rows() && !parameters_.Holds(parameters)) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("Table ", plan_.name,
-                     " was assigned while a lookup began. Look up again."));
+absl::Status GrowingTable::Find(const SharedBatch& batch,
+                                const std::vector<Search>& searches,
+                                const ParallelFor& parallel_for) {
+  const size_t size = searches.size();
+  std::vector<std::shared_lock<SharedMutex>> locks;
+  std::vector<const GrowingTable*> tables;
+  std::vector<Query> queries(size);
+  for (const Search& search : searches) {
+    if (!batch->trains) break;
+    TF_RETURN_IF_ERROR(search.table->Await(batch, parallel_for));
   }
-  Sources sources;
-  AddSources(*batch, &sources);
-  found->rows_ = FindRows(sources, parallel_for);
-  if (batch->trains) Keep(batch, found->rows_);
-  UnknownIds unknown;
-  NumberUnknown(sources, &found->rows_, &unknown);
-  Unknown missing = vocabulary_->Missing(batch->trains);
-  if (missing == Unknown::kShared && vocabulary_->num_rows() == 0) {
-    // The row that all share is not there yet.
-    missing = Unknown::kInitializer;
-    unknown.ids.assign(unknown.ids.size(), Vocabulary::kSharedId);
+  for (size_t q = 0; q < size; ++q) {
+    GrowingTable& own = *searches[q].table;
+    locks.emplace_back(own.mutex_);
+    searches[q].found->table_ = &own;
+    if (own.vocabulary_->num_rows() &&
+        !own.parameters_.Holds(*searches[q].parameters)) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("Table ", own.plan_.name,
+                       " was assigned while a lookup began. Look up again."));
+    }
+    tables.push_back(&own);
+    AddSources(*batch, &queries[q].sources);
   }
-  const int64_t count = unknown.ids.size();
-  int64_t first = 0;
-  if (missing == Unknown::kInitializer && count) {
-    TF_RETURN_IF_ERROR(Borrow(count, &first));
-    found->borrowed_ = this;
-    ForEachItem(parallel_for, count, plan_.dim * kCyclesPerFirstValue,
-                [&](int64_t i) { WriteFirst(unknown.ids[i], -2 - first - i); });
+  TF_RETURN_IF_ERROR(Run(tables, parallel_for, &queries));
+  std::vector<Places> places(size);
+  struct Chunk {
+    size_t query;
+    int64_t begin;
+    int64_t end;
+  };
+  std::vector<Chunk> chunks;
+  for (size_t q = 0; q < size; ++q) {
+    if (batch->trains) searches[q].table->Keep(batch, queries[q]);
+    const int64_t count = queries[q].unknown.ids.size();
+    if (count == 0) continue;
+    TF_RETURN_IF_ERROR(searches[q].table->PlaceUnknown(
+        batch, &queries[q].unknown, searches[q].found, &places[q]));
+    if (places[q].step == 0) continue;
+    for (int64_t i = 0; i < count; i += kRowsPerChunk) {
+      chunks.push_back({q, i, std::min(i + kRowsPerChunk, count)});
+    }
   }
-  for (Rows& of_source : found->rows_) {
-    for (const int f : plan_.features) {
-      Buffer<int32_t>& rows = of_source[f];
-      for (int64_t i = 0; count && i < rows.size(); ++i) {
-        if (rows[i] >= 0) continue;
-        rows[i] = missing == Unknown::kInitializer ? rows[i] - first
-                  : missing == Unknown::kShared    ? 0
-                                                   : kRowOfZeros;
+  const int64_t dim = size ? tables[0]->plan_.dim : 0;
+  ForEachItem(parallel_for, chunks.size(),
+              kRowsPerChunk * dim * kCyclesPerFirstValue, [&](int64_t c) {
+                const auto& [q, begin, end] = chunks[c];
+                for (int64_t i = begin; i < end; ++i) {
+                  tables[q]->WriteFirst(queries[q].unknown.ids[i],
+                                        places[q].first + places[q].step * i);
+                }
+              });
+  ForEachItem(parallel_for, size, kIdsPerChunk, [&](int64_t q) {
+    if (queries[q].num_missing) {
+      for (Rows& rows : queries[q].rows) {
+        for (const int f : tables[q]->plan_.features) {
+          for (int64_t i = 0; i < rows[f].size(); ++i) {
+            if (rows[f][i] >= 0) continue;
+            rows[f][i] = places[q].first + places[q].step * (-2 - rows[f][i]);
+          }
+        }
       }
     }
+    searches[q].found->rows_ = std::move(queries[q].rows);
+  });
+  return absl::OkStatus();
+}
+
+absl::Status GrowingTable::PlaceUnknown(const SharedBatch& batch,
+                                        UnknownIds* unknown, Found* found,
+                                        Places* places) {
+  const Unknown missing = vocabulary_->Missing(batch->trains);
+  if (missing == Unknown::kZeros) {
+    *places = {kRowOfZeros, 0};
+  } else if (missing == Unknown::kInitializer) {
+    return Borrow(batch, unknown->ids, found, places);
+  } else if (vocabulary_->num_rows()) {
+    *places = {0, 0};
+  } else {
+    // The row that all share is not there yet.
+    unknown->ids.assign(unknown->ids.size(), Vocabulary::kSharedId);
+    return Borrow(batch, unknown->ids, found, places);
   }
   return absl::OkStatus();
 }
@@ -296,50 +387,98 @@ std::vector<GrowingTable::Awaited>::iterator GrowingTable::FindAwaited(
   });
 }
 
-void GrowingTable::Keep(const SharedBatch& batch,
-                        const std::vector<Rows>& rows) {
-  std::vector<Rows> kept;
-  AddCopies(rows, &kept);
+void GrowingTable::Keep(const SharedBatch& batch, const Query& query) {
+  std::vector<Rows> rows(query.rows.size());
+  for (size_t s = 0; s < rows.size(); ++s) {
+    rows[s].resize(query.rows[s].size());
+    for (const int f : plan_.features) {
+      const Buffer<int32_t>& own = query.rows[s][f];
+      rows[s][f] = NewRows(own.size());
+      std::copy_n(own.data(), own.size(), rows[s][f].data());
+    }
+  }
   const std::lock_guard<std::mutex> lock(front_mutex_);
   const auto known = FindAwaited(batch);
   if (known == awaited_.end()) return;
-  known->rows = std::move(kept);
+  known->rows = std::move(rows);
+  known->unknown = query.unknown;
   known->generation = generation_;
 }
 
-bool GrowingTable::AddKept(const SharedBatch& batch, std::vector<Rows>* rows) {
+void GrowingTable::TakeKept(const std::vector<SharedBatch>& batches,
+                            Query* query) {
   const std::lock_guard<std::mutex> lock(front_mutex_);
-  const auto known = FindAwaited(batch);
-  if (known == awaited_.end() || known->generation != generation_) return false;
-  AddCopies(known->rows, rows);
-  return true;
+  for (const SharedBatch& batch : batches) {
+    const auto known = FindAwaited(batch);
+    if (known == awaited_.end() || known->generation != generation_) {
+      return;
+    }
+  }
+  for (const SharedBatch& batch : batches) {
+    const auto known = FindAwaited(batch);
+    known->generation = -1;
+    query->num_missing += known->unknown.ids.size();
+    for (Rows& rows : known->rows) query->rows.push_back(std::move(rows));
+    if (batches.size() == 1) query->unknown = std::move(known->unknown);
+  }
+  if (batches.size() == 1 || query->num_missing == 0) return;
+  // Ids have places among those of all batches.
+  for (Rows& rows : query->rows) {
+    for (Buffer<int32_t>& own : rows) {
+      for (int64_t i = 0; i < own.size(); ++i) {
+        own[i] = std::max(own[i], kNoRow);
+      }
+    }
+  }
+  NumberUnknown(query);
 }
 
 GrowingTable::Found::~Found() {
-  if (borrowed_) borrowed_->Return();
+  if (!table_) return;
+  table_->Return(&rows_);
+  if (has_borrowed_) table_->ReturnFront();
 }
 
-absl::Status GrowingTable::Borrow(int64_t count, int64_t* first) {
+absl::Status GrowingTable::Borrow(const SharedBatch& batch,
+                                  const std::vector<int64_t>& ids, Found* found,
+                                  Places* places) {
+  const int64_t count = ids.size();
+  const int64_t num_rows = vocabulary_->num_rows();
+  const int64_t bytes = (num_rows + count) * parameters_.row_bytes();
   const std::lock_guard<std::mutex> lock(front_mutex_);
+  if (batch->trains && ahead_.batch.expired() &&
+      bytes <= static_cast<int64_t>(parameters_.memory->capacity())) {
+    ahead_ = {batch, num_rows, ids};
+    *places = {num_rows, 1};
+    return absl::OkStatus();
+  }
   if (front_used_ + count >= kMostInFront) {
     return absl::ResourceExhaustedError(absl::StrCat(
         "Table ", plan_.name, ": lookups name ", front_used_ + count,
         " ids without a row at one time, of which there may be ",
         kMostInFront - 1, ". Make the batch smaller."));
   }
-  *first = front_used_;
+  *places = {-2 - front_used_, -1};
   front_used_ += count;
   ++num_lookups_;
+  found->has_borrowed_ = true;
   return absl::OkStatus();
 }
 
-void GrowingTable::Return() {
+bool GrowingTable::IsAhead(const Vocabulary::RowOfId& created) const {
+  const int64_t place = created.row - ahead_.first_row;
+  return place >= 0 && place < static_cast<int64_t>(ahead_.ids.size()) &&
+         ahead_.ids[place] == created.id;
+}
+
+void GrowingTable::ReturnFront() {
   const std::lock_guard<std::mutex> lock(front_mutex_);
   if (--num_lookups_ == 0) front_used_ = 0;
 }
 
-Vocabulary::Hold GrowingTable::HoldFor(const std::vector<Rows>& rows) {
-  return [this, &rows](RowSet* held) {
+Vocabulary::Hold GrowingTable::HoldFor(const std::vector<SharedBatch>& batches,
+                                       const std::vector<Rows>& rows) const {
+  return [this, &batches, &rows](RowSet* held) {
     const auto add = [held](const Buffer<int32_t>& own) {
       for (int64_t i = 0; i < own.size(); ++i) {
         if (own[i] >= 0) held->Add(own[i]);
@@ -351,7 +490,16 @@ Vocabulary::Hold GrowingTable::HoldFor(const std::vector<Rows>& rows) {
     const std::lock_guard<std::mutex> lock(front_mutex_);
     for (const auto& known : awaited_) {
       const SharedBatch batch = known.batch.lock();
-      if (!batch) continue;
+      if (!batch ||
+          std::find(batches.begin(), batches.end(), batch) != batches.end()) {
+        continue;
+      }
+      if (known.generation == generation_) {
+        for (const Rows& of_source : known.rows) {
+          for (const int f : plan_.features) add(of_source[f]);
+        }
+        continue;
+      }
       Sources sources;
       AddSources(*batch, &sources);
       for (const std::vector<FeatureCsr>* features : sources) {
@@ -380,99 +528,174 @@ absl::Status GrowingTable::CheckRoom(const std::vector<SharedBatch>& batches,
 absl::Status GrowingTable::CheckRoomLocked(
     const std::vector<SharedBatch>& batches, const ParallelFor& parallel_for) {
   if (vocabulary_->options().shares_when_full) return absl::OkStatus();
-  Sources sources;
-  for (const SharedBatch& batch : batches) AddSources(*batch, &sources);
-  int64_t num_entries = 0;
-  for (const std::vector<FeatureCsr>* features : sources) {
-    for (const int f : plan_.features) num_entries += (*features)[f].ids.size();
-  }
-  if (vocabulary_->HasRoomFor(num_entries)) return absl::OkStatus();
-  return WithinMemory([&] {
-    std::vector<Rows> rows = FindRows(sources, parallel_for);
-    UnknownIds unknown;
-    NumberUnknown(sources, &rows, &unknown);
-    Decision decision;
-    return InvalidArgument(
-        vocabulary_->Decide(unknown, HoldFor(rows), &decision));
-  });
-}
-
-absl::Status GrowingTable::Begin(std::vector<SharedBatch> batches,
-                                 Var* parameters,
-                                 const std::vector<Var*>& slots,
-                                 const ParallelFor& parallel_for,
-                                 Update* update) {
-  update->lock_ = std::unique_lock<SharedMutex>(mutex_);
-  const int64_t num_rows = vocabulary_->num_rows();
-  TF_RETURN_IF_ERROR(CheckLength("slots", slots.size(), slots_.size()));
-  TF_RETURN_IF_ERROR(parameters_.Adopt(num_rows, plan_.name, parameters));
-  for (size_t k = 0; k < slots.size(); ++k) {
-    TF_RETURN_IF_ERROR(slots_[k].Adopt(num_rows, plan_.name, slots[k]));
-  }
-  return WithinMemory([&] {
-    update->batches_ = std::move(batches);
-    for (const SharedBatch& batch : update->batches_) {
-      AddSources(*batch, &update->sources_);
+  std::vector<Query> queries(1);
+  Query& query = queries[0];
+  for (const SharedBatch& batch : batches) AddSources(*batch, &query.sources);
+  int64_t num_new = 0;  // at most
+  {
+    const std::lock_guard<std::mutex> front(front_mutex_);
+    for (const SharedBatch& batch : batches) {
+      const auto known = FindAwaited(batch);
+      if (known != awaited_.end() && known->generation == generation_) {
+        num_new += known->unknown.ids.size();
+        continue;
+      }
+      Sources sources;
+      AddSources(*batch, &sources);
+      for (const std::vector<FeatureCsr>* features : sources) {
+        for (const int f : plan_.features) num_new += (*features)[f].ids.size();
+      }
     }
-    const bool are_kept = std::all_of(
-        update->batches_.begin(), update->batches_.end(),
-        [&](const auto& batch) { return AddKept(batch, &update->rows_); });
-    if (!are_kept) update->rows_ = FindRows(update->sources_, parallel_for);
-    NumberUnknown(update->sources_, &update->rows_, &update->unknown_);
-    TF_RETURN_IF_ERROR(InvalidArgument(vocabulary_->Decide(
-        update->unknown_, HoldFor(update->rows_), &update->decision_)));
-    const int64_t most = vocabulary_->MostRowsAfter(update->decision_);
-    const auto grow = [most](const Array& array) {
-      array.memory->Grow((array.front + most) * array.row_bytes());
-    };
-    grow(parameters_);
-    for (const Array& slot : slots_) grow(slot);
-    return absl::OkStatus();
+  }
+  if (vocabulary_->HasRoomFor(num_new)) return absl::OkStatus();
+  TF_RETURN_IF_ERROR(Run({this}, parallel_for, &queries));
+  return WithinMemory([&] {
+    Decision decision;
+    return InvalidArgument(vocabulary_->Decide(
+        query.unknown, HoldFor(batches, query.rows), &decision));
   });
 }
 
-void GrowingTable::Grow(Var* parameters, const std::vector<Var*>& slots,
-                        const ParallelFor& parallel_for, Update* update) {
-  std::vector<int32_t> taken;
-  std::vector<Vocabulary::RowOfId> created;
-  vocabulary_->Take(update->unknown_, update->decision_, HoldFor(update->rows_),
-                    &taken, &created);
-  NoteIds(created);
-  ForEachItem(parallel_for, created.size(), plan_.dim * kCyclesPerFirstValue,
-              [&](int64_t i) {
-                const auto& [row, id] = created[i];
-                WriteFirst(id, row);
-                for (size_t k = 0; k < slots_.size(); ++k) {
-                  float* values = reinterpret_cast<float*>(slots_[k].row(row));
-                  std::fill_n(values, slots_[k].width, plan_.first_slots[k]);
+absl::Status GrowingTable::Begin(const std::vector<SharedBatch>& batches,
+                                 const std::vector<Growth>& growths,
+                                 const ParallelFor& parallel_for) {
+  std::vector<const GrowingTable*> tables;
+  std::vector<Query> queries(growths.size());
+  int64_t num_missing = 0;
+  for (size_t q = 0; q < growths.size(); ++q) {
+    GrowingTable* const table = growths[q].table;
+    const std::vector<Var*>& slots = growths[q].slots;
+    Update* const update = growths[q].update;
+    update->table_ = table;
+    update->lock_ = std::unique_lock<SharedMutex>(table->mutex_);
+    update->batches_ = batches;
+    const int64_t num_rows = table->vocabulary_->num_rows();
+    const std::string& name = table->plan_.name;
+    TF_RETURN_IF_ERROR(
+        CheckLength("slots", slots.size(), table->slots_.size()));
+    TF_RETURN_IF_ERROR(
+        table->parameters_.Adopt(num_rows, name, growths[q].parameters));
+    for (size_t k = 0; k < slots.size(); ++k) {
+      TF_RETURN_IF_ERROR(table->slots_[k].Adopt(num_rows, name, slots[k]));
+    }
+    tables.push_back(table);
+    TF_RETURN_IF_ERROR(WithinMemory([&] {
+      for (const SharedBatch& batch : batches) {
+        AddSources(*batch, &queries[q].sources);
+      }
+      table->TakeKept(batches, &queries[q]);
+      return absl::OkStatus();
+    }));
+  }
+  TF_RETURN_IF_ERROR(Run(tables, parallel_for, &queries));
+  for (size_t q = 0; q < growths.size(); ++q) {
+    num_missing += queries[q].num_missing;
+    growths[q].update->query_ = std::move(queries[q]);
+  }
+  std::vector<absl::Status> statuses(growths.size());
+  ForEachItem(parallel_for, growths.size(),
+              (1 + num_missing) * kCyclesPerUnknown / (1 + growths.size()),
+              [&](int64_t q) {
+                statuses[q] =
+                    WithinMemory([&] { return tables[q]->Decide(growths[q]); });
+              });
+  for (const absl::Status& status : statuses) TF_RETURN_IF_ERROR(status);
+  return absl::OkStatus();
+}
+
+absl::Status GrowingTable::Decide(const Growth& growth) const {
+  Update& update = *growth.update;
+  TF_RETURN_IF_ERROR(InvalidArgument(vocabulary_->Decide(
+      update.query_.unknown, HoldFor(update.batches_, update.query_.rows),
+      &update.decision_)));
+  const int64_t most = vocabulary_->MostRowsAfter(update.decision_);
+  const auto grow = [most](const Array& array) {
+    array.memory->Grow(most * array.row_bytes());
+  };
+  grow(parameters_);
+  for (const Array& slot : slots_) grow(slot);
+  return absl::OkStatus();
+}
+
+void GrowingTable::Grow(const std::vector<Growth>& growths,
+                        const ParallelFor& parallel_for) {
+  int64_t num_missing = 0;
+  for (const Growth& own : growths) {
+    num_missing += own.update->query_.num_missing;
+  }
+  ForEachItem(parallel_for, growths.size(),
+              (1 + num_missing) * kCyclesPerUnknown / (1 + growths.size()),
+              [&](int64_t g) { growths[g].table->TakeRows(growths[g]); });
+  struct Chunk {
+    size_t growth;
+    size_t begin;
+    size_t end;
+  };
+  std::vector<Chunk> chunks;
+  for (size_t g = 0; g < growths.size(); ++g) {
+    const size_t count = growths[g].update->created_.size();
+    for (size_t i = 0; i < count; i += kRowsPerChunk) {
+      chunks.push_back({g, i, std::min(i + kRowsPerChunk, count)});
+    }
+  }
+  const int64_t dim = growths.empty() ? 0 : growths[0].table->plan_.dim;
+  ForEachItem(parallel_for, chunks.size(),
+              kRowsPerChunk * dim * kCyclesPerFirstValue, [&](int64_t c) {
+                const Growth& own = growths[chunks[c].growth];
+                for (size_t i = chunks[c].begin; i < chunks[c].end; ++i) {
+                  own.table->WriteCreated(own.update->created_[i]);
                 }
               });
-  const int64_t num_rows = vocabulary_->num_rows();
-  parameters_.Show(num_rows, parameters);
-  for (size_t k = 0; k < slots_.size(); ++k) slots_[k].Show(num_rows, slots[k]);
+  for (const auto& [table, parameters, slots, update] : growths) {
+    const int64_t num_rows = update->num_rows_;
+    table->parameters_.Show(num_rows, parameters);
+    for (size_t k = 0; k < slots.size(); ++k) {
+      table->slots_[k].Show(num_rows, slots[k]);
+    }
+    for (const SharedBatch& batch : update->batches_) {
+      table->Forget(batch->looked_up ? batch->looked_up : batch);
+    }
+    const std::lock_guard<std::mutex> lock(table->front_mutex_);
+    table->pending_.clear();
+    table->ahead_ = {};
+  }
+}
+
+void GrowingTable::TakeRows(const Growth& growth) {
+  Update& update = *growth.update;
+  std::vector<int32_t> taken;
+  vocabulary_->Take(update.query_.unknown, update.decision_,
+                    HoldFor(update.batches_, update.query_.rows), &taken,
+                    &update.created_);
+  NoteIds(update.created_);
+  update.num_rows_ = vocabulary_->num_rows();
+  if (update.query_.num_missing == 0) return;
   // What has no row trains the one that is shared, or nothing.
   const VocabularyOptions& options = vocabulary_->options();
-  const int32_t instead = options.unknown == Unknown::kShared ? 0 : num_rows;
+  const int32_t instead =
+      options.unknown == Unknown::kShared ? 0 : update.num_rows_;
   if (!options.TrainsAdmitted()) taken.assign(taken.size(), kNoRow);
   std::replace(taken.begin(), taken.end(), kNoRow, instead);
-  for (Rows& rows : update->rows_) {
+  for (Rows& rows : update.query_.rows) {
     for (const int f : plan_.features) {
       for (int64_t i = 0; i < rows[f].size(); ++i) {
         if (rows[f][i] < 0) rows[f][i] = taken[-2 - rows[f][i]];
       }
     }
   }
-  update->num_rows_ = num_rows;
-  for (const SharedBatch& batch : update->batches_) {
-    Forget(batch->looked_up ? batch->looked_up : batch);
+}
+
+void GrowingTable::WriteCreated(const Vocabulary::RowOfId& created) const {
+  if (!IsAhead(created)) WriteFirst(created.id, created.row);
+  for (size_t k = 0; k < slots_.size(); ++k) {
+    float* const values = reinterpret_cast<float*>(slots_[k].row(created.row));
+    std::fill_n(values, slots_[k].width, plan_.first_slots[k]);
   }
-  const std::lock_guard<std::mutex> lock(front_mutex_);
-  pending_.clear();
 }
 
 int64_t GrowingTable::Evict() {
   const std::lock_guard<SharedMutex> lock(mutex_);
-  const int64_t count = vocabulary_->Evict(HoldFor({}));
+  const int64_t count = vocabulary_->Evict(HoldFor({}, {}));
   NoteIds({});
   return count;
 }
@@ -550,13 +773,14 @@ absl::Status GrowingTable::Load(const VocabularySnapshot& snapshot,
     TF_RETURN_IF_ERROR(InvalidArgument(loaded->Load(snapshot)));
     const int64_t num_rows = loaded->num_rows();
     for (const Array* array : own) {
-      array->memory->Grow((array->front + num_rows) * array->row_bytes());
+      array->memory->Grow(num_rows * array->row_bytes());
     }
     for (const auto& consumer : changed_rows_.Consumers()) {
       NoteReplaced(*loaded, consumer.get());
     }
     vocabulary_ = std::move(loaded);
     ++generation_;
+    ahead_ = {};
     for (size_t k = 0; k < own.size(); ++k) {
       const int64_t bytes = own[k]->row_bytes();
       const char* from = static_cast<const char*>(values[k].data());

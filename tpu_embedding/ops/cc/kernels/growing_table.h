@@ -35,6 +35,15 @@ class GrowingTable {
   // The features of a batch, or what each sender asked of this owner.
   using Sources = std::vector<const std::vector<FeatureCsr>*>;
 
+  // What is asked of one table, and found.
+  struct Query {
+    Sources sources;
+    std::vector<Rows> rows;   // by source
+    int64_t num_missing = 0;  // entries without a row
+    // The ids of those, which have -2 less their place here as row.
+    UnknownIds unknown;
+  };
+
   // `changed_rows`, of this and other tables, learns what this `table` does.
   GrowingTable(const TablePlan& plan, int table,
                const ChangedRows& changed_rows);
@@ -55,18 +64,25 @@ class GrowingTable {
 
    private:
     friend class GrowingTable;
+    GrowingTable* table_ = nullptr;
     std::vector<Rows> rows_;
-    GrowingTable* borrowed_ = nullptr;
+    bool has_borrowed_ = false;
   };
 
   // Moves what was assigned to a variable into the memory. `parameters` is
   // unlocked.
   absl::Status AdoptParameters(tensorflow::Var* parameters);
 
-  // Finds the rows of a batch, which stay until its gradients come, if they
-  // may. Fails if they leave no room for a pending update.
-  absl::Status Find(const SharedBatch& batch, const tensorflow::Var& parameters,
-                    const ParallelFor& parallel_for, Found* found);
+  // Finds the rows of a batch in some tables, which stay until its gradients
+  // come, if they may. Fails if they leave no room for a pending update.
+  struct Search {
+    GrowingTable* table;
+    const tensorflow::Var* parameters;
+    Found* found;
+  };
+  static absl::Status Find(const SharedBatch& batch,
+                           const std::vector<Search>& searches,
+                           const ParallelFor& parallel_for);
 
   // Where rows begin.
   ConstTableData rows() const;
@@ -76,16 +92,20 @@ class GrowingTable {
   absl::Status CheckRoom(const std::vector<SharedBatch>& batches, bool pends,
                          const ParallelFor& parallel_for);
 
-  // One update. `Begin` leaves the table as it was, and fails where the update
-  // cannot be; `Grow` changes it; the lock ends with the update.
+  // One update of a table.
   class Update {
    public:
+    Update() = default;
+    ~Update();
+    Update(const Update&) = delete;
+    Update& operator=(const Update&) = delete;
+
     // The entries of a feature of the batches of all replicas or senders, and
     // their rows, for GroupByRow with this many rows: the last one stands for
     // entries that are dropped.
-    int num_sources() const { return sources_.size(); }
+    int num_sources() const { return query_.sources.size(); }
     FeatureEntries entries(int source, int feature) const {
-      return {(*sources_[source])[feature], rows_[source][feature]};
+      return {(*query_.sources[source])[feature], query_.rows[source][feature]};
     }
     int64_t num_rows() const { return num_rows_ + 1; }
 
@@ -94,21 +114,28 @@ class GrowingTable {
 
    private:
     friend class GrowingTable;
+    GrowingTable* table_ = nullptr;
     std::unique_lock<SharedMutex> lock_;
     std::vector<SharedBatch> batches_;
-    Sources sources_;
-    std::vector<Rows> rows_;
-    UnknownIds unknown_;
+    Query query_;
     Decision decision_;
+    std::vector<Vocabulary::RowOfId> created_;
     int64_t num_rows_ = 0;
   };
-  absl::Status Begin(std::vector<SharedBatch> batches,
-                     tensorflow::Var* parameters,
-                     const std::vector<tensorflow::Var*>& slots,
-                     const ParallelFor& parallel_for, Update* update);
-  void Grow(tensorflow::Var* parameters,
-            const std::vector<tensorflow::Var*>& slots,
-            const ParallelFor& parallel_for, Update* update);
+  // One update of some tables. `Begin` leaves them as they were, and fails
+  // where the update cannot be; `Grow` changes them; their locks end with the
+  // updates.
+  struct Growth {
+    GrowingTable* table;
+    tensorflow::Var* parameters;
+    std::vector<tensorflow::Var*> slots;
+    Update* update;
+  };
+  static absl::Status Begin(const std::vector<SharedBatch>& batches,
+                            const std::vector<Growth>& growths,
+                            const ParallelFor& parallel_for);
+  static void Grow(const std::vector<Growth>& growths,
+                   const ParallelFor& parallel_for);
   // Of an update that has grown: see Vocabulary.
   void CountHits(const RowGroups& groups, int64_t begin, int64_t end) {
     vocabulary_->CountHits(groups, begin, end);
@@ -150,13 +177,12 @@ class GrowingTable {
     std::shared_ptr<GrowingMemory> memory;
     tensorflow::DataType dtype;
     int64_t width;
-    int64_t front;  // rows before row 0
 
     int64_t row_bytes() const {
       return width * tensorflow::DataTypeSize(dtype);
     }
     char* row(int64_t number) const {
-      return memory->data() + (front + number) * row_bytes();
+      return memory->data() + number * row_bytes();
     }
     // Whether the variable's value is in the memory.
     bool Holds(const tensorflow::Var& variable) const;
@@ -166,22 +192,31 @@ class GrowingTable {
   };
 
   static void AddSources(const PreparedBatch& batch, Sources* sources);
-  std::vector<Rows> FindRows(const Sources& sources,
-                             const ParallelFor& parallel_for) const;
-  void NumberUnknown(const Sources& sources, std::vector<Rows>* rows,
-                     UnknownIds* unknown) const;
+  // Answers what each of the tables is asked.
+  static absl::Status Run(const std::vector<const GrowingTable*>& tables,
+                          const ParallelFor& parallel_for,
+                          std::vector<Query>* queries);
+  void NumberUnknown(Query* query) const;
+  // Storage for rows, of some that were returned if there is any: fresh memory
+  // costs a page fault for each 4 KiB.
+  Buffer<int32_t> NewRows(int64_t size) const;
+  void Return(std::vector<Rows>* rows);
   absl::Status Await(const SharedBatch& batch, const ParallelFor& parallel_for);
   void Forget(const SharedBatch& batch);
   // A batch that lives while its gradients may come, and the rows of its ids.
   struct Awaited {
     std::weak_ptr<const PreparedBatch> batch;
     std::vector<Rows> rows;
+    UnknownIds unknown;
     int64_t generation = -1;  // of the vocabulary that the rows were found in
   };
   std::vector<Awaited>::iterator FindAwaited(const SharedBatch& batch);
-  void Keep(const SharedBatch& batch, const std::vector<Rows>& rows);
-  // Adds the rows that the lookup found, unless ids got or lost rows since.
-  bool AddKept(const SharedBatch& batch, std::vector<Rows>* rows);
+  void Keep(const SharedBatch& batch, const Query& query);
+  // Takes what the lookups found, unless ids got or lost rows since.
+  void TakeKept(const std::vector<SharedBatch>& batches, Query* query);
+  absl::Status Decide(const Growth& growth) const;
+  // Evicts and creates; the created rows have no values yet.
+  void TakeRows(const Growth& growth);
   absl::Status CheckRoomLocked(const std::vector<SharedBatch>& batches,
                                const ParallelFor& parallel_for);
   std::vector<int64_t> RowsOf(const VocabularySnapshot& snapshot) const;
@@ -195,10 +230,23 @@ class GrowingTable {
   std::unique_ptr<RowBits> RowsOfIds(const Vocabulary& vocabulary) const;
   // Tells one consumer that `vocabulary` takes the place of the own one.
   void NoteReplaced(const Vocabulary& vocabulary, ConsumerRows* consumer) const;
-  Vocabulary::Hold HoldFor(const std::vector<Rows>& rows);
-  absl::Status Borrow(int64_t count, int64_t* first);
-  void Return();
+  // For an update of `batches`, whose rows these are.
+  Vocabulary::Hold HoldFor(const std::vector<SharedBatch>& batches,
+                           const std::vector<Rows>& rows) const;
+  // What ids without a row read: that with place p reads row first + step * p.
+  struct Places {
+    int64_t first;
+    int64_t step;
+  };
+  absl::Status PlaceUnknown(const SharedBatch& batch, UnknownIds* unknown,
+                            Found* found, Places* places);
+  absl::Status Borrow(const SharedBatch& batch, const std::vector<int64_t>& ids,
+                      Found* found, Places* places);
+  void ReturnFront();
+  // Whether the lookup of the update has written the row.
+  bool IsAhead(const Vocabulary::RowOfId& created) const;
   void WriteFirst(int64_t id, int64_t row) const;
+  void WriteCreated(const Vocabulary::RowOfId& created) const;
 
   const TablePlan& plan_;
   const int table_;
@@ -210,9 +258,18 @@ class GrowingTable {
   Array parameters_;
   std::vector<Array> slots_;
 
-  std::mutex front_mutex_;
+  mutable std::mutex front_mutex_;
   int64_t front_used_ = 0;   // of the rows in front, without that of zeros
   int64_t num_lookups_ = 0;  // that use them
+  // First values after the last row, of the ids that the update of the batch
+  // will give these rows, if no other update comes before.
+  struct Ahead {
+    std::weak_ptr<const PreparedBatch> batch;
+    int64_t first_row = 0;
+    std::vector<int64_t> ids;
+  };
+  Ahead ahead_;
+  mutable std::vector<Buffer<int32_t>> spare_;
   std::vector<Awaited> awaited_;
   // Those of the update that is complete, and will be applied later.
   std::vector<std::weak_ptr<const PreparedBatch>> pending_;

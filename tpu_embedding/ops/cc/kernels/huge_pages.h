@@ -11,10 +11,8 @@
 
 namespace tpu_embedding {
 
-// Asks the kernel to put huge pages under the buffers of variables, once for
-// each buffer. Random rows of a large table miss the TLB with small pages: on
-// tables of 1.8 GB a lookup took 1.5 times as long. Where the kernel does
-// not support it, only speed is lost. Thread-safe.
+// Asks for huge pages under the buffers of variables, once for each buffer.
+// Thread-safe.
 class HugePages {
  public:
   explicit HugePages(size_t num_buffers) : known_(num_buffers) {}

@@ -97,12 +97,13 @@ inline absl::Status FindGrowing(const SharedBatch& batch,
                                 const ParallelFor& parallel_for,
                                 StepQueueResource* resource,
                                 std::vector<GrowingTable::Found>* found) {
+  std::vector<GrowingTable::Search> searches;
   for (size_t t = 0; t < tables.size(); ++t) {
     if (!resource->growing[t]) continue;
-    TF_RETURN_IF_ERROR(resource->growing[t]->Find(batch, *tables[t],
-                                                  parallel_for, &(*found)[t]));
+    searches.push_back(
+        {resource->growing[t].get(), tables[t].get(), &(*found)[t]});
   }
-  return absl::OkStatus();
+  return GrowingTable::Find(batch, searches, parallel_for);
 }
 
 // Fails if an update, of whose batches this is a list by replica, would find a

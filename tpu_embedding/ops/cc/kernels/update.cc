@@ -158,6 +158,8 @@ class UpdateOp : public tensorflow::OpKernel {
 // Rough cycles for one entry and for one row, without those for their width.
 constexpr int64_t kCyclesPerEntry = 20;
 constexpr int64_t kCyclesPerRow = 50;
+// To count the hits of a row.
+constexpr int64_t kCyclesPerHit = 10;
 
 // What one table's update needs while the op runs.
 struct TableWork {
@@ -195,12 +197,18 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
                     [](const auto& growing) { return !!growing; });
     OP_REQUIRES_OK(context, CheckTables(tables, plan));
     OP_REQUIRES_OK(context, locks.MakeWritable(context));
-    for (size_t i = 0; i < all.size(); ++i) {
-      if (grows) break;  // Huge pages would be there before the rows.
-      resource->huge_pages.Advise(i, *all[i]->tensor());
-    }
     std::vector<TableView> views(plan.tables.size());
     OP_REQUIRES_OK(context, MakeViews(*resource, tables, slots, &views));
+    size_t slot = tables.size();
+    for (size_t t = 0; t < tables.size(); ++t) {
+      const size_t first = slot;
+      slot += views[t].slots.size();
+      if (resource->growing[t]) continue;  // It asks for them as rows come.
+      resource->huge_pages.Advise(t, *all[t]->tensor());
+      for (size_t i = first; i < slot; ++i) {
+        resource->huge_pages.Advise(i, *all[i]->tensor());
+      }
+    }
     // Last, so that whatever fails before leaves the update where it is.
     while (std::optional<BatchQueue::Update> update =
                resource->queue.TakeDue()) {
@@ -246,23 +254,21 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
     for (const BatchQueue::Part& part : update.replicas) {
       batches.push_back(part.batch);
     }
-    std::vector<std::vector<tensorflow::Var*>> own_slots(plan.tables.size());
+    std::vector<GrowingTable::Growth> growths;
     size_t next = 0;
     for (size_t t = 0; t < plan.tables.size(); ++t) {
+      std::vector<tensorflow::Var*> own_slots;
       for (int k = 0; k < plan.tables[t].rule->num_slots; ++k) {
-        own_slots[t].push_back(slots[next++].get());
+        own_slots.push_back(slots[next++].get());
       }
       GrowingTable* const growing = resource.growing[t].get();
       if (!growing) continue;
       (*work)[t].growing = growing;
-      TF_RETURN_IF_ERROR(growing->Begin(batches, tables[t].get(), own_slots[t],
-                                        parallel_for, &(*work)[t].growth));
+      growths.push_back(
+          {growing, tables[t].get(), std::move(own_slots), &(*work)[t].growth});
     }
-    for (size_t t = 0; t < plan.tables.size(); ++t) {
-      if (!(*work)[t].growing) continue;
-      (*work)[t].growing->Grow(tables[t].get(), own_slots[t], parallel_for,
-                               &(*work)[t].growth);
-    }
+    TF_RETURN_IF_ERROR(GrowingTable::Begin(batches, growths, parallel_for));
+    GrowingTable::Grow(growths, parallel_for);
     return absl::OkStatus();
   }
 
@@ -441,14 +447,15 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
         observer->Start(t, work[t].gradients.groups->num_rows(), rows);
       }
     }
+    std::vector<Work> hits;
     for (const TableWork& own : work) {
-      if (!own.growing) continue;
-      const RowGroups& groups = *own.gradients.groups;
-      parallel_for(groups.num_rows(), kCyclesPerRow,
-                   [&](int64_t begin, int64_t end) {
-                     own.growing->CountHits(groups, begin, end);
-                   });
+      const int64_t rows = own.growing ? own.gradients.groups->num_rows() : 0;
+      hits.push_back({rows, rows * kCyclesPerHit});
     }
+    ForEachPiece(parallel_for, hits, [&](const Piece& piece) {
+      const TableWork& own = work[piece.owner];
+      own.growing->CountHits(*own.gradients.groups, piece.begin, piece.end);
+    });
     ForEachPiece(parallel_for, works, [&](const Piece& piece) {
       const int64_t t = piece.owner;
       const TablePlan& table = plan.tables[t];

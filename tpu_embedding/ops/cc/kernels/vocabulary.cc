@@ -216,8 +216,8 @@ class ReadIdsOp : public VocabularyOp {
         context->allocate_output(0, {ids.size(), own.dim}, &rows));
     const ReadLocks locks(parameters);
     GrowingTable::Found found;
-    TF_RETURN_IF_ERROR(
-        growing->Find(batch, *parameters[0], WorkerPool(context), &found));
+    TF_RETURN_IF_ERROR(GrowingTable::Find(
+        batch, {{growing, parameters[0].get(), &found}}, WorkerPool(context)));
     Lookup({csr, found.rows(0, own.features[0])}, growing->rows(), own.dim,
            Quantization(), 0, ids.size(), rows->flat<float>().data());
     return absl::OkStatus();
