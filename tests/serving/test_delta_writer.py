@@ -259,6 +259,7 @@ def test_what_a_writer_refuses(
         (trainer.embedding, consumer.base, "", TypeError, "`consumer` must be a name"),
         (trainer.embedding, consumer.base, "all", ValueError, "has a DeltaWriter for"),
         (trainer.embedding, tmp_path / "plain", "x", ValueError, "takes no deltas"),
+        (trainer.embedding, tmp_path, "x", tf.errors.NotFoundError, "is no export of"),
     ):
         with pytest.raises(error, match=message):
             te.serving.DeltaWriter(embedding, base, name)
@@ -270,6 +271,10 @@ def test_what_a_writer_refuses(
     state = tf.saved_model.load(str(tmp_path / "other")).signatures["delta_state"]()
     with pytest.raises(ValueError, match="The model serves the export"):
         consumer.writer.resume(state)
+    with pytest.raises(ValueError, match="`state` lacks base, run"):
+        consumer.writer.resume({"sequence": 1})
+    with pytest.raises(TypeError, match="`state` must be what delta_state returned"):
+        consumer.writer.resume(None)  # pyright: ignore[reportArgumentType]
     trainer.step()
     consumer.follow()
     delta = str(tmp_path / "all-1.delta")

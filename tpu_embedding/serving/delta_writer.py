@@ -95,6 +95,7 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
           TypeError: If an argument is of another type.
           ValueError: If the export takes no deltas, or deltas were applied to it, or
             its tables are others, or the name is in use.
+          tf.errors.NotFoundError: If there is no export.
           NotImplementedError: If the engine of the embedding does not track changes: on
             TPUs and on the portable engine, and in a Keras layer with
             `trainable_tables=True`.
@@ -201,23 +202,25 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
 
         Raises:
           RuntimeError: In a tf.function, or after `stop`.
-          ValueError: If it is the state of another export, or lacks the ids of a
-            growing table.
+          TypeError: If `state` is no mapping.
+          ValueError: If it is the state of another export, or lacks a part of it.
         """
         self._require_active()
+        if not isinstance(state, Mapping):
+            raise errors.argument_type("state", state, "what delta_state returned")
+        keys = {i: ids_key(i) for i, t in enumerate(self._base.tables) if t.grows}
+        lacking = sorted({"base", "sequence", "run", *keys.values()} - {*state})
+        if lacking:
+            raise ValueError(
+                f"`state` lacks {', '.join(lacking)}. Pass all that the signature "
+                "delta_state returned."
+            )
         base, sequence, run = (int(state[key]) for key in ("base", "sequence", "run"))
         require_alike(self._changes.group, {"state": [base, sequence, run]})
         if base != self.base:
             raise ValueError(
                 f"The model serves the export {base}, and this DeltaWriter is of the "
                 f"export {self.base}."
-            )
-        keys = {i: ids_key(i) for i, t in enumerate(self._base.tables) if t.grows}
-        lacking = sorted({*keys.values()} - {*state})
-        if lacking:
-            raise ValueError(
-                f"`state` lacks {', '.join(lacking)}. Pass all that the signature "
-                "delta_state returned."
             )
         if (sequence, run) != (self.sequence, self._follows):
             self.mark_all_rows()
@@ -405,7 +408,12 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
 
 
 def _read_base(path: str) -> tuple[Bundle, Base]:
-    bundle = Bundle(f"{path}/variables/variables")
+    try:
+        bundle = Bundle(f"{path}/variables/variables")
+    except tf.errors.NotFoundError as error:
+        raise tf.errors.NotFoundError(
+            None, None, f"{path} is no export of te.serving.export."
+        ) from error
     key = variable_key("deltas", "description")
     if key not in bundle.shapes:
         raise ValueError(
