@@ -7,6 +7,7 @@
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_ID_MAP_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_ID_MAP_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
@@ -34,27 +35,22 @@ class IdMap {
   int64_t size() const { return size_; }
 
   // The number of `id`, or -1.
-  int32_t Find(int64_t id) const {
-    if (size_ == 0) return -1;
-    if (const Entry* entry = entries_.Find(id, Hash(id), 0)) {
-      return entry->number;
-    }
-    if (old_.capacity() == 0) return -1;
-    const Entry* entry = old_.Find(id, Hash(id), moved_);
-    return entry ? entry->number : -1;
-  }
+  int32_t Find(int64_t id) const { return Find(id, Hash(id)); }
 
   // Asks memory for where `id` is.
-  void Prefetch(int64_t id) const {
-    if (entries_.capacity()) entries_.Prefetch(Hash(id));
-  }
+  void Prefetch(int64_t id) const { Prefetched(id); }
 
   // Calls found(i, number or -1) for each of the ids, in order.
   template <class Found>
   void FindAll(const int64_t* ids, int64_t size, const Found& found) const {
+    uint64_t hashes[kAhead];
+    for (int64_t i = 0; i < std::min(kAhead, size); ++i) {
+      hashes[i] = Prefetched(ids[i]);
+    }
     for (int64_t i = 0; i < size; ++i) {
-      if (i + kAhead < size) Prefetch(ids[i + kAhead]);
-      found(i, Find(ids[i]));
+      const uint64_t hash = hashes[i % kAhead];
+      if (i + kAhead < size) hashes[i % kAhead] = Prefetched(ids[i + kAhead]);
+      found(i, Find(ids[i], hash));
     }
   }
 
@@ -101,6 +97,21 @@ class IdMap {
 
   uint64_t Hash(int64_t id) const {
     return MixBits(static_cast<uint64_t>(id) ^ salt_);
+  }
+
+  int32_t Find(int64_t id, uint64_t hash) const {
+    if (size_ == 0) return -1;
+    if (const Entry* entry = entries_.Find(id, hash, 0)) return entry->number;
+    if (old_.capacity() == 0) return -1;
+    const Entry* entry = old_.Find(id, hash, moved_);
+    return entry ? entry->number : -1;
+  }
+
+  // The hash of an id, for whose entry memory is asked.
+  uint64_t Prefetched(int64_t id) const {
+    const uint64_t hash = Hash(id);
+    if (entries_.capacity()) entries_.Prefetch(hash);
+    return hash;
   }
 
   class Array {

@@ -12,6 +12,7 @@
 
 #include "core/changed_rows.h"
 #include "core/push_ledger.h"
+#include "core/row_groups.h"
 #include "core/step_queue.h"
 #include "core/telemetry.h"
 #include "kernels/batch_variant.h"
@@ -50,6 +51,7 @@ class StepQueueResource : public tensorflow::ResourceBase {
       : plan(std::move(shared_plan)),
         queue(plan->num_replicas, plan->capacity, plan->pipelined),
         huge_pages(plan->tables.size() + num_slots),
+        merged(plan->tables.size()),
         changed_rows(RowsOf(*plan)) {
     for (size_t t = 0; t < plan->tables.size(); ++t) {
       const TablePlan& table = plan->tables[t];
@@ -67,6 +69,8 @@ class StepQueueResource : public tensorflow::ResourceBase {
   BatchQueue queue;
   PushLedger pushes;     // on a parameter server
   HugePages huge_pages;  // under the tables, then the slots
+  // By table, of the update that holds all locks; its storage is used again.
+  std::vector<RowGroups> merged;
   std::vector<std::unique_ptr<GrowingTable>> growing;  // null: static
   Telemetry telemetry;       // off until TpuEmbeddingStartTelemetry
   ChangedRows changed_rows;  // of no consumer until TpuEmbeddingMarkRows

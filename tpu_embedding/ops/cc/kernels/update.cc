@@ -164,7 +164,7 @@ constexpr int64_t kCyclesPerHit = 10;
 // What one table's update needs while the op runs.
 struct TableWork {
   const TableView* view = nullptr;
-  RowGroups merged;  // of several replicas, or of a growing table
+  RowGroups* merged = nullptr;  // of several replicas, or of a growing table
   GrowingTable* growing = nullptr;
   GrowingTable::Update growth;
   std::vector<const float*> samples;  // gradient of each sample, or null
@@ -213,7 +213,10 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
     while (std::optional<BatchQueue::Update> update =
                resource->queue.TakeDue()) {
       std::vector<TableWork> work(views.size());
-      for (size_t t = 0; t < views.size(); ++t) work[t].view = &views[t];
+      for (size_t t = 0; t < views.size(); ++t) {
+        work[t].view = &views[t];
+        work[t].merged = &resource->merged[t];
+      }
       if (grows) {
         // Of the errors there may be, TpuEmbeddingUpdate has met all but those
         // of threads that update at one time: then the update is given up.
@@ -414,12 +417,12 @@ class ApplyUpdateOp : public tensorflow::OpKernel {
       }
       entries.vocabulary_size =
           own.growing ? own.growth.num_rows() : plan.tables[t].rows;
-      entries.groups = &own.merged;
-      own.gradients.groups = &own.merged;
+      entries.groups = own.merged;
+      own.gradients.groups = own.merged;
     }
     GroupByRow(tables, parallel_for);
     for (TableWork& own : *work) {
-      if (own.growing) own.growth.Drop(&own.merged);
+      if (own.growing) own.growth.Drop(own.merged);
     }
   }
 
