@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import forked
 import numpy as np
 import tensorflow as tf
 
@@ -138,3 +139,29 @@ def resealed(block: bytes) -> bytes:
     return (
         delta_files.checksum(block[8:]).to_bytes(8, "little", signed=True) + block[8:]
     )
+
+
+KILLED_AT = ("apply", "save", "rename")
+_KILLED = """
+import os, signal, sys
+import tensorflow as tf
+from tpu_embedding.serving import applying
+module, name = {
+    "apply": (applying, "apply_delta"),
+    "save": (tf.saved_model, "save"),
+    "rename": (tf.io.gfile, "rename"),
+}[sys.argv[4]]
+call = getattr(module, name)
+def killed(*arguments, **options):
+    if name != "rename":
+        call(*arguments, **options)
+    os.kill(os.getpid(), signal.SIGKILL)
+setattr(module, name, killed)
+applying.apply_to_export(sys.argv[1], [sys.argv[2]], sys.argv[3])
+"""
+
+
+def kill_apply(point: str, base: str, delta: str, new: str) -> None:
+    """Applies a delta to an export in a process that is killed at a point of it."""
+    ended = forked.run(["-c", _KILLED, base, delta, new, point])
+    assert ended.returncode == -9

@@ -355,8 +355,11 @@ import os, signal, sys
 import tensorflow as tf
 import tpu_embedding as te
 from tpu_embedding.serving import delta_files
-films = te.TableConfig(60, 6, name="films")
+rows = te.GrowingVocabulary(60) if sys.argv[4] == "grows" else 60
+films = te.TableConfig(rows, 6, name="films")
 embedding = te.TPUEmbedding({"film": te.FeatureConfig(films)}, te.SGD(0.5))
+embedding.enqueue({"film": tf.range(60)})
+embedding.apply_gradients(embedding.dequeue())
 te.serving.export(embedding, sys.argv[1], deltas=1.0)
 writer = te.serving.DeltaWriter(embedding, sys.argv[1], "all")
 writer.mark_all_rows()
@@ -375,19 +378,28 @@ writer.export_delta(sys.argv[2])
 
 
 @pytest.mark.second_tier
-@pytest.mark.parametrize("calls", [1, 5, 40, 0])
-def test_a_killed_writer_leaves_no_delta(calls: int, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(
+    ("calls", "kind"),
+    [(1, "fixed"), (5, "fixed"), (40, "fixed"), (0, "fixed"), (9, "grows")],
+)
+def test_a_killed_writer_leaves_no_delta(
+    calls: int, kind: str, tmp_path: pathlib.Path
+) -> None:
     """Killed at the first block, later, and before the file gets its name."""
-    places = [str(tmp_path / "base"), str(tmp_path / "1.delta"), str(calls)]
-    ended = forked.run(["-c", KILLED, *places])
+    places = [str(tmp_path / "base"), str(tmp_path / "1.delta")]
+    ended = forked.run(["-c", KILLED, *places, str(calls), kind])
     assert ended.returncode == -9
     assert not (tmp_path / "1.delta").exists()
-    films = te.TableConfig(60, 6, name="films")
+    rows: Any = te.GrowingVocabulary(60) if kind == "grows" else 60
+    films = te.TableConfig(rows, 6, name="films")
     embedding = te.TPUEmbedding({"film": te.FeatureConfig(films)}, te.SGD(0.5))
     writer = te.serving.DeltaWriter(embedding, places[0], "all")
-    writer.export_delta(places[1])  # Over what was left of the other one.
-    model = tf.saved_model.load(places[0])
+    # Over what was left of the other one. A table without ids loses those exported.
+    assert writer.export_delta(places[1]) == {"films": 60}
+    model: Any = tf.saved_model.load(places[0])
     assert te.serving.apply_delta(model, places[1]) == 1
+    if kind == "grows":
+        assert model.signatures["delta_state"]()["ids_0"].shape == [0]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["1.delta", "base"]
 
 

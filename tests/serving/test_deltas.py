@@ -9,11 +9,18 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import forked
 import numpy as np
 import pytest
 import tensorflow as tf
-from serving.deltas import NOTHING, Trainer, blocks_of, resealed, send
+from serving.deltas import (
+    KILLED_AT,
+    NOTHING,
+    Trainer,
+    blocks_of,
+    kill_apply,
+    resealed,
+    send,
+)
 from serving.exported import graph_of
 
 import tpu_embedding as te
@@ -482,34 +489,14 @@ def test_a_session_applies_deltas_as_servers_and_c_do(written: Written) -> None:
         assert_equal(rows(), after)
 
 
-KILLED = """
-import os, signal, sys
-import tensorflow as tf
-from tpu_embedding.serving import applying
-module, name = {
-    "apply": (applying, "apply_delta"),
-    "save": (tf.saved_model, "save"),
-    "rename": (tf.io.gfile, "rename"),
-}[sys.argv[4]]
-call = getattr(module, name)
-def killed(*arguments, **options):
-    if name != "rename":
-        call(*arguments, **options)
-    os.kill(os.getpid(), signal.SIGKILL)
-setattr(module, name, killed)
-applying.apply_to_export(sys.argv[1], [sys.argv[2]], sys.argv[3])
-"""
-
-
 @pytest.mark.second_tier
-@pytest.mark.parametrize("point", ["apply", "save", "rename"])
+@pytest.mark.parametrize("point", KILLED_AT)
 def test_a_killed_apply_leaves_no_export(
     point: str, written: Written, tmp_path: pathlib.Path
 ) -> None:
     places = [str(written.folder / "base"), str(written.folder / "0")]
     new = str(tmp_path / "new")
-    ended = forked.run(["-c", KILLED, *places, new, point])
-    assert ended.returncode == -9
+    kill_apply(point, places[0], places[1], new)
     assert not (tmp_path / "new").exists()
     assert main(["delta", "apply", *places, "--to", new]) == 0
     model: Any = tf.saved_model.load(new)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from serving.deltas import NOTHING, blocks_of, resealed, send
+from serving.deltas import KILLED_AT, NOTHING, blocks_of, kill_apply, resealed, send
 from serving.exported import graph_of
 
 import tpu_embedding as te
@@ -384,6 +384,22 @@ def test_delta_state_has_the_ids_of_its_sequence_number(
     assert reads > 20
 
 
+@pytest.mark.second_tier
+@pytest.mark.parametrize("point", KILLED_AT)
+def test_a_killed_apply_leaves_no_export(point: str, tmp_path: pathlib.Path) -> None:
+    publisher = Publisher(tmp_path, 12)
+    publisher.publish({i: row_of(i, 0) for i in range(6)})
+    places = [str(tmp_path / name) for name in ("base", "1.delta", "new")]
+    kill_apply(point, *places)
+    assert not (tmp_path / "new").exists()
+    assert main(["delta", "apply", *places[:2], "--to", places[2]]) == 0
+    publisher.publish({i: row_of(i, 1) for i in (4, 8)}, [0, 5])
+    publisher.model = tf.saved_model.load(places[2])
+    te.serving.apply_delta(publisher.model, tmp_path / "2.delta")
+    found = publisher.look_up(range(9))
+    np.testing.assert_array_equal(found, publisher.expected(range(9)))
+
+
 def with_numbers(block: bytes, **fields: int) -> bytes:
     changed = bytearray(block)
     for field, value in fields.items():
@@ -452,3 +468,30 @@ def test_a_resumed_trainer_deletes_ids_that_only_the_model_has(
     assert writer.export_delta(tmp_path / "2.delta") == {"films": 2}
     te.serving.apply_delta(model, tmp_path / "2.delta")
     assert model.signatures["delta_state"]()["ids_0"].shape == [0]
+
+
+def test_ids_that_the_model_never_had_are_not_deleted(
+    rng: np.random.Generator, tmp_path: pathlib.Path
+) -> None:
+    """An export of four rows takes four deletions at a time."""
+    vocabulary = te.GrowingVocabulary(4, eviction="lru", min_rows=1)
+    old = embed(vocabulary)
+    train(old, [1, 2, 3, 4], rng)
+    te.serving.export(old, tmp_path / "base", deltas=True)
+    model: Any = tf.saved_model.load(str(tmp_path / "base"))
+    te.serving.DeltaWriter(old, tmp_path / "base", "all").export_delta(tmp_path / "1")
+    for resumes in (False, True):
+        new = embed(vocabulary)
+        train(new, [5, 6, 7, 8], rng)
+        writer = te.serving.DeltaWriter(new, tmp_path / "base", "all")
+        if resumes:
+            te.serving.apply_delta(model, tmp_path / "1")
+            writer.resume(model.signatures["delta_state"]())
+        assert new.evict(new.core.plan.tables[0].key) == 3
+        train(new, [9, 10, 11], rng)
+        path = tmp_path / str(resumes)
+        writer.export_delta(path)
+        assert delta_files.read_header(path).counts[0] == (4, 4)
+    te.serving.apply_delta(model, tmp_path / "True")
+    ids = model.signatures["delta_state"]()["ids_0"].numpy()
+    assert sorted(ids)[1:] == [9, 10, 11]

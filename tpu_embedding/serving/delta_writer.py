@@ -126,6 +126,13 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
         self._follows = self.base
         self._consumer = consumer
         self._forms = [converter(spec.storage, spec.dim) for spec in self._base.tables]
+        # By index of a growing table the ids that the models have after the delta
+        # written last, ascending; tables of which that is not known are left out.
+        self._ids = {
+            index: _stored_ids(bundle, spec)
+            for index, spec in enumerate(self._base.tables)
+            if spec.grows
+        }
         self._core.flush()
         self._changes.mark(self._rows_of(0, _NOTHING))  # From here on.
         try:
@@ -183,6 +190,11 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
             else:
                 collections.deque(blocks, maxlen=0)
         self._changes.commit()
+        for index, ids in self._ids.items():
+            left = np.delete(ids, np.searchsorted(ids, changed[index].deleted))
+            new = changed[index].keys
+            new = new[~_among(new, left)]
+            self._ids[index] = np.insert(left, np.searchsorted(left, new), new)
         self.sequence, self._follows = self.sequence + 1, self.run
         return {
             spec.name: len(rows.keys) + len(rows.deleted)
@@ -222,10 +234,10 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
                 f"The model serves the export {base}, and this DeltaWriter is of the "
                 f"export {self.base}."
             )
+        self._ids = {i: np.sort(np.asarray(state[key])) for i, key in keys.items()}
         if (sequence, run) != (self.sequence, self._follows):
             self.mark_all_rows()
-            for index, key in keys.items():
-                ids = np.sort(np.asarray(state[key]))
+            for index, ids in self._ids.items():
                 self._changes.mark(self._rows_of(index, ids))
             self.sequence, self._follows = sequence, run
 
@@ -294,12 +306,20 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
             )
 
     def _take(self) -> list[Changed]:
-        """What changed, by table of the base; a shared row is in every delta."""
+        """What changed, by table of the base; a shared row is in every delta.
+
+        Ids that were given up and that the models never had are left out.
+        """
         taken = self._changes.take()
-        return [
+        found = [
             self._shared(taken[number], number) if spec.shared else taken[number]
             for spec, number in zip(self._base.tables, self._numbers, strict=True)
         ]
+        for index, ids in self._ids.items():
+            deleted = found[index].deleted
+            deleted = deleted[_among(deleted, ids)]
+            found[index] = dataclasses.replace(found[index], deleted=deleted)
+        return found
 
     def _shared(self, table: Changed, number: int) -> Changed:
         row = table.shared
@@ -401,6 +421,8 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
             return
         self._changes.take()
         self._changes.commit()
+        if (sequence, follows) != (self.sequence, self._follows):
+            self._ids = {}  # Those after a delta of another writer.
         for index, ids in enumerate(rows):
             if not self._base.tables[index].shared:
                 self._changes.mark(self._rows_of(index, ids.numpy()))
@@ -447,6 +469,14 @@ def _stored_ids(bundle: Bundle, spec: BaseTable) -> np.ndarray:
     keys = np.ravel(bundle.restore(f"{place}/table/.ATTRIBUTES/table-keys"))
     apart = bundle.restore(variable_key(place, "apart")) >= 0
     return np.sort(np.append(keys[~np.isin(keys, APART)], np.array(APART)[apart]))
+
+
+def _among(ids: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """Which ids are known, bool [n]; `known` ascends, and is not sorted again."""
+    if not len(known):
+        return np.zeros(len(ids), bool)
+    places = np.minimum(np.searchsorted(known, ids), len(known) - 1)
+    return known[places] == ids
 
 
 def _bytes(rows: np.ndarray) -> np.ndarray:
