@@ -2,8 +2,9 @@
 
 python measure_export.py FOLDER MIB [STORAGE...]
 
-MIB is the size of the table with its slot, which has the table's own size. Prints as
-JSON the peaks in MiB above the start, when there was no table yet, and the limit.
+MIB is the size of the table with its slot, which has the table's own size. A storage
+may end in "+deltas". Prints as JSON the peaks in MiB above the start, when there was no
+table yet, and the limit.
 """
 
 from __future__ import annotations
@@ -62,14 +63,21 @@ def main(folder: str, size: str, *storages: str) -> None:
 
     def export(embedding: te.TPUEmbedding, storage: str) -> None:
         path = f"{folder}/{storage}"
-        te.serving.export(embedding, path, signatures=["dense"], storage=storage)
+        form, _, deltas = storage.partition("+")
+        te.serving.export(
+            embedding,
+            path,
+            signatures=["dense"],
+            storage=form,
+            deltas=bool(deltas),
+        )
         shutil.rmtree(path)
 
     export(train(8), "int8")
     start = resident()
     large = train(int(size) * MIB // (2 * 4 * DIM))
     found = {"built": resident() - start}
-    for storage in storages or STORAGES:
+    for storage in storages or (*STORAGES, "float32+deltas", "int8+deltas"):
         found[storage] = peak_of(lambda s=storage: export(large, s)) - start
     print(json.dumps({**found, "limit": 1.1 * int(size) + 64}))
 

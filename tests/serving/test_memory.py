@@ -30,7 +30,8 @@ def test_peak_of_an_export(tmp_path: pathlib.Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert set(found) == {
-        *("built", "float32", "bfloat16", "float16", "int8", "int4", "limit")
+        *("built", "float32", "bfloat16", "float16", "int8", "int4", "limit"),
+        *("float32+deltas", "int8+deltas"),
     }
     assert found["built"] > 0.9 * SIZE, found
     assert max(found.values()) == found["limit"], found
