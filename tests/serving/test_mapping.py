@@ -6,6 +6,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ def test_answers_as_an_export_that_is_loaded(
     wanted, found = answers(tmp_path / "False"), answers(tmp_path / "True")
     for name, values in wanted.items():
         np.testing.assert_array_equal(found[name], values)
-    files = list((tmp_path / "True" / "mapped").iterdir())
+    files = list((tmp_path / "True" / "mapped").glob("[01].*"))
     assert sum(f.stat().st_size for f in files) == reports[1].bytes_after
     graph = graph_of(tmp_path / "True").graph_def
     nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
@@ -152,3 +153,124 @@ def test_what_is_refused(trained: Trained, tmp_path: pathlib.Path) -> None:
     with pytest.raises(ValueError, match="loaded maps no tables"):
         place(tmp_path / "loaded")
     assert [file.name for file in tmp_path.iterdir()] == ["loaded"]
+
+
+def in_our_program(trained: Trained, path: pathlib.Path) -> te.TPUEmbeddingForServing:
+    config = {
+        "film": te.FeatureConfig(trained.films),
+        "more": [te.FeatureConfig(trained.films), te.FeatureConfig(trained.users)],
+        "history": te.FeatureConfig(
+            trained.films, max_sequence_length=exported.POSITIONS
+        ),
+    }
+    return te.TPUEmbeddingForServing(config, None, mapped=path)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_our_programs_read_the_same_files(
+    storage: str, trained: Trained, tmp_path: pathlib.Path
+) -> None:
+    path = tmp_path / "model"
+    exported.export(trained, path, storage=storage, signatures=["ragged"], mapped=True)
+    wanted = answers(path)
+    serving = in_our_program(trained, path)
+    for look_up in (serving, tf.function(serving)):
+        found = tf.nest.flatten(look_up(*exported.batch()))
+        names = ("film", "history", "seen", "user")
+        for name, values in zip(names, found, strict=True):
+            np.testing.assert_array_equal(values, wanted[name])
+    features, weights = exported.batch()
+    features["film"] = tf.constant([[0], [exported.FILMS]], tf.int64)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="films"):
+        serving(features, weights)
+
+
+def test_our_programs_keep_nothing_resident(tmp_path: pathlib.Path) -> None:
+    """Every row of 32 MiB is read, by three threads, in any order."""
+    rows, dim = 1 << 16, 128
+    films = te.TableConfig(rows, dim, name="films")
+    config = {"film": te.FeatureConfig(films)}
+    te.serving.export(
+        {films: tf.repeat(tf.range(rows, dtype=tf.float32)[:, tf.newaxis], dim, 1)},
+        tmp_path / "model",
+        feature_config=config,
+        signatures=["dense"],
+        mapped=True,
+    )
+    serving = te.TPUEmbeddingForServing(config, None, mapped=tmp_path / "model")
+    wrong = [0] * 3
+
+    def read(thread: int) -> None:
+        order = np.random.default_rng(thread).permutation(rows)
+        for ids in np.split(order, 128):
+            found = serving({"film": tf.constant(ids)})["film"].numpy()
+            wrong[thread] += int((found != ids[:, np.newaxis]).sum())
+
+    readers = [threading.Thread(target=read, args=[k]) for k in range(3)]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join()
+    assert wrong == [0] * 3
+    # No page of the file belongs to this process, also not by a mapping.
+    assert str(tmp_path) not in pathlib.Path("/proc/self/smaps").read_text()
+
+
+def test_files_that_our_programs_refuse(
+    trained: Trained, tmp_path: pathlib.Path
+) -> None:
+    path = tmp_path / "model"
+    exported.export(trained, path, mapped=True, signatures=["ragged"])
+    serving = in_our_program(trained, path)
+    file = path / "mapped" / "1.table"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1])
+    with pytest.raises(tf.errors.DataLossError, match=r"1\.table has 111 bytes"):
+        in_our_program(trained, path)
+    with pytest.raises(tf.errors.DataLossError, match=r"1\.table has 111 bytes"):
+        serving(*exported.batch())
+    file.unlink()
+    with pytest.raises(tf.errors.DataLossError, match=r"1\.table is missing"):
+        in_our_program(trained, path)
+    with pytest.raises(tf.errors.DataLossError, match=r"1\.table cannot be opened"):
+        serving(*exported.batch())
+    file.write_bytes(content)
+    serving(*exported.batch())
+    with open(file, "r+b") as opened:
+        opened.truncate(9)
+    with pytest.raises(tf.errors.DataLossError, match="became shorter"):
+        serving(*exported.batch())
+    file.write_bytes(content)
+    described = path / "mapped" / "tables.json"
+    described.write_text(described.read_text()[:-9])
+    with pytest.raises(tf.errors.DataLossError, match=r"tables\.json is damaged"):
+        in_our_program(trained, path)
+
+
+def test_what_our_programs_refuse(trained: Trained, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "model"
+    exported.export(trained, path, mapped=True, signatures=["ragged"])
+    serving = in_our_program(trained, path)
+    for call in (
+        lambda: serving.embedding_tables,
+        lambda: tf.saved_model.save(serving, str(tmp_path / "again")),
+        lambda: te.serving.export(serving, tmp_path / "again"),
+    ):
+        with pytest.raises(RuntimeError, match="has no variables, and cannot be saved"):
+            call()
+    for table, message in (
+        (te.TableConfig(23, 4, name="movies"), "lacks table movies. It has films, us"),
+        (te.TableConfig(23, 5, name="films"), r"the shape \(23, 4\) in .*\(23, 5\) in"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            te.TPUEmbeddingForServing(te.FeatureConfig(table), None, mapped=path)
+    exported.export(trained, tmp_path / "loaded", signatures=["ragged"])
+    with pytest.raises(ValueError, match="loaded maps no tables"):
+        in_our_program(trained, tmp_path / "loaded")
+    tags = te.TableConfig(te.GrowingVocabulary(9), 4, name="tags")
+    growing = te.TPUEmbedding(te.FeatureConfig(tags), te.SGD(0.1))
+    te.serving.export(growing, tmp_path / "growing", mapped=True)
+    with pytest.raises(NotImplementedError, match="Table tags grows"):
+        te.TPUEmbeddingForServing(
+            te.FeatureConfig(tags), None, mapped=tmp_path / "growing"
+        )

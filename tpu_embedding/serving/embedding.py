@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import tensorflow as tf
@@ -18,6 +19,7 @@ from tpu_embedding.serving.lookup import (
     look_up_structure,
     plan_of,
 )
+from tpu_embedding.serving.mapping import open_tables
 from tpu_embedding.tables.readers import VariableReader
 from tpu_embedding.tables.variables import (
     TableVariables,
@@ -62,6 +64,7 @@ class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrack
         experimental_sparsecore_restore_info: Any = None,
         *,
         invalid_ids: str | None = None,
+        mapped: str | os.PathLike[str] | None = None,
     ) -> None:
         """Reads the configuration; tables are made by build or the first lookup.
 
@@ -73,11 +76,18 @@ class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrack
           experimental_sparsecore_restore_info: Must be None.
           invalid_ids: The policy for tables of tf.tpu.experimental.embedding: "error"
             (also if None), "drop" or "mod". A TableConfig of this package has its own.
+          mapped: The folder of an export with `mapped`, in whose files rows are looked
+            up. There are no variables then, and checkpoints are not restored.
 
         Raises:
-          RuntimeError: If created under a TPU strategy.
-          ValueError: If the configuration is wrong.
-          NotImplementedError: If an option is not supported here.
+          RuntimeError: If created under a TPU strategy, or if `mapped` is given and the
+            custom-op library cannot be loaded.
+          ValueError: If the configuration is wrong, or the export in `mapped` lacks a
+            table.
+          NotImplementedError: If an option is not supported here, or a mapped table
+            grows.
+          tf.errors.DataLossError: If a file of a mapped table is missing or has another
+            size.
         """
         if distribution.is_tpu():
             raise RuntimeError(
@@ -99,6 +109,12 @@ class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrack
             self._plan, self._structure, self._arrays, self._growing
         )
         self._tables: _Tables | None = None
+        self._mapped = None if mapped is None else os.fspath(mapped)
+        if self._mapped is not None:
+            specs = self._plan.tables
+            readers = open_tables(self._mapped, specs)
+            lookup = FeatureLookup(self._plan, readers, any_batch_size=True)
+            self._tables = _Tables([], lookup, {})
         freeze_configs(feature_config)
 
     @_do_not_convert
@@ -164,6 +180,7 @@ class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrack
         return {spec.key: arrays[spec.name] for spec in self._plan.tables}
 
     def _arrays(self) -> dict[str, dict[str, tf.Variable]]:
+        self._require_variables()
         tables = zip(self._plan.tables, self._built().variables, strict=True)
         return {spec.name: table.arrays for spec, table in tables}
 
@@ -174,11 +191,20 @@ class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrack
         children = super()._trackable_children(save_type, **kwargs)
         if save_type == "checkpoint":
             return children
+        self._require_variables()
         # A model has what its graphs read of a growing table.
         return {
             name: child.served if isinstance(child, RestoredGrowingTable) else child
             for name, child in children.items()
         }
+
+    def _require_variables(self) -> None:
+        if self._mapped is not None:
+            raise RuntimeError(
+                "This TPUEmbeddingForServing has no variables, and cannot be saved: it "
+                f"reads the tables of {self._mapped}. Serve that export, or make one "
+                "without `mapped`."
+            )
 
     def _built(self) -> _Tables:
         self.build()

@@ -33,7 +33,7 @@ from tpu_embedding.serving.growing_tables import (
     source_of,
 )
 from tpu_embedding.serving.lookup import find_table, plan_of
-from tpu_embedding.serving.mapping import FOLDER, MappedPart
+from tpu_embedding.serving.mapping import MappedPart, file_of
 from tpu_embedding.serving.quantization import STORAGES, stored_form
 from tpu_embedding.serving.report import Report
 from tpu_embedding.serving.saving import require_empty, save
@@ -224,7 +224,7 @@ def _parts_maker(path: str | os.PathLike[str], table: int) -> Callable[..., Any]
     """What makes the parts of a table that is mapped, by name, shape and dtype."""
 
     def make(name: str, shape: list[int], dtype: tf.DType) -> MappedPart:
-        return MappedPart(os.fspath(path), f"{FOLDER}/{table}.{name}", shape, dtype)
+        return MappedPart(os.fspath(path), file_of(table, name), shape, dtype)
 
     return make
 

@@ -2,14 +2,18 @@
 
 TensorFlow's op ImmutableConst maps a file, whose path is an attribute of the node. So
 an export names its final place, and `place` rewrites it in an export that was moved.
+In a program with this package `open_tables` looks rows up in the same files by an op of
+ours, which asks the disk for all rows of a batch at once.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -18,8 +22,13 @@ from tensorflow.core.protobuf import saved_model_pb2
 from tensorflow.python.saved_model import fingerprinting_utils
 
 from tpu_embedding.checkpoint.writing import Piece, one_writer
+from tpu_embedding.layout.plan import TableSpec
+from tpu_embedding.ops import library
+from tpu_embedding.serving.conversion import ConvertedTable
+from tpu_embedding.serving.quantization import form_of_rows
 
 FOLDER = "mapped"
+_TABLES = f"{FOLDER}/tables.json"
 _OP, _PATH = "ImmutableConst", "memory_region_name"
 _UNFINISHED = ".unfinished"
 
@@ -57,12 +66,113 @@ class MappedPart:
         return tf.gather(self.read_value(), rows, name=name)
 
 
-def write_files(model: str, pieces: Iterable[Piece]) -> None:
+@dataclasses.dataclass(frozen=True)
+class MappedTable:
+    """A table of an export, as the file of its tables describes it."""
+
+    name: str
+    rows: int
+    dim: int
+    storage: str
+    grows: bool = False
+
+
+def file_of(table: int, part: str) -> str:
+    """The file of a part of a table of that index."""
+    return f"{FOLDER}/{table}.{part}"
+
+
+def write_files(
+    model: str, tables: Sequence[MappedTable], pieces: Iterable[Piece]
+) -> None:
     """Writes the parts of tables, by file in their order, into a model's folder."""
     tf.io.gfile.makedirs(f"{model}/{FOLDER}")
     for piece in pieces:
         with open(f"{model}/{piece.key}", "ab") as file:
             file.write(piece.values.tobytes())
+    with open(f"{model}/{_TABLES}", "w", encoding="utf-8") as file:
+        json.dump([dataclasses.asdict(table) for table in tables], file)
+
+
+class _OpenedPart:
+    """A part of a table in a file that this process reads, for tf.gather."""
+
+    def __init__(self, path: str, shape: Sequence[int], dtype: tf.DType) -> None:
+        self.shape, self.dtype = tuple(shape), dtype
+        self._file = {"dtype": dtype, "shape": self.shape, "path": path}
+        _require_size(path, math.prod(shape) * dtype.size)
+
+    def sparse_read(self, rows: tf.Tensor, name: str | None = None) -> tf.Tensor:
+        """Rows of the part; tf.gather calls it."""
+        ids = tf.cast(rows, tf.int64)
+        return library.load().tpu_embedding_file_rows(ids, name=name, **self._file)
+
+
+def open_tables(
+    path: str | os.PathLike[str], specs: Sequence[TableSpec]
+) -> dict[int, ConvertedTable]:
+    """Tables of an export with `mapped`, for lookups of this process; by index.
+
+    Raises:
+      ValueError: If the export maps no tables, or lacks one of these.
+      NotImplementedError: If one of them grows.
+      RuntimeError: If the custom-op library cannot be loaded.
+      tf.errors.DataLossError: If a file is missing, damaged or of another size.
+    """
+    library.load()
+    export = os.path.abspath(os.fspath(path))
+    known = _read_tables(export)
+
+    def form(number: int, table: MappedTable) -> ConvertedTable:
+        def make(part: str, shape: list[int], dtype: tf.DType) -> _OpenedPart:
+            file = os.path.join(export, file_of(number, part))
+            return _OpenedPart(file, shape, dtype)
+
+        return form_of_rows(table.storage, table.rows, table.dim, make)
+
+    return {spec.index: form(*_find_table(export, known, spec)) for spec in specs}
+
+
+def _read_tables(export: str) -> dict[str, tuple[int, MappedTable]]:
+    """By name the number of each table in the names of files, and the table."""
+    path = os.path.join(export, _TABLES)
+    try:
+        with open(path, encoding="utf-8") as file:
+            tables = [MappedTable(**table) for table in json.load(file)]
+    except FileNotFoundError:
+        raise _maps_nothing(export) from None
+    except (TypeError, ValueError) as error:
+        message = f"{path} is damaged: {error}."
+        raise tf.errors.DataLossError(None, None, message) from None
+    return {table.name: (number, table) for number, table in enumerate(tables)}
+
+
+def _find_table(
+    export: str, known: Mapping[str, tuple[int, MappedTable]], spec: TableSpec
+) -> tuple[int, MappedTable]:
+    if spec.name not in known:
+        raise ValueError(
+            f"{export} lacks table {spec.name}. It has {', '.join(known)}."
+        )
+    number, table = known[spec.name]
+    if table.grows or spec.config.vocabulary is not None:
+        raise NotImplementedError(
+            f"Table {spec.name} grows, and TPUEmbeddingForServing reads files of fixed "
+            "vocabularies only. Load the exported model, which maps it."
+        )
+    shape = (spec.config.vocabulary_size, spec.config.dim)
+    if (table.rows, table.dim) != shape:
+        raise ValueError(
+            f"Table {spec.name} has the shape {(table.rows, table.dim)} in {export}, "
+            f"and {shape} in the configuration."
+        )
+    return number, table
+
+
+def _maps_nothing(export: str) -> ValueError:
+    return ValueError(
+        f"{export} maps no tables. Export it with te.serving.export(..., mapped=True)."
+    )
 
 
 def place(path: str | os.PathLike[str]) -> list[str]:
@@ -89,13 +199,12 @@ def place(path: str | os.PathLike[str]) -> list[str]:
             old = node.attr[_PATH].s.decode()
             part = os.path.join(FOLDER, os.path.basename(old))
             found.append(os.path.join(export, part))
-            _require_size(found[-1], node)
+            shape = [axis.size for axis in node.attr["shape"].shape.dim]
+            dtype = tf.as_dtype(node.attr["dtype"].type)
+            _require_size(found[-1], math.prod(shape) * dtype.size)
             node.attr[_PATH].s = found[-1].encode()
         if not found:
-            raise ValueError(
-                f"{export} maps no tables. Export it with te.serving.export(..., "
-                "mapped=True)."
-            )
+            raise _maps_nothing(export)
         with open(name + _UNFINISHED, "wb") as file:
             file.write(model.SerializeToString(deterministic=True))
         os.replace(name + _UNFINISHED, name)
@@ -111,9 +220,7 @@ def _mapping_nodes(model: Any) -> Iterator[Any]:
             yield from (node for node in function.node_def if node.op == _OP)
 
 
-def _require_size(path: str, node: Any) -> None:
-    shape = [axis.size for axis in node.attr["shape"].shape.dim]
-    expected = math.prod(shape) * tf.as_dtype(node.attr["dtype"].type).size
+def _require_size(path: str, expected: int) -> None:
     size = os.path.getsize(path) if os.path.exists(path) else -1
     if size != expected:
         state = "is missing" if size < 0 else f"has {size} bytes"

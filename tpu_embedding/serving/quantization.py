@@ -68,11 +68,14 @@ class Float32Table(WholeTable, ConvertedTable):
         return Converted([values], values, np.zeros([len(values), 1]))
 
 
-class ChangingFloat32Table(Float32Table):
-    """One that changes while it is served; to read the variable would copy it."""
+class RowsOfFloat32(Float32Table):
+    """One of which rows are read alone; to read all of it would copy it."""
 
     def read(self, rows: tf.Tensor) -> tf.Tensor:
         return tf.gather(self.table, rows)
+
+    def operand(self, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        return TableReader.operand(self, rows)
 
 
 class _HalfTable(ConvertedTable):
@@ -294,12 +297,19 @@ def stored_form(
     if chosen.row_bytes(dim) > Float32Table.row_bytes(dim):
         chosen = Float32Table
     if spare is not None:
-        changing = ChangingFloat32Table if chosen is Float32Table else chosen
-        return changing(source.shape[0] + spare, dim)
+        return form_of_rows(chosen.storage, source.shape[0] + spare, dim)
     variable = source.variable if mapped is None else None
     if chosen is Float32Table and variable is not None and _is_here(variable):
         return WholeTable(variable)
     return chosen(*source.shape, mapped)
+
+
+def form_of_rows(
+    storage: str, rows: int, dim: int, make: _MakePart | None = None
+) -> ConvertedTable:
+    """A table of a storage, of which lookups read rows alone."""
+    chosen = RowsOfFloat32 if storage == "float32" else _STORAGES[storage]
+    return chosen(rows, dim, make)
 
 
 def converter(storage: str, dim: int) -> ConvertedTable:

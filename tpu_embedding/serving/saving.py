@@ -35,7 +35,7 @@ from tpu_embedding.serving.conversion import Conversion, ConvertedTable, Source
 from tpu_embedding.serving.following import Follower
 from tpu_embedding.serving.following_tables import FollowingTable, stored_place
 from tpu_embedding.serving.growing_tables import RowOfIds, ServedGrowingTable
-from tpu_embedding.serving.mapping import FOLDER, MappedPart, write_files
+from tpu_embedding.serving.mapping import FOLDER, MappedPart, MappedTable, write_files
 from tpu_embedding.serving.report import TableReport, unchanged
 from tpu_embedding.tables.readers import TableReader
 
@@ -108,6 +108,15 @@ def save(
     readers = {source.name: table for source, table in tables}
     deltas = None if follower is None else follower.state
     mapped = any(_is_mapped(stored) for stored, *_ in conversions.values())
+    described = [
+        MappedTable(
+            tables[number][0].name,
+            *tables[number][0].shape,
+            stored.storage,
+            grows=tables[number][0].ids is not None,
+        )
+        for number, (stored, *_) in conversions.items()
+    ]
     module = _Module(readers, [model, *reads], functions, deltas)
     with in_all_processes(group) as rest:
         pieces = _pieces(conversions)
@@ -117,7 +126,7 @@ def save(
                 saved = f"{scratch}/model"
                 _save_module(module, saved, functions)
                 if mapped:
-                    write_files(saved, pieces)
+                    write_files(saved, described, pieces)
                 elif conversions:
                     _add_tables(scratch, saved, pieces, _total(conversions))
                 _publish(saved, os.fspath(path))
