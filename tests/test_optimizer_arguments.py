@@ -75,6 +75,7 @@ NAN = float("nan")
         ({"weight_decay_factor": "0"}, TypeError),
         ({"multiply_weight_decay_factor_by_learning_rate": 1}, TypeError),
         ({"clipnorm": 0.0}, ValueError),
+        ({"clipnorm": 1e-46}, ValueError),
         ({"clipnorm": NAN}, ValueError),
         ({"clipnorm": "1"}, TypeError),
         ({"clipnorm": 1.0, "use_gradient_accumulation": False}, ValueError),

@@ -525,7 +525,7 @@ OPTIONS = (
         "clipnorm",
         None,
         ("tpu_v2_v4", "sparse_core"),
-        check_positive,
+        check_epsilon,
         record=_limit("clip_gradient_norm", math.inf),
     ),
     Option(
