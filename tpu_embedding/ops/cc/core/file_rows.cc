@@ -9,6 +9,28 @@
 #include <vector>
 
 namespace tpu_embedding {
+namespace {
+
+// macOS takes no advice, and cannot read from its cache alone.
+#ifdef __linux__
+void ExpectNoNeighbours(int descriptor) {
+  posix_fadvise(descriptor, 0, 0, POSIX_FADV_RANDOM);
+}
+
+void AskDisk(int descriptor, int64_t start, int64_t size) {
+  posix_fadvise(descriptor, start, size, POSIX_FADV_WILLNEED);
+}
+
+int64_t ReadFromCache(int descriptor, const iovec& whole, int64_t start) {
+  return preadv2(descriptor, &whole, 1, start, RWF_NOWAIT);
+}
+#else
+void ExpectNoNeighbours(int) {}
+void AskDisk(int, int64_t, int64_t) {}
+int64_t ReadFromCache(int, const iovec&, int64_t) { return -1; }
+#endif
+
+}  // namespace
 
 Error FileRows::Open(const std::string& path, int64_t num_rows,
                      int64_t row_bytes, std::shared_ptr<FileRows>* opened) {
@@ -22,7 +44,7 @@ Error FileRows::Open(const std::string& path, int64_t num_rows,
            " bytes, and its table has " + std::to_string(num_rows) +
            " rows of " + std::to_string(row_bytes) + ".";
   }
-  posix_fadvise(descriptor, 0, 0, POSIX_FADV_RANDOM);  // No neighbours.
+  ExpectNoNeighbours(descriptor);
   return std::nullopt;
 }
 
@@ -36,8 +58,7 @@ Error FileRows::Read(const int64_t* rows, int64_t count, char* out,
     std::vector<int64_t> missing;
     for (int64_t i = begin; i < end; ++i) {
       if (ReadIfCached(rows[i], out + i * row_bytes_)) continue;
-      posix_fadvise(descriptor_, rows[i] * row_bytes_, row_bytes_,
-                    POSIX_FADV_WILLNEED);
+      AskDisk(descriptor_, rows[i] * row_bytes_, row_bytes_);
       missing.push_back(i);
     }
     for (const int64_t i : missing) {
@@ -50,8 +71,7 @@ Error FileRows::Read(const int64_t* rows, int64_t count, char* out,
 
 bool FileRows::ReadIfCached(int64_t row, char* out) const {
   const iovec whole = {out, static_cast<size_t>(row_bytes_)};
-  return preadv2(descriptor_, &whole, 1, row * row_bytes_, RWF_NOWAIT) ==
-         row_bytes_;
+  return ReadFromCache(descriptor_, whole, row * row_bytes_) == row_bytes_;
 }
 
 bool FileRows::ReadFromDisk(int64_t row, char* out) const {
