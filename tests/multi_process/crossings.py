@@ -316,6 +316,29 @@ def call_alone(strategy: Any) -> dict[str, tuple[Any, list[float]]]:
     return found
 
 
+def evict_alone(strategy: Any) -> list[tuple[Any, list[int]]]:
+    """Each process evicts in turn while the others dequeue.
+
+    Returns:
+      For each turn what that raised, and the ids after it.
+    """
+    vocabulary = te.GrowingVocabulary(9, eviction="lru", min_rows=1)
+    table = te.TableConfig(vocabulary, 2, name="films")
+    with strategy.scope():
+        embedding = te.TPUEmbedding({"film": te.FeatureConfig(table)}, te.SGD(0.5))
+    features = {"film": tf.constant([1, 2])}
+    found = []
+    for turn in range(strategy.num_replicas_in_sync):
+        embedding.enqueue(features)
+        embedding.apply_gradients({"film": tf.ones_like(embedding.dequeue()["film"])})
+        embedding.enqueue({"film": tf.constant([2])})
+        evict = functools.partial(embedding.evict, table)
+        raised = failure(evict if rank(strategy) == turn else embedding.dequeue)
+        found.append((raised, embedding.vocabularies[table].ids.tolist()))
+        embedding.reset()
+    return found
+
+
 def refuse_gradients(strategy: Any) -> list[tuple[Any, list[float]]]:
     """After each refused gradient of the last process the next step, not a retry."""
     embedding = _embedding(strategy, check_numerics=True)

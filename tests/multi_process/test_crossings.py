@@ -98,6 +98,14 @@ def test_a_call_that_one_process_makes_alone_is_refused_in_all(two: Job) -> None
         assert table[:4] == [0.0, -1.0, 0.0, 3.0], name
 
 
+def test_an_eviction_in_one_process_alone_evicts_nothing(two: Job) -> None:
+    for found in two.run("crossings.evict_alone"):
+        for turn, ((kind, text), ids) in enumerate(found):
+            assert kind == "FailedPreconditionError", text
+            assert f"process {turn} called evict of table films" in text
+            assert ids == [1, 2]
+
+
 def test_after_refused_gradients_the_next_step_trains(two: Job) -> None:
     for found in two.run("crossings.refuse_gradients"):
         for number, ((kind, text), table) in enumerate(found):

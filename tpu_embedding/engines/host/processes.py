@@ -240,6 +240,7 @@ class _GrowingInJob(GrowingState):
 
     def evict(self) -> int:
         """See `GrowingState.evict`: a call of all processes."""
+        self._agree("evict")
         count = np.asarray(self._own.evict())
         return int(self._gather({"evicted": count}, "evictions of")["evicted"])
 
@@ -250,11 +251,16 @@ class _GrowingInJob(GrowingState):
 
     def take_changed(self, consumer: str) -> Changed:
         """See `GrowingState.take_changed`: a call of all processes."""
+        self._agree("the reading of changes")
         return changed(self._gather(self._own.take_arrays(consumer), "changes of"))
 
     def read(self) -> dict[str, np.ndarray]:
         """See `GrowingState.read`."""
         return self._gather(self._own.read(), "growing")
+
+    def _agree(self, call: str) -> None:
+        """Before what changes this process: a call that differs changes nothing."""
+        self._channel.agree("checkpoint", f"{call} of table {self._name}")
 
     def _gather(self, own: dict[str, np.ndarray], what: str) -> dict[str, np.ndarray]:
         call = f"the reading of the {what} table {self._name}"
