@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pathlib
 import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import tensorflow as tf
 from checkpoint import models
+from tensorflow.core.tpu.kernels import sparse_core_layout_pb2
 
 import tpu_embedding as te
 from tpu_embedding import checkpoint
@@ -164,6 +168,176 @@ def test_damaged_headers_of_arrays(
     assert "allow_pickle" not in text
 
 
+ONES = np.ones((9, 2), np.float32)
+FILMS, SLOT = "layer/vars/films", "layer/vars/films%2Faccumulators"
+COUNT = "layer/vars/_updates"
+# The datasets of a file of Keras, and the error that they make.
+CRAFTED: dict[str, tuple[dict[str, Any], type[Exception]]] = {
+    "slot of strings": ({FILMS: ONES, SLOT: np.full((9, 2), b"x")}, TypeError),
+    "strings": ({FILMS: np.full((9, 2), b"x")}, TypeError),
+    "integers": ({FILMS: np.ones((9, 2), np.int64)}, TypeError),
+    "bools": ({FILMS: ONES > 0}, TypeError),
+    "complex": ({FILMS: ONES.astype(complex)}, TypeError),
+    "structured": ({FILMS: np.zeros((9, 2), [("a", "f4")])}, TypeError),
+    "empty": ({FILMS: ONES, SLOT: h5py.Empty("f4")}, tf.errors.DataLossError),
+    "count": ({FILMS: ONES, COUNT: "abc"}, tf.errors.DataLossError),
+    "NaN": ({FILMS: ONES, COUNT: np.float32("nan")}, tf.errors.DataLossError),
+}
+
+
+def assert_refused(
+    file: str,
+    error: type[Exception],
+    capsys: pytest.CaptureFixture[str],
+    sizes: Mapping[str, tuple[int, int]] | None = None,
+) -> None:
+    """No command reads a file; all of them name it."""
+    embedding = models.make(te.Adagrad(0.1), sizes or {"films": (9, 2)})
+    before = models.values(embedding)
+    with pytest.raises(error) as raised:
+        checkpoint.restore(embedding, file)
+    assert file in str(raised.value)
+    models.assert_same(models.values(embedding), before)
+    commands = (["checkpoint", "inspect"], ["checkpoint", "convert"], ["report"])
+    for command in commands:
+        output = [file + "_converted"] if "convert" in command else []
+        assert main([*command, file, *output]) == 2
+        assert file in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("case", CRAFTED)
+def test_crafted_files_of_keras(
+    case: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    datasets, error = CRAFTED[case]
+    path = tmp_path / "crafted.weights.h5"
+    with h5py.File(path, "w") as file:
+        for name, value in datasets.items():
+            file[name] = value
+    assert_refused(str(path), error, capsys)
+
+
+def edit_archive(local: int, central: int, value: int) -> Callable[[bytearray], None]:
+    """Changes a field of the only file of an archive: in its header and the list."""
+
+    def change(content: bytearray) -> None:
+        content[local] = content[content.rfind(b"PK\1\2") + central] = value
+
+    return change
+
+
+def invert(content: bytearray) -> None:
+    content[60:70] = bytes(octet ^ 0x55 for octet in content[60:70])
+
+
+def name_in_no_encoding(content: bytearray) -> None:
+    entry = content.rfind(b"PK\1\2")
+    content[entry + 9] = 8  # The name is UTF-8.
+    content[entry + 46] = 0xFF
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        invert,
+        edit_archive(8, 10, 99),
+        edit_archive(4, 6, 200),
+        edit_archive(6, 8, 1),
+        name_in_no_encoding,
+    ],
+    ids=["deflated", "method", "version", "encrypted", "name"],
+)
+def test_damaged_archives_of_keras(
+    change: Callable[[bytearray], Any],
+    tmp_path: pathlib.Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "model.keras"
+    weights = io.BytesIO()
+    with h5py.File(weights, "w") as file:
+        file[FILMS] = ONES
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("model.weights.h5", weights.getvalue())
+    assert list(checkpoint.read(path)) == ["films"]
+    content = bytearray(path.read_bytes())
+    change(content)
+    path.write_bytes(content)
+    assert_refused(str(path), tf.errors.DataLossError, capsys)
+
+
+LAYOUT: dict[str, Any] = {
+    "num_sparse_cores": 4,
+    "num_partitions": 2,
+    "total_rows_per_sparse_core_shard": 5,
+    "unsharded_shape": [20, 4],
+    "unsharded_padded_shape": [20, 4],
+}
+STACKED = ["films", "users"]
+
+
+def layout_record(**changes: Any) -> bytes:
+    """A record of two tables in stacks of their own, with another place of the last."""
+    record: Any = sparse_core_layout_pb2.SparseCoreTableLayouts()
+    for table in STACKED:
+        place = LAYOUT | (changes if table == STACKED[-1] else {})
+        record.tables.add(table_name=table, stacked_table_name=table, **place)
+    return record.SerializeToString()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"_CHECKPOINTABLE_OBJECT_GRAPH": b""},
+        {"_CHECKPOINTABLE_OBJECT_GRAPH": np.float32(1)},
+        {"_CHECKPOINTABLE_OBJECT_GRAPH": np.array([b"a", b"b"])},
+        {"updates": b"abc"},
+        {"updates": np.array([1, 2])},
+        {"updates": np.float32("nan")},
+        {"layouts": np.float32(1)},
+        {"layouts": layout_record(sparse_core_shard_row_offset=1000)},
+        {"layouts": layout_record(unsharded_shape=[])},
+        {"layouts": layout_record(unsharded_padded_shape=[])},
+    ],
+    ids=[
+        "empty",
+        "record",
+        "vector",
+        "text",
+        "counts",
+        "NaN",
+        "number",
+        "offset",
+        "shape",
+        "padded",
+    ],
+)
+def test_crafted_files_of_tensorflow(
+    changes: dict[str, Any], tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their checksums are right."""
+    names = [*STACKED, "_updates", "_sparse_core_table_layouts"]
+    keys = dict(zip(names, [*STACKED, "updates", "layouts"], strict=True))
+    tensors: dict[str, Any] = dict.fromkeys(STACKED, np.ones((20, 4), np.float32))
+    graph = object_graph.make_graph("", keys, {})
+    tensors |= {"updates": np.int64(3), "layouts": layout_record()}
+    tensors |= {object_graph.GRAPH_KEY: graph}
+    sizes = dict.fromkeys(STACKED, (20, 4))
+
+    def save(name: str, stored: dict[str, Any]) -> str:
+        prefix = str(tmp_path / name)
+        tf.raw_ops.SaveV2(
+            prefix=prefix,
+            tensor_names=[*stored],
+            shape_and_slices=[""] * len(stored),
+            tensors=[tf.constant(value) for value in stored.values()],
+        )
+        return prefix
+
+    checkpoint.restore(models.make(te.SGD(0.1), sizes), save("whole", tensors))
+    prefix = save("crafted", tensors | changes)
+    assert_refused(prefix, tf.errors.DataLossError, capsys, sizes)
+
+
 def test_objects_that_are_not_there() -> None:
     graph = object_graph.make_graph("embedding", {"films": "films"}, {})
     keys = {"films": [9, 2]}
@@ -208,7 +382,11 @@ def test_names_that_no_file_can_have(
     assert sorted(tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"films.npy": "one"}'])
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", '{"films.npy": "one"}', '{"films.npy": 1e999}', "[" * 200_000],
+    ids=["cut", "list", "text", "infinite", "deep"],
+)
 def test_damaged_checksums(content: str, tmp_path: pathlib.Path) -> None:
     np.save(tmp_path / "films.npy", np.ones((9, 2)))
     manifest = tmp_path / "checksums.json"

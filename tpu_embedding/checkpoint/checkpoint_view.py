@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from tpu_embedding.checkpoint import errors
-from tpu_embedding.tables.rows import PARAMETERS, TableRows
+from tpu_embedding.tables.rows import PARAMETERS, TableRows, by_checkpoint_name
 from tpu_embedding.vocabulary import PARTS
 
 _SUFFIX = f"/{PARAMETERS}"
+_DTYPES = {
+    np.dtype(dtype.as_numpy_dtype)
+    for dtype in (tf.float16, tf.bfloat16, tf.float32, tf.float64)
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,10 +85,23 @@ class LogicalCheckpoint(Mapping[str, LogicalTable]):
         tables: Mapping[str, LogicalTable],
         updates: int | None = None,
     ) -> None:
+        """Takes the tables by name.
+
+        Raises:
+          TypeError: If a table or slot has no floating point dtype.
+        """
         self.path = path
         self.format = format
         self.updates = updates
         self._tables = dict(tables)
+        arrays = {name: table.arrays for name, table in tables.items()}
+        for name, rows in by_checkpoint_name(arrays).items():
+            if not is_floating(rows.dtype):
+                raise TypeError(
+                    f"{name} in {path} has dtype {rows.dtype}. Tables and slots are "
+                    "float16, bfloat16, float32 or float64. Convert the array first, "
+                    "e.g. with `.astype('float32')`."
+                )
 
     def __getitem__(self, name: str) -> LogicalTable:
         return self._tables[name]
@@ -104,6 +123,23 @@ class LogicalCheckpoint(Mapping[str, LogicalTable]):
                 rows.verify()
             for vector in table.vocabulary.values():
                 vector.read()
+
+
+def is_floating(dtype: np.dtype[Any]) -> bool:
+    """Whether tables and slots may have this dtype, of either byte order."""
+    return dtype.newbyteorder("=") in _DTYPES
+
+
+def update_count(path: str, value: Any) -> int:
+    """The number of updates that a file stores.
+
+    Raises:
+      tf.errors.DataLossError: If it is none.
+    """
+    stored = np.asarray(value)
+    if stored.shape or stored.dtype.kind not in "iu" or stored < 0:
+        raise errors.corrupted(path, f"{value!r} is no number of updates")
+    return int(stored)
 
 
 def vector_owner(name: str) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
@@ -15,6 +16,24 @@ def corrupted(path: str, reason: str) -> tf.errors.DataLossError:
         f"The checkpoint file {path} is damaged: {reason}. Use another "
         "checkpoint, e.g. one that tf.train.CheckpointManager kept.",
     )
+
+
+@contextlib.contextmanager
+def parsing(path: str) -> Iterator[None]:
+    """Names the file in whatever its parser raises.
+
+    NumPy, h5py, zipfile and json have no one type of error for a file that is damaged.
+
+    Raises:
+      tf.errors.DataLossError: If the body raises anything else.
+    """
+    try:
+        yield
+    except tf.errors.DataLossError:
+        raise
+    except Exception as error:
+        reason = str(error) or type(error).__name__
+        raise corrupted(path, f"it cannot be parsed ({reason})") from error
 
 
 def not_found(path: str) -> tf.errors.NotFoundError:

@@ -30,6 +30,7 @@ from tpu_embedding.checkpoint.checkpoint_view import (
     Vector,
     choose_root,
     group_tables,
+    update_count,
     vector_owner,
 )
 from tpu_embedding.layout.plan import UPDATES
@@ -60,7 +61,7 @@ def read_keras(
     for name, item in _datasets(weights):
         layer, table = _place(name, item)
         if table == UPDATES:
-            updates[layer] = int(item.value)
+            updates[layer] = update_count(path, item.value)
         elif table and len(item.shape) == 2:
             rows = _DatasetRows(item, weights, name)
             holders.setdefault(layer, {})[table] = rows
@@ -100,30 +101,26 @@ class _Weights:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[Any]:
-        """The file, opened by h5py; errors name the file."""
+        """The file, opened by h5py; see `errors.parsing`."""
         import h5py  # Keras brings it; only these files need it.
 
         source = self.path if self.content is None else io.BytesIO(self.content)
-        try:
-            with h5py.File(source, "r") as file:
-                yield file
-        except (OSError, RuntimeError, KeyError) as error:
-            raise errors.corrupted(self.path, str(error)) from error
+        with errors.parsing(self.path), h5py.File(source, "r") as file:
+            yield file
 
     def numbers(self, name: str) -> np.ndarray:
-        """A dataset of rank 1 as int64."""
+        """A dataset of integers of rank 1 as int64."""
         with self.opened() as file:
+            if file[name].dtype.kind not in "iu":
+                raise errors.corrupted(self.path, f"{name} has no integers")
             return np.array(file[name], np.int64)
 
 
 def _unpacked(path: str) -> bytes | None:
     if not path.endswith(_ARCHIVE):
         return None
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return archive.read(_WEIGHTS)
-    except (OSError, KeyError, zipfile.BadZipFile) as error:
-        raise errors.corrupted(path, str(error)) from error
+    with errors.parsing(path), zipfile.ZipFile(path) as archive:
+        return archive.read(_WEIGHTS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +146,8 @@ def _datasets(weights: _Weights) -> list[tuple[str, _Dataset]]:
 
     def visit(name: str, item: Any) -> None:
         if hasattr(item, "shape"):
+            if item.shape is None:
+                raise errors.corrupted(weights.path, f"{name} has no shape")
             value = item[()] if item.shape == () else None
             layer = str(item.parent.attrs.get("name", ""))
             found.append((name, _Dataset(item.shape, item.dtype, layer, value)))

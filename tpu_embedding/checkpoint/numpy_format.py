@@ -32,6 +32,7 @@ from tpu_embedding.checkpoint.checkpoint_view import (
     LogicalCheckpoint,
     Vector,
     group_tables,
+    is_floating,
     vector_owner,
 )
 from tpu_embedding.checkpoint.writing import SCRATCH, Progress, one_writer
@@ -39,7 +40,6 @@ from tpu_embedding.tables.rows import SLICE_BYTES, TableRows
 
 _FILE, _ARCHIVE, _CHECKSUMS = ".npy", ".npz", "checksums.json"
 _MAX_FILES = 100_000  # Below a folder: a larger one, as "/", holds no tables.
-_WIDEST = 8  # Bytes of a float64; TensorFlow has no equivalent of NumPy's longdouble.
 
 
 def is_numpy(path: str) -> bool:
@@ -71,21 +71,14 @@ def read_numpy(
         array = _loaded(where, load)
         if not isinstance(array, np.ndarray):  # Anything may lie in an archive.
             raise errors.corrupted(path, f"{name} is no array")
-        floating = _is_floating(array.dtype) and array.dtype.itemsize <= _WIDEST
         integers = np.issubdtype(array.dtype, np.signedinteger)
         if vector_owner(name) and array.ndim == 1 and integers:
             file = _File(where, load, checksum)
             vectors[name] = Vector(len(array), file.numbers)
             continue
-        if checksum is not None and not (array.ndim == 2 and floating):
+        if checksum is not None and not (array.ndim == 2 and is_floating(array.dtype)):
             raise errors.corrupted(where, "its header has changed")
         if array.ndim == 2:
-            if not floating:
-                raise TypeError(
-                    f"{name} in {path} has dtype {array.dtype}. Tables and slots are "
-                    "float16, bfloat16, float32 or float64. Convert the array first, "
-                    "e.g. with `.astype('float32')`."
-                )
             matrices[name] = _LoadedRows(array, _File(where, load, checksum))
     if checksums:
         raise errors.corrupted(next(iter(checksums)), "it is missing")
@@ -201,13 +194,9 @@ def _checksums(path: pathlib.Path) -> dict[str, int]:
     manifest = path / _CHECKSUMS
     if not manifest.exists():
         return {}
-    try:
+    with errors.parsing(str(manifest)):
         stored = json.loads(manifest.read_text())
         return {str(path / name): int(crc) for name, crc in stored.items()}
-    except (ValueError, TypeError, AttributeError) as error:
-        raise errors.corrupted(
-            str(manifest), f"it cannot be parsed ({error})"
-        ) from error
 
 
 class _File:
@@ -294,14 +283,15 @@ def _archive(path: str, name: str | None) -> Any:
 
 
 def _loaded(path: str, load: Callable[[], Any]) -> Any:
-    """Calls `load`; NumPy has no one type of error for a file that is damaged."""
-    try:
-        return load()
-    except Exception as error:
-        reason = str(error) or type(error).__name__
-        if "allow_pickle" in reason:  # Whose advice runs code of the file.
-            reason = "it holds Python objects, or no header of NumPy"
-        raise errors.corrupted(path, reason) from error
+    """Calls `load`; see `errors.parsing`."""
+    with errors.parsing(path):
+        try:
+            return load()
+        except ValueError as error:
+            if "allow_pickle" not in str(error):
+                raise
+            reason = "it holds Python objects, or no header of NumPy"  # No advice to
+            raise errors.corrupted(path, reason) from error  # run code of the file.
 
 
 def _is_floating(dtype: np.dtype[Any]) -> bool:

@@ -77,6 +77,8 @@ def read_objects(
         graph = _Graph.FromString(record)
     except message.DecodeError as error:
         raise errors.corrupted(path, "its object graph cannot be parsed") from error
+    if not graph.nodes:
+        raise errors.corrupted(path, "its object graph is empty")
     numbers = {child.node_id for node in graph.nodes for child in node.children}
     for node in graph.nodes:
         for slot in node.slot_variables:

@@ -46,7 +46,13 @@ def parse_layouts(path: str, record: bytes) -> list[TableLayout]:
         protos = _protos.SparseCoreTableLayouts.FromString(record)
     except message.DecodeError as error:
         raise errors.corrupted(path, "its layout record cannot be parsed") from error
-    return [_from_proto(proto) for proto in protos.tables]
+    layouts = [_from_proto(proto) for proto in protos.tables]
+    for layout in layouts:
+        if not _is_possible(layout):
+            raise errors.corrupted(
+                path, f"its layout record has no place for {layout.table_name}"
+            )
+    return layouts
 
 
 def to_proto(layout: TableLayout) -> Any:
@@ -155,6 +161,18 @@ def same_layouts(some: Sequence[TableLayout], others: Sequence[TableLayout]) -> 
         return sorted(plain, key=lambda layout: layout.table_name)
 
     return places(some) == places(others)
+
+
+def _is_possible(layout: TableLayout) -> bool:
+    """Whether all rows of a table are in the shards, after those of other tables."""
+    shapes = (layout.unsharded_shape, layout.unsharded_padded_shape)
+    if any(len(shape) != 2 for shape in shapes) or layout.num_sparse_cores < 1:
+        return False
+    (rows, columns), (_, padded) = shapes
+    offset = layout.sparse_core_shard_row_offset
+    end = offset + -(-rows // layout.num_sparse_cores)
+    fits = end <= layout.total_rows_per_sparse_core_shard
+    return fits and min(offset, rows) >= 0 and 0 <= columns <= padded
 
 
 def _check_shape(path: str, shape: tuple[int, int], layout: TableLayout) -> None:

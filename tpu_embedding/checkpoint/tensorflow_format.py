@@ -22,6 +22,7 @@ from tpu_embedding.checkpoint.checkpoint_view import (
     Vector,
     choose_root,
     group_tables,
+    update_count,
 )
 from tpu_embedding.checkpoint.object_graph import (
     GRAPH_KEY,
@@ -102,6 +103,17 @@ class Bundle:
             raise errors.corrupted(self.prefix, reason) from error
         return np.asarray(value) if value.shape.rank else value.numpy()
 
+    def record(self, key: str) -> bytes:
+        """A scalar string.
+
+        Raises:
+          tf.errors.DataLossError: If the tensor is none, or cannot be read.
+        """
+        value = self.restore(key)
+        if not isinstance(value, bytes):
+            raise errors.corrupted(self.index, f"{key} is no string")
+        return value
+
     def can_restore(self, key: str) -> bool:
         """Whether RestoreV2 can read a tensor of float16 whole."""
         try:
@@ -112,7 +124,7 @@ class Bundle:
 
     def objects(self) -> dict[str, SavedObject]:
         """See `read_objects`."""
-        record = self.restore(GRAPH_KEY) if GRAPH_KEY in self.shapes else None
+        record = self.record(GRAPH_KEY) if GRAPH_KEY in self.shapes else None
         return read_objects(self.index, record, self.shapes)
 
     @functools.cached_property
@@ -204,7 +216,7 @@ def read_tensorflow(
             continue
         seen |= keys
         if LAYOUTS in node.values:
-            record = parse_layouts(prefix, bundle.restore(node.values[LAYOUTS]))
+            record = parse_layouts(prefix, bundle.record(node.values[LAYOUTS]))
             holders[path] = unstack(prefix, matrices, record)
         else:
             holders[path] = group_tables(matrices, tables, _vectors(bundle, node))
@@ -214,12 +226,14 @@ def read_tensorflow(
         if any(len(bundle.shapes[key]) == 1 for key in objects[path].values.values())
     ]
     path = choose_root(prefix, root, tables, holders, mixed)
-    values = objects[path].values
+    values, updates = objects[path].values, None
+    if UPDATES in values:
+        updates = update_count(prefix, bundle.restore(values[UPDATES]))
     return LogicalCheckpoint(
         path=prefix,
         format=_SPARSE_CORE if LAYOUTS in values else _PLAIN,
         tables=holders[path],
-        updates=int(bundle.restore(values[UPDATES])) if UPDATES in values else None,
+        updates=updates,
     )
 
 
@@ -228,7 +242,7 @@ def read_first_layouts(prefix: str) -> list[TableLayout] | None:
     bundle = Bundle(prefix)
     for node in bundle.objects().values():
         if LAYOUTS in node.values:
-            return parse_layouts(prefix, bundle.restore(node.values[LAYOUTS]))
+            return parse_layouts(prefix, bundle.record(node.values[LAYOUTS]))
     return None
 
 

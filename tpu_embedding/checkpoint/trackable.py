@@ -241,7 +241,7 @@ def _root_to_convert(
     stacked, whole = [], []
     for root, node in bundle.objects().items():
         if LAYOUTS in node.values:
-            record = parse_layouts(path, bundle.restore(node.values[LAYOUTS]))
+            record = parse_layouts(path, bundle.record(node.values[LAYOUTS]))
             if same_layouts(own, record):
                 return None
             if any(layout.table_name in names for layout in record):
