@@ -13,6 +13,7 @@ import time
 from typing import Any
 from unittest import mock
 
+import fingerprints
 import numpy as np
 import optimizer_cases
 import tensorflow as tf
@@ -96,7 +97,7 @@ DIFFERENCES: dict[str, tuple[str, Any, Any]] = {
     "dim": ("table", 2, 4),
     "combiner": ("table", "sum", "mean"),
     "dtype": ("table", "float32", "bfloat16"),
-    "initializer": ("table", te.RowIdInitializer(), te.RowIdInitializer(1)),
+    "initializer": ("table", fingerprints.closure(0.0), fingerprints.closure(1.0)),
     "the class": ("class", te.TPUEmbedding, te.TPUEmbeddingV2),
     "invalid_ids": ("table", "error", "drop"),
     "quantization_config": ("table", None, te.QuantizationConfig(4, 0.0, 1.0)),
@@ -110,6 +111,7 @@ DIFFERENCES: dict[str, tuple[str, Any, Any]] = {
     },
     "rounding_seed": ("seed", 1, 2),
     "max_sequence_length": ("feature", 0, 3),
+    "output_shape": ("shape", None, [4]),
     "paths": ("path", "film", "movie"),
     "pipeline_execution_with_tensor_core": ("pipelined", False, True),
     "check_numerics": ("numerics", False, True),
@@ -132,7 +134,8 @@ def differ(strategy: Any) -> dict[str, tuple[str, str]]:
         if kind in ("table", "seed"):
             arguments |= {name: chosen[kind]}
         table = te.TableConfig(**arguments)
-        feature = te.FeatureConfig(table, chosen.get("feature", 0))
+        length, shape = chosen.get("feature", 0), chosen.get("shape")
+        feature = te.FeatureConfig(table, length, output_shape=shape)
         options = {name: chosen[kind]} if kind == "distributed" else {}
         with strategy.scope():
             chosen.get("class", te.TPUEmbedding)(

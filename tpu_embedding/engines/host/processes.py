@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tpu_embedding.distribution import ProcessTopology
+from tpu_embedding.engines import fingerprint
 from tpu_embedding.engines.base import EngineOptions, RowChanges, TableArrays
 from tpu_embedding.engines.cpu_base import arrays_of_variables
 from tpu_embedding.engines.host.batches import plan_record
@@ -420,17 +421,6 @@ def _placement(options: EngineOptions) -> Placement:
     )
 
 
-def _initializer_text(initializer: Any) -> str:
-    """What can be compared of an initializer: functions by their names."""
-    if hasattr(initializer, "get_config"):
-        return f"{type(initializer).__name__}({initializer.get_config()})"
-    named = getattr(initializer, "__qualname__", None)
-    if named or initializer is None or isinstance(initializer, str):
-        return str(named or initializer)
-    is_value = dataclasses.is_dataclass(initializer)
-    return repr(initializer) if is_value else type(initializer).__name__
-
-
 def _writer(rows: MutableTableRows) -> Any:
     return lambda value: rows.write(0, value)
 
@@ -459,7 +449,7 @@ def _description(options: EngineOptions, placement: Placement) -> dict[str, Any]
             "quantization_config": str(config.quantization_config),
             "rounding_seed": spec.rounding_seed,
             "owner": owner,
-            "initializer": _initializer_text(config.initializer),
+            "initializer": fingerprint.of_initializer(config.initializer),
             "optimizer": type(optimizer).__name__,
         }
         if optimizer is not None:
@@ -472,8 +462,9 @@ def _description(options: EngineOptions, placement: Placement) -> dict[str, Any]
         for name, value in fields.items():
             found[f"{name} of table {spec.name!r}"] = value
     for feature in plan.features:
-        length = feature.config.max_sequence_length
+        length, shape = feature.config.max_sequence_length, feature.config.output_shape
         found[f"max_sequence_length of feature {feature.path!r}"] = length
+        found[f"output_shape of feature {feature.path!r}"] = str(shape)
         found[f"the table of feature {feature.path!r}"] = plan.tables[
             feature.table
         ].name

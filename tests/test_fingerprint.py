@@ -1,0 +1,50 @@
+"""What processes compare of initializers is of the program, not of the process."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import fingerprints
+
+from tpu_embedding.engines import fingerprint
+
+# A process that has made more objects than others.
+PRINT = """
+import json, sys
+import fingerprints, tensorflow as tf
+from tpu_embedding.engines import fingerprint
+process = int(sys.argv[1])
+kept = [(object(), tf.keras.layers.Dense(1)) for _ in range(process)]
+found = fingerprints.alike(process)
+print(json.dumps({n: fingerprint.of_initializer(i) for n, i in found.items()}))
+"""
+
+
+def test_initializers_that_differ_have_different_texts() -> None:
+    zeros, ones = fingerprints.differing(0.0), fingerprints.differing(1.0)
+    for name, initializer in zeros.items():
+        text = fingerprint.of_initializer(initializer)
+        assert text != fingerprint.of_initializer(ones[name]), name
+        assert len(text) < 300
+
+
+def test_processes_of_one_program_have_the_same_texts() -> None:
+    root = pathlib.Path(__file__).resolve().parents[1]
+    printed = []
+    for process in range(2):
+        environment = {
+            **os.environ,
+            "PYTHONHASHSEED": str(process + 1),
+            "PYTHONPATH": os.pathsep.join([str(root / "tests"), str(root)]),
+        }
+        command = [sys.executable, "-c", PRINT, str(process)]
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=True
+        )
+        printed.append(json.loads(done.stdout.splitlines()[-1]))
+    assert printed[0] == printed[1]
+    assert not any("0x" in text for text in printed[0].values())
