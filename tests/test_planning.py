@@ -783,7 +783,24 @@ def test_what_code_prints_is_not_a_part_of_the_answer(
                 "users.values": np.arange(9),
                 "users.row_splits": np.arange(257),
             },
-            "'users.row_splits' must not decrease, and must end with the 9 entries",
+            "that do not decrease, and must end with the 9 entries",
+        ),
+        *(
+            (
+                {
+                    "liked": np.arange(2),
+                    "users.values": values,
+                    "users.row_splits": np.array(splits),
+                },
+                "ids.npz: 'users.row_splits' must be integers >= 0",
+            )
+            for values, splits in (
+                (np.arange(4), [0.0, 2.0, 4.0]),
+                (np.arange(4), [[0, 2], [2, 4]]),
+                (np.arange(4), [-2, 2, 4]),
+                (np.arange(4), np.array([0, 5, 4], np.uint64)),
+                (np.zeros((4, 2), np.int64), [0, 2, 4]),
+            )
         ),
         (
             {"liked": np.array([[1], [2, 3]], object), "users": np.arange(2)},
@@ -791,7 +808,7 @@ def test_what_code_prints_is_not_a_part_of_the_answer(
         ),
         ({"liked": 3, "users": np.arange(2)}, "'liked' is a scalar. Batch it."),
     ],
-    ids=range(6),
+    ids=range(11),
 )
 def test_files_of_ids_that_are_wrong(
     arrays: Any,
@@ -821,8 +838,32 @@ def test_files_that_cannot_be_parsed(
     for content, expected in (
         (b'{"tables": [', "config.json is not JSON: Expecting value: line 1"),
         (b"\xff\xfe", "config.json is not a text file in UTF-8"),
+        (b"[" * 200_000, "config.json is not JSON: maximum recursion depth"),
+        (b"9" * 5000, "config.json is not JSON: Exceeds the limit"),
     ):
         path.write_bytes(content)
         code, _, error = run(capsys, str(path))
         assert code == 2
         assert expected in error
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ("--processes=1000000000", "`processes` must be at most 65,536. Received: 1"),
+        ("--svg=a\0b", r"cannot hold a NUL character. Received: 'a\x00b'"),
+        ("--sample=a\0b.npz", r"cannot hold a NUL character. Received: 'a\x00b.npz'"),
+    ],
+    ids=["processes", "svg", "sample"],
+)
+def test_options_that_are_refused(
+    option: str,
+    expected: str,
+    tmp_path: pathlib.Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    code, out, error = run(capsys, str(path), option)
+    assert (code, out) == (2, "")
+    assert expected in error

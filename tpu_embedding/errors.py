@@ -42,6 +42,12 @@ def argument_int(argument: str, value: object, smallest: int) -> ValueError:
     )
 
 
+def check_path(path: str) -> None:
+    """Refuses what no file can be called; TensorFlow takes what stands before it."""
+    if "\0" in path:
+        raise ValueError(f"A path cannot hold a NUL character. Received: {path!r}.")
+
+
 def check_returned(
     function: object, value: Any, wanted: Any, table: str | None = None
 ) -> None:

@@ -284,35 +284,24 @@ def layout_record(**changes: Any) -> bytes:
     return record.SerializeToString()
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"_CHECKPOINTABLE_OBJECT_GRAPH": b""},
-        {"_CHECKPOINTABLE_OBJECT_GRAPH": np.float32(1)},
-        {"_CHECKPOINTABLE_OBJECT_GRAPH": np.array([b"a", b"b"])},
-        {"updates": b"abc"},
-        {"updates": np.array([1, 2])},
-        {"updates": np.float32("nan")},
-        {"layouts": np.float32(1)},
-        {"layouts": layout_record(sparse_core_shard_row_offset=1000)},
-        {"layouts": layout_record(unsharded_shape=[])},
-        {"layouts": layout_record(unsharded_padded_shape=[])},
-    ],
-    ids=[
-        "empty",
-        "record",
-        "vector",
-        "text",
-        "counts",
-        "NaN",
-        "number",
-        "offset",
-        "shape",
-        "padded",
-    ],
-)
+# Tensors in the place of those of a whole checkpoint.
+CRAFTED_BUNDLES: dict[str, dict[str, Any]] = {
+    "empty graph": {object_graph.GRAPH_KEY: b""},
+    "graph of a number": {object_graph.GRAPH_KEY: np.float32(1)},
+    "two graphs": {object_graph.GRAPH_KEY: np.array([b"a", b"b"])},
+    "count": {"updates": b"abc"},
+    "two counts": {"updates": np.array([1, 2])},
+    "NaN": {"updates": np.float32("nan")},
+    "layouts of a number": {"layouts": np.float32(1)},
+    "offset": {"layouts": layout_record(sparse_core_shard_row_offset=1000)},
+    "no shape": {"layouts": layout_record(unsharded_shape=[])},
+    "no padded shape": {"layouts": layout_record(unsharded_padded_shape=[])},
+}
+
+
+@pytest.mark.parametrize("case", CRAFTED_BUNDLES)
 def test_crafted_files_of_tensorflow(
-    changes: dict[str, Any], tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+    case: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Their checksums are right."""
     names = [*STACKED, "_updates", "_sparse_core_table_layouts"]
@@ -334,7 +323,7 @@ def test_crafted_files_of_tensorflow(
         return prefix
 
     checkpoint.restore(models.make(te.SGD(0.1), sizes), save("whole", tensors))
-    prefix = save("crafted", tensors | changes)
+    prefix = save("crafted", tensors | CRAFTED_BUNDLES[case])
     assert_refused(prefix, tf.errors.DataLossError, capsys, sizes)
 
 
@@ -378,6 +367,23 @@ def test_names_that_no_file_can_have(
     before = sorted(tmp_path.iterdir())
     arguments = ["convert", path, str(tmp_path / "a\0b"), "--to", kind]
     assert main(["checkpoint", *arguments]) == 2
+    assert "a NUL character" in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("command", ["convert", "report"])
+def test_files_whose_names_have_a_nul(
+    command: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = models.make(te.SGD(0.1), {"films": (9, 2)})
+    path = checkpoint.save(source, tmp_path / "first")
+    before = sorted(tmp_path.iterdir())
+    arguments = {
+        "convert": [str(tmp_path / "arrays"), "--to=numpy", "--rename=films=a\0b"],
+        "report": ["--output", str(tmp_path / "r\0.html")],
+    }
+    start = ["checkpoint", "convert"] if command == "convert" else ["report"]
+    assert main([*start, path, *arguments[command]]) == 2
     assert "a NUL character" in capsys.readouterr().err
     assert sorted(tmp_path.iterdir()) == before
 

@@ -36,6 +36,7 @@ from tpu_embedding.checkpoint.checkpoint_view import (
     vector_owner,
 )
 from tpu_embedding.checkpoint.writing import SCRATCH, Progress, one_writer
+from tpu_embedding.errors import check_path
 from tpu_embedding.tables.rows import SLICE_BYTES, TableRows
 
 _FILE, _ARCHIVE, _CHECKSUMS = ".npy", ".npz", "checksums.json"
@@ -112,6 +113,7 @@ def write_numpy(
         *matrices,
         *vectors,
     ):  # Names in checkpoints must not lead out of the folder.
+        check_path(name)
         if not {"", ".", ".."}.isdisjoint(name.split("/")):
             raise ValueError(
                 f"Table or slot {name!r} cannot be a file below {path}. Rename the "

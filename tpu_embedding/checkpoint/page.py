@@ -17,6 +17,7 @@ from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint
 from tpu_embedding.checkpoint.command_line import TextProgress, printable
 from tpu_embedding.checkpoint.formats import read
 from tpu_embedding.checkpoint.statistics import TableReport, table_reports
+from tpu_embedding.errors import check_path
 from tpu_embedding.tables.rows import PARAMETERS
 from tpu_embedding.text import size_text
 
@@ -96,6 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _require_writable(path: str) -> None:
     """Fails before tables are read, and leaves what is at `path` as it is."""
+    check_path(path)
     existed = tf.io.gfile.exists(path)
     try:
         with tf.io.gfile.GFile(path, "a") as file:

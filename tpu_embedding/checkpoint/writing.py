@@ -26,6 +26,7 @@ from tpu_embedding.checkpoint import errors
 from tpu_embedding.checkpoint.checkpoint_view import Vector
 from tpu_embedding.checkpoint.object_graph import GRAPH_KEY, make_graph, variable_key
 from tpu_embedding.checkpoint.sparse_core_format import stack
+from tpu_embedding.errors import check_path
 from tpu_embedding.layout.partition import TableLayout
 from tpu_embedding.layout.plan import UPDATES
 from tpu_embedding.tables.rows import (
@@ -79,8 +80,7 @@ def one_writer(path: str) -> Iterator[None]:
     Raises:
       ValueError: If no file can have that name.
     """
-    if "\0" in path:  # TensorFlow would write to what stands before.
-        raise ValueError(f"A path cannot hold a NUL character. Received: {path!r}.")
+    check_path(path)
     if "://" in path or fcntl is None:
         yield
         return

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tpu_embedding import optimizers, user_code
 from tpu_embedding.config import DistributedOptions, FeatureConfig, TableConfig
-from tpu_embedding.errors import type_name
+from tpu_embedding.errors import check_path, type_name
 from tpu_embedding.nest_utils import flatten_with_paths
 from tpu_embedding.planning.placements import plan
 
@@ -38,6 +38,8 @@ class Configuration(NamedTuple):
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs `plan`."""
+    for path in (arguments.config, arguments.sample, arguments.svg):
+        check_path(path or "")
     config = load_configuration(arguments.config)
     batch_size = arguments.batch_size
     if batch_size is None:
@@ -137,11 +139,13 @@ def _batches(
         if path not in values:
             splits = values[f"{path}.row_splits"]
             counts[path] = len(splits) - 1
-            entries = len(values[f"{path}.values"])
-            if not len(splits) or splits[-1] != entries or (np.diff(splits) < 0).any():
+            entries = values[f"{path}.values"].shape
+            integers = splits.ndim == len(entries) == 1 and splits.dtype.kind in "iu"
+            if not integers or not _are_splits(splits, entries[0]):
                 raise ValueError(
-                    f"{name}: {path + '.row_splits'!r} must not decrease, and must end "
-                    f"with the {entries} entries of {path + '.values'!r}."
+                    f"{name}: {path + '.row_splits'!r} must be integers >= 0 that do "
+                    f"not decrease, and must end with the {entries[0]} entries of "
+                    f"{path + '.values'!r}. Both are vectors."
                 )
     if len({*counts.values()}) > 1 or min(counts.values()) < size:
         listed = ", ".join(f"{path}: {count}" for path, count in counts.items())
@@ -162,6 +166,11 @@ def _batches(
         yield tf.nest.pack_sequence_as(features, batch)
 
 
+def _are_splits(splits: np.ndarray, entries: int) -> bool:
+    ends = len(splits) and splits[0] >= 0 and splits[-1] == entries
+    return bool(ends) and not (splits[1:] < splits[:-1]).any()
+
+
 def _attribute(name: str) -> Any:
     """Returns MODULE:ATTRIBUTE; a function without arguments is called."""
     found = user_code.find(name)
@@ -175,7 +184,7 @@ def _is_optimizer(value: Any) -> bool:
 def _json(name: str, text: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # Also of numbers that are too long.
         raise ValueError(f"{name} is not JSON: {error}.") from error
 
 
@@ -188,7 +197,7 @@ def _yaml(name: str, text: str) -> Any:
         ) from error
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{name} is not YAML: {error}.") from error
 
 

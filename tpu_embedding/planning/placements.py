@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from tpu_embedding import tpu_generations
+from tpu_embedding import errors, tpu_generations
 from tpu_embedding.config import (
     DistributedOptions,
     FeatureConfig,
@@ -42,6 +42,7 @@ from tpu_embedding.tf_configs import (
 from tpu_embedding.tpu_generations import GENERATIONS, Generation
 
 _ID_AND_WEIGHT = 8  # Bytes: int32 and float32.
+_MOST_PROCESSES = 65_536  # Each of them is planned by itself.
 _NOT_COUNTED = {
     "v1": "how the hardware pads tables and what it keeps of a batch",
     "none": "how the compiler lays out tables and what else its program needs",
@@ -109,6 +110,9 @@ def plan(
         *(("processes", count) for count in processes),
     ):
         check_batch_size(argument, number)
+    if max(processes, default=0) > _MOST_PROCESSES:
+        allowed = f"at most {_MOST_PROCESSES:,}"
+        raise errors.argument_value("processes", max(processes), allowed)
     converted = convert_features(feature_config)
     own = make_plan(
         converted.paths,
