@@ -8,6 +8,7 @@ from tpu_embedding.checkpoint.trackable import TrackableTables
 from tpu_embedding.core import Core, do_not_convert
 from tpu_embedding.distribution import Topology
 from tpu_embedding.engines import EmbeddingOptions
+from tpu_embedding.engines.process_group import calling
 from tpu_embedding.layout.plan import make_plan
 from tpu_embedding.nest_utils import Structure
 from tpu_embedding.tables.growing import FrozenTable
@@ -83,8 +84,9 @@ class EmbeddingBase(TrackableTables):
           NotImplementedError: On TPU v2 to v4, where only the initialization of the TPU
             does this: save a checkpoint before it and restore it afterwards.
         """
-        if self.core.engine is not None:
-            self.core.engine.reset()
+        engine = self.core.engine_to_meet()
+        if engine is not None:
+            engine.reset()
 
     @property
     def embedding_tables(self) -> dict[Any, Any]:
@@ -163,6 +165,7 @@ class EmbeddingBase(TrackableTables):
         return self.core.evict(table)
 
     @property
+    @calling("embedding_tables")
     def variables(self) -> dict[Any, dict[str, Any]]:
         """As `embedding_tables`, with a dict of "parameters" and slots for each.
 

@@ -121,7 +121,9 @@ def train_around_refusals(strategy: Any, case: Case, path: str) -> Any:
     return raised, activations, training.tables_of(embedding)
 
 
-def _embedding(strategy: Any, version: int = 1, **arguments: Any) -> Any:
+def _embedding(
+    strategy: Any, version: int = 1, *, build: bool = True, **arguments: Any
+) -> Any:
     """An embedding of one feature, whose table has its row numbers as values."""
     table = te.TableConfig(
         8, 2, te.RowIdInitializer(), combiner="sum", name="films", placement="rows"
@@ -135,7 +137,8 @@ def _embedding(strategy: Any, version: int = 1, **arguments: Any) -> Any:
             distributed_options=options,
             **arguments,
         )
-    embedding.build()
+    if build:
+        embedding.build()
     return embedding
 
 
@@ -314,6 +317,37 @@ def call_alone(strategy: Any) -> dict[str, tuple[Any, list[float]]]:
         raised = failure(call if _is_last(strategy) else look_up)
         found[name] = raised, _step(embedding)
     return found
+
+
+def meet_unbuilt(strategy: Any, path: str) -> tuple[int, Any, list[float]]:
+    """Flushes and resets before there are tables in all processes but the last.
+
+    Returns:
+      How many resets were refused, what flush in all but the last raised, which
+      restores, and the table after a step.
+    """
+    alone = _is_last(strategy)
+    embedding = _embedding(
+        strategy, build=alone, pipeline_execution_with_tensor_core=True
+    )
+    embedding.flush()
+    embedding = _embedding(strategy, build=alone)
+    embedding.reset()
+    embedding = _embedding(strategy, pipeline_execution_with_tensor_core=True)
+    restore = functools.partial(te.checkpoint.restore, embedding, path)
+    raised = failure(restore if alone else embedding.flush)
+    embedding.enqueue({"film": tf.constant([1, 2])})
+    activations = embedding.dequeue()
+    refused = 0
+    try:
+        if alone:
+            raise tf.errors.FailedPreconditionError(None, None, "of its own")
+        embedding.apply_gradients({"film": tf.ones_like(activations["film"])})
+    except tf.errors.FailedPreconditionError:
+        refused = 0 if alone else 1
+        while "" not in failure(embedding.reset):
+            refused += 1
+    return refused, raised, _step(embedding)
 
 
 def evict_alone(strategy: Any) -> list[tuple[Any, list[int]]]:

@@ -89,13 +89,25 @@ def test_a_call_that_one_process_makes_alone_is_refused_in_all(two: Job) -> None
     good, bad = two.run("crossings.call_alone")
     for name, ((kind, text), table) in good.items():
         assert kind == "FailedPreconditionError", (name, text)
-        call = {"embedding_tables": "flush"}.get(name, name)
         assert "process 0 called embedding_lookup(training=False), " in text
-        assert f"but process 1 called {call}. Nothing has changed." in text
+        assert f"but process 1 called {name}. Nothing has changed." in text
         (own_kind, own_text), own_table = bad[name]
         assert (own_kind, own_table) == (kind, table)
         assert own_text.partition("The ")[2] == text.partition("The ")[2]
         assert table[:4] == [0.0, -1.0, 0.0, 3.0], name
+
+
+def test_calls_meet_in_a_process_without_tables(
+    two: Job, tmp_path: pathlib.Path
+) -> None:
+    """And a restore has a name; `reset` is repeated as docs/distributed.md says."""
+    for refused, (kind, text), table in two.run(
+        "crossings.meet_unbuilt", str(tmp_path)
+    ):
+        assert refused
+        assert kind == "FailedPreconditionError"
+        assert "process 0 called flush, but process 1 called restore." in text
+        assert table[:4] == [0.0, 0.0, 1.0, 3.0]
 
 
 def test_an_eviction_in_one_process_alone_evicts_nothing(two: Job) -> None:

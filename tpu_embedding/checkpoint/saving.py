@@ -23,6 +23,7 @@ from tpu_embedding.checkpoint.writing import (
     require_alike,
     write_tensorflow,
 )
+from tpu_embedding.engines.process_group import calling
 from tpu_embedding.errors import argument_type
 from tpu_embedding.layout.partition import TableLayout
 from tpu_embedding.layout.plan import UPDATES
@@ -33,6 +34,7 @@ DEFAULT_ROOT = "embedding"
 _SILENT = NoProgress()
 
 
+@calling("save")
 def save(
     embedding: Any,
     path: str | os.PathLike[str],
@@ -125,6 +127,7 @@ def save(
     )
 
 
+@calling("restore")
 def restore(
     embedding: Any,
     path: str | os.PathLike[str],

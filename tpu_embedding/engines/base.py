@@ -471,6 +471,8 @@ class Engine(Steps, TableStore):
     passes_tensors: ClassVar[bool] = False
     # True: tables may have a GrowingVocabulary.
     grows: ClassVar[bool] = False
+    # True: `flush` and `reset` are calls of all processes, also before the first step.
+    meets: ClassVar[bool] = False
     # The engine that stands in where a table has a function of the user's, or None.
     for_custom: ClassVar[str | None] = None
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import itertools
 import json
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,18 @@ _GROUP_KEY = 20_611
 _ALIGNMENT = 64  # of the parts of a message
 _INVALID_ARGUMENT = tf.errors.INVALID_ARGUMENT
 PHASES = ("construction", "enqueue", "lookup", "update", "checkpoint")
+
+_CALL = contextvars.ContextVar("_CALL", default="")
+
+
+@contextlib.contextmanager
+def calling(name: str) -> Iterator[None]:
+    """Names what the user calls, for the exchanges in it that have no name."""
+    token = _CALL.set(_CALL.get() or name)
+    try:
+        yield
+    finally:
+        _CALL.reset(token)
 
 
 class Channel:
@@ -72,8 +85,9 @@ class Channel:
             process comes back as it is.
           refusal: string scalar; if it is not empty in any process, this raises the
             error that it holds in all.
-          call: What the user called. If it differs in any process, this raises a
-            tf.errors.FailedPreconditionError in all, which names both.
+          call: What the user called; "" for the name of `calling`. If it differs in
+            any process, this raises a tf.errors.FailedPreconditionError in all, which
+            names both.
           queues: The step queue that owes what is exchanged, where one does.
 
         Returns:
@@ -88,7 +102,7 @@ class Channel:
                 queues=queues,
                 messages=messages,
                 refusal=refusal,
-                call=call,
+                call=call or _CALL.get(),
                 phase=phase,
             )
 
@@ -126,7 +140,7 @@ class Channel:
             found.append(whole[8 : 8 + size].tobytes())
         return found
 
-    def agree(self, phase: str, call: str) -> None:
+    def agree(self, phase: str, call: str = "") -> None:
         """Waits until all processes are in a call; fails in all if it differs."""
         with tf.device(self._device):
             nothing = [tf.zeros([0], tf.uint8)] * self.size

@@ -20,6 +20,7 @@ from tpu_embedding.checkpoint.writing import (
     require_alike,
     slice_spec,
 )
+from tpu_embedding.engines.process_group import calling
 from tpu_embedding.serving.conversion import ConvertedTable
 from tpu_embedding.serving.delta_files import (
     Base,
@@ -142,6 +143,7 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
             raise
         self._core.delta_writers[consumer] = self
 
+    @calling("export_delta")
     def export_delta(self, path: str | os.PathLike[str]) -> dict[str, int]:
         """Writes the rows that changed since the last delta.
 

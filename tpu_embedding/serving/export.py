@@ -12,6 +12,7 @@ import tensorflow as tf
 from tpu_embedding.checkpoint.trackable import SavesTables
 from tpu_embedding.checkpoint.writing import in_all_processes, require_alike
 from tpu_embedding.embedding_v0 import TPUEmbeddingV0
+from tpu_embedding.engines.process_group import calling
 from tpu_embedding.errors import argument_type
 from tpu_embedding.layout.plan import Plan
 from tpu_embedding.lookup.features import FeatureLookup
@@ -51,6 +52,7 @@ _SERVING_DEFAULT = "serving_default"
 _SHARE = 0.125  # Of the rows of a table that one delta may change.
 
 
+@calling("export")
 def export(
     source: Any,
     path: str | os.PathLike[str],

@@ -22,7 +22,7 @@ from tpu_embedding.engines.host.engine import HostEngine
 from tpu_embedding.engines.host.growing import GrowingPart, changed
 from tpu_embedding.engines.host.part import TablePart
 from tpu_embedding.engines.host.transport import Processes
-from tpu_embedding.engines.process_group import Channel, connect
+from tpu_embedding.engines.process_group import Channel, calling, connect
 from tpu_embedding.engines.telemetry import Counts, TableCounts
 from tpu_embedding.layout.partition import Run
 from tpu_embedding.layout.placement import Placement, place_tables, rows_of_plan
@@ -57,6 +57,7 @@ class ShardedEngine(HostEngine):
     """
 
     name = "sharded"
+    meets = True
     differentiates_weights = False
     for_custom = None
 
@@ -97,7 +98,8 @@ class ShardedEngine(HostEngine):
     def flush(self) -> None:
         """See `TableStore.flush`; with pipelining a call of all processes."""
         if self.pipelined:
-            self._channel.agree("update", "flush")
+            with calling("flush"):  # Unless it is part of another call.
+                self._channel.agree("update")
         super().flush()
 
     def reset(self) -> None:
@@ -252,7 +254,6 @@ class _GrowingInJob(GrowingState):
 
     def take_changed(self, consumer: str) -> Changed:
         """See `GrowingState.take_changed`: a call of all processes."""
-        self._agree("the reading of changes")
         return changed(self._gather(self._own.take_arrays(consumer), "changes of"))
 
     def read(self) -> dict[str, np.ndarray]:
