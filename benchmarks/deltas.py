@@ -1,6 +1,6 @@
 """What deltas cost a trainer, and how soon a served model has its rows.
 
-    python -m benchmarks.deltas [tracking] [publish] [--rounds 12]
+    python -m benchmarks.deltas [--only tracking] [--rounds 12]
 
 `tracking`: steps without a consumer, with one and with four, in turns; the least of all
 rounds counts. A step is enqueue, dequeue and apply_gradients without a dense model, so
@@ -20,7 +20,7 @@ import pathlib
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
@@ -28,6 +28,8 @@ import numpy as np
 import tensorflow as tf
 
 import tpu_embedding as te
+from benchmarks import options
+from benchmarks.peers import tpu_embedding
 from benchmarks.scenarios import SCENARIOS, Scenario
 
 BATCHES, REPEATS = 8, 4  # of a round
@@ -36,12 +38,7 @@ ROWS, DIM, CHANGED = 1_000_000, 64, 100_000
 
 def make_rounds(scenario: Scenario) -> Callable[[int], float]:
     """Returns a function that trains a round with consumers and returns its seconds."""
-    configs = [
-        te.FeatureConfig(
-            te.TableConfig(rows, scenario.dim, combiner="sum"), name=str(i)
-        )
-        for i, rows in enumerate(scenario.rows)
-    ]
+    configs = tpu_embedding.features(scenario)
     embedding = te.TPUEmbedding(configs, te.Adagrad(0.01))
     embedding.build()
     batches = [
@@ -148,18 +145,21 @@ def measure_publishing(storage: str, rounds: int) -> None:
     )
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Reads the arguments and measures."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", nargs="*", default=["tracking", "publish"])
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--scenarios", nargs="*", default=["dlrm", "one_hot"])
-    arguments = parser.parse_args()
-    if "tracking" in arguments.what:
-        measure_tracking(arguments.scenarios, arguments.rounds)
-    if "publish" in arguments.what:
+    parts = ["tracking", "publish"]
+    parser.add_argument("--only", nargs="+", choices=parts, default=parts)
+    parser.add_argument("--rounds", type=options.positive, default=12)
+    parser.add_argument(
+        "--scenarios", nargs="+", choices=list(SCENARIOS), default=["dlrm", "one_hot"]
+    )
+    flags = parser.parse_args(arguments)
+    if "tracking" in flags.only:
+        measure_tracking(flags.scenarios, flags.rounds)
+    if "publish" in flags.only:
         for storage in ("float32", "int8"):
-            measure_publishing(storage, arguments.rounds)
+            measure_publishing(storage, flags.rounds)
 
 
 if __name__ == "__main__":

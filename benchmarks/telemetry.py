@@ -18,6 +18,7 @@ from collections.abc import Callable
 import tensorflow as tf
 
 import tpu_embedding as te
+from benchmarks.peers import tpu_embedding
 from benchmarks.scenarios import SCENARIOS, Scenario
 
 STEPS = 100  # of a round
@@ -25,13 +26,7 @@ STEPS = 100  # of a round
 
 def make_steps(scenario: Scenario, every: int, *, counted: bool) -> Callable[[], float]:
     """Returns a function that trains a round and returns its seconds."""
-    configs = [
-        te.FeatureConfig(
-            te.TableConfig(rows, scenario.dim, combiner="sum"), name=str(i)
-        )
-        for i, rows in enumerate(scenario.rows)
-    ]
-    embedding = te.TPUEmbedding(configs, te.Adagrad(0.01))
+    embedding = te.TPUEmbedding(tpu_embedding.features(scenario), te.Adagrad(0.01))
     embedding.build()
     batches = [
         [tf.constant(ids) for ids in batch] for batch in scenario.batches(1, seed=1)

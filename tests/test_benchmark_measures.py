@@ -202,3 +202,11 @@ def test_the_model_of_a_step_is_written(
     scaling.main(["--rounds", "1", "--cores", "8", "--out", str(tmp_path)])
     assert len(json.loads((tmp_path / "scaling.json").read_text())) == 4
     assert "| tiny, adagrad | 1.00, 0.50 |" in (tmp_path / "scaling.md").read_text()
+
+
+def test_the_cost_of_tracking_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    deltas = importlib.import_module("benchmarks.deltas")
+    deltas.main(["--only", "tracking", "--scenarios", "tiny", "--rounds", "1"])
+    assert "ms for a step; one consumer" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        deltas.main(["--only", "publishing"])

@@ -171,7 +171,11 @@ def _write(
         checksums[name + _FILE] = checksum
 
     for name, rows in matrices.items():
-        dtype = rows.dtype if _is_floating(rows.dtype) else np.dtype(np.float32)
+        dtype = (
+            rows.dtype
+            if np.issubdtype(rows.dtype, np.floating)
+            else np.dtype(np.float32)
+        )
         slices = (rows.read(start, stop) for start, stop in rows.slices())
         write(name, rows.shape, dtype, slices)
     for name, vector in vectors.items():
@@ -292,9 +296,6 @@ def _loaded(path: str, load: Callable[[], Any]) -> Any:
         except ValueError as error:
             if "allow_pickle" not in str(error):
                 raise
-            reason = "it holds Python objects, or no header of NumPy"  # No advice to
-            raise errors.corrupted(path, reason) from error  # run code of the file.
-
-
-def _is_floating(dtype: np.dtype[Any]) -> bool:
-    return np.issubdtype(dtype, np.floating)
+            # Not NumPy's own words: they advise to run code of the file.
+            reason = "it holds Python objects, or no header of NumPy"
+            raise errors.corrupted(path, reason) from error
