@@ -63,6 +63,22 @@ def test_a_batch_that_must_stay_stays(wrap: Any) -> None:
     del raised
 
 
+def test_put_takes_the_mutex_after_its_batch_is_made() -> None:
+    """A check of the batch that fails in a branch cancels what waits for a mutex.
+
+    TensorFlow would raise that CancelledError instead of the error of the check.
+    """
+    ring = BatchRing()
+
+    @tf.function
+    def put(number: tf.Tensor) -> None:
+        ring.put(tf.identity(pack([number]), name="made"), training=True)
+
+    graph = put.get_concrete_function(NUMBER).graph
+    (lock,) = (op for op in graph.get_operations() if op.type == "MutexLock")
+    assert graph.get_operation_by_name("made") in lock.control_inputs
+
+
 def test_threads_share_a_ring(wrap: Any) -> None:
     """Two threads put, one takes: nothing is lost, and each thread's order stays."""
     ring = BatchRing()

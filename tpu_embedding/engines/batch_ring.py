@@ -128,7 +128,9 @@ class BatchRing:
             with tf.control_dependencies([stored]):
                 return [], [self._count(counts._replace(put=counts.put + 1))]
 
-        return self._call(change)
+        # Its checks first: a call that waits for the mutex would hide their error.
+        with tf.control_dependencies([batch]):
+            return self._call(change)
 
     def check_batch(self) -> list[Any]:
         """Control inputs for ops that must not run if `take` would be refused."""
