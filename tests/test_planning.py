@@ -5,6 +5,7 @@ from __future__ import annotations
 import cProfile
 import json
 import pathlib
+import tracemalloc
 import xml.etree.ElementTree
 from typing import Any
 
@@ -79,8 +80,8 @@ def test_stacks_of_sparse_cores_on_paper() -> None:
     batch, activations = 4 * (32 * 64 * 3 + pointers), 4 * 32 * 8
     assert place.buffer_bytes == batch
     # Outside of SparseCores a row of 8 columns is stored as 128.
-    assert place.program_bytes == 2**20 + 2 * activations + 4 * 32 * 128
-    assert place.padding_bytes == activations + 4 * 32 * 128
+    assert place.program_bytes == 2**20 + activations + 2 * (4 * 32 * 128)
+    assert place.padding_bytes == 2 * (4 * 32 * 128)
     used = 4 * rows + place.buffer_bytes + place.program_bytes
     assert place.device_bytes == (used,) * 4
     pipelined = te.plan(
@@ -93,6 +94,24 @@ def test_stacks_of_sparse_cores_on_paper() -> None:
     found = placement(pipelined, "v6e:2x2")
     assert found.buffer_bytes == 2 * batch + activations
     assert found.program_bytes == place.program_bytes + batch + activations
+
+
+@pytest.mark.parametrize(
+    ("dim", "floats"),
+    [(1, 256), (8, 136), (12, 256), (64, 320), (128, 384), (136, 648), (256, 512)],
+)
+def test_activations_are_planned_as_libtpu_stores_them(dim: int, floats: int) -> None:
+    """So many floats of a sample programs for v6e:1x1 need beside their arguments."""
+    samples = 2**18
+    report = te.plan(
+        te.FeatureConfig(table(1000, dim)),
+        te.SGD(0.1),
+        batch_size=samples,
+        topologies=["v6e:1x1"],
+        processes=[],
+    )
+    planned = placement(report, "v6e:1x1").program_bytes / (4 * samples)
+    assert floats <= planned < floats + 20
 
 
 def test_what_a_custom_combiner_gets_is_planned() -> None:
@@ -135,23 +154,42 @@ def ragged(rng: np.random.Generator, rows: int, samples: int) -> tf.RaggedTensor
     return tf.RaggedTensor.from_row_lengths(ids.astype(np.int64), lengths)
 
 
-def test_limits_are_those_of_the_preprocessor(rng: np.random.Generator) -> None:
+@pytest.mark.parametrize(("topology", "devices"), [("v5p:1x1x1", 1), ("v5p:2x2x1", 4)])
+def test_limits_are_those_of_the_preprocessor(
+    topology: str, devices: int, rng: np.random.Generator
+) -> None:
     """`compute_sparse_core_requirements` partitions the batch of one replica."""
     features = {
         name: te.FeatureConfig(table(rows, 8, name), output_shape=[64], name=name)
         for name, rows in (("a", 1000), ("b", 50))
     }
-    batches = [{"a": ragged(rng, 1000, 64), "b": ragged(rng, 50, 64)} for _ in range(3)]
+    batches = [
+        {"a": ragged(rng, 1000, 64 * devices), "b": ragged(rng, 50, 64 * devices)}
+        for _ in range(3)
+    ]
     report = te.plan(
-        features, te.SGD(0.1), topologies=["v5p:1x1x1"], sample=batches, processes=[2]
+        features,
+        te.SGD(0.1),
+        topologies=[topology, "v5p:2x2x2"],
+        sample=batches,
+        processes=[2],
     )
-    (own,) = placement(report, "v5p:1x1x1").limits
+    (own,) = placement(report, topology).limits
     needs = [
         te.TPUEmbeddingV2.compute_sparse_core_requirements(
-            batch, features, 1, 4, te.SGD(0.1)
+            {name: ids[64 * i : 64 * (i + 1)] for name, ids in batch.items()},
+            features,
+            devices,
+            4,
+            te.SGD(0.1),
         )
         for batch in batches
+        for i in range(devices)
     ]
+    # Its 8 devices have larger batches.
+    other = placement(report, "v5p:2x2x2")
+    assert not other.limits
+    assert f"feature a has batches of {64 * devices} samples" in other.not_counted
     assert own.stack == "a_b"
     assert own.max_ids == max(int(n.max_ids["a_b"]) for n in needs)
     assert own.max_unique_ids == max(int(n.max_unique_ids["a_b"]) for n in needs)
@@ -164,6 +202,39 @@ def test_limits_are_those_of_the_preprocessor(rng: np.random.Generator) -> None:
     assert first.ids_per_step == np.mean([len(i) for i in ids])
     assert first.distinct_ids_per_step == np.mean([len(np.unique(i)) for i in ids])
     assert first.distinct_ids == len(np.unique(np.concatenate(ids)))
+
+
+def test_suggested_limits_can_be_set(rng: np.random.Generator) -> None:
+    """A CustomOptimizer compiles with at most 4 ids for a sample of a SparseCore."""
+    custom = te.CustomOptimizer(lambda gradient, row, *_: row - gradient, 0.1)
+    feature = te.FeatureConfig(table(1000, 8), output_shape=[16], name="f")
+    report = te.plan(
+        feature,
+        custom,
+        topologies=["v6e:1x1"],
+        sample=[rng.integers(0, 1000, (16, 30))],
+    )
+    (own,) = placement(report, "v6e:1x1").limits
+    assert own.max_unique_ids > 32
+    assert (own.suggested_max_ids, own.suggested_max_unique_ids) == (32, 32)
+    assert own.beyond_suggested == own.beyond_default > 0
+
+
+def test_limits_of_many_sparse_cores_take_little_memory() -> None:
+    """16,384 SparseCores have 268 million partitions, nearly all of them empty."""
+    tracemalloc.start()
+    report = te.plan(
+        te.FeatureConfig(table(10**9, 8)),
+        te.SGD(0.1),
+        topologies=["v5p:16x16x16"],
+        processes=[],
+        sample=[np.arange(2**16), np.zeros([2**16, 0], np.int64)],
+    )
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    (own,) = placement(report, "v5p:16x16x16").limits
+    assert (own.max_ids, own.max_unique_ids) == (1, 1)
+    assert peak < 2**26
 
 
 @pytest.mark.parametrize(
@@ -231,7 +302,6 @@ def test_ids_beyond_limits_and_out_of_range(rng: np.random.Generator) -> None:
         te.SGD(0.1),
         topologies=["v6e:1x1"],
         sample=[tf.sparse.from_dense(ids[1:] // 2 + 1)],
-        batch_size=4096,
     )
     assert sparse.statistics[0].ids_per_sample == 8.0
 
@@ -588,8 +658,14 @@ def test_what_does_not_fit_says_by_how_much() -> None:
         ({"sample": []}, "no batches"),
         ({"sample": [3]}, "a scalar"),
         ({"sample": [np.array([0.5])]}, "not whole"),
+        ({"sample": [tf.ragged.constant([[[1], [2, 3]]])]}, "several ragged axes"),
+        ({"batch_size": 8, "sample": [np.zeros(4)]}, "sample have 4 samples, and `bat"),
+        (
+            {"batch_size": 8, "sample": [np.zeros(8), np.zeros(4), np.zeros(9)]},
+            "sample have 9 samples, and `batch_size` is 8",
+        ),
     ],
-    ids=range(7),
+    ids=range(10),
 )
 def test_arguments(arguments: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):

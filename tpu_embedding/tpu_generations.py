@@ -274,6 +274,16 @@ def topology(name: str) -> tuple[Generation, int]:
     return found, chips * found.devices_per_chip
 
 
+def libtpu_name(topology: str) -> str:
+    """The name that libtpu knows.
+
+    >>> libtpu_name("7x:2x2x1"), libtpu_name("tpuv6e:2x2")
+    ('tpu7x:2x2x1', 'v6e:2x2')
+    """
+    bare = topology.removeprefix("tpu")
+    return bare if bare.startswith("v") else f"tpu{bare}"
+
+
 def require_power_of_two(name: str, devices: int) -> None:
     """Refuses a topology whose SparseCores the compiler has no programs for.
 

@@ -80,10 +80,13 @@ def program_bytes(
     pending = _batch_bytes(partitioning, stack) + activations
     if padded:
         stored = stack.samples * stored_row_bytes(stack.width)
-        narrow, wide = stack.width <= 8, stack.width > TENSOR_CORE_LANES
-        activations = (1 if narrow else 2) * stored + (
-            0 if wide else (2 if narrow else 1) * activations
-        )
+        dims = {place.unsharded_shape[1] for place in stack.layouts}
+        if dims == {stack.width} == {8}:  # No columns are cut off or added.
+            activations = stored + 2 * activations
+        elif stack.width > TENSOR_CORE_LANES and activations == stored:
+            activations = 2 * stored
+        else:
+            activations += 2 * stored
         rows = -(-_max_valency(partitioning, stack) // VALENCY_MULTIPLE)
         rows *= VALENCY_MULTIPLE * _COMBINER_ARRAYS
         activations += rows * _activation_bytes(stack)

@@ -32,7 +32,7 @@ from tpu_embedding.layout.stacking import make_layout
 from tpu_embedding.nest_utils import Structure
 from tpu_embedding.planning.machines import Machines
 from tpu_embedding.planning.report import PlannedPlacement, PlanReport, table_arrays
-from tpu_embedding.planning.sample import Sample, Traffic, to_feature_ids
+from tpu_embedding.planning.sample import Batch, Sample, Traffic, to_feature_ids
 from tpu_embedding.tf_configs import (
     check_batch_size,
     convert_features,
@@ -130,9 +130,11 @@ def plan(
         counts = Sample.of(own, batches)
         if batch_size is None:
             batch_size = max(f.num_samples for f in batches[0])
+        else:
+            _check_sample(own, batches, batch_size)
     if batch_size is None:
         for spec in own.features:
-            if spec.config.output_shape is None or None in spec.config.output_shape:
+            if not _has_full_shape(spec.config):
                 raise ValueError(
                     f"Feature {spec.path} has no full `output_shape`. Pass "
                     "`batch_size`, or a sample."
@@ -181,6 +183,19 @@ def _read(feature_config: Any, own: Plan, sample: Iterable[Any]) -> Iterator[lis
             to_feature_ids(spec.path, value)
             for spec, value in zip(own.features, values, strict=True)
         ]
+
+
+def _check_sample(own: Plan, batches: Sequence[Batch], batch_size: int) -> None:
+    """The last batch of a data set may be short."""
+    for spec in own.features:
+        found = max(batch[spec.index].num_samples for batch in batches)
+        if not _has_full_shape(spec.config) and found != batch_size:
+            raise ValueError(
+                f"Feature {spec.path}: the batches of the sample have {found} samples, "
+                f"and `batch_size` is {batch_size}. A batch of the sample is that of "
+                "one step in all devices: batch it so, or leave `batch_size` out. A "
+                "feature of several axes needs an `output_shape`."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,9 +254,8 @@ class _Planner:
         """Samples of each feature in the batch of all of some replicas."""
         found: list[float] = []
         for spec in self.plan.features:
-            shape = spec.config.output_shape
-            if shape is not None and None not in shape:
-                found.append(math.prod(shape) * parts)
+            if _has_full_shape(spec.config):
+                found.append(math.prod(spec.config.output_shape) * parts)
             else:
                 assert self.batch_size is not None
                 found.append(self.batch_size * (spec.config.max_sequence_length or 1))
@@ -271,16 +285,12 @@ class _Planner:
                 ),
                 None,
             )
-        return PlannedPlacement(
-            name=name,
-            kind="tpu",
-            num_devices=devices,
-            capacity=generation.hbm_bytes,
-            device_bytes=(sum(by_table.values()) + buffers,) * devices,
-            table_bytes=(sum(by_table.values()),) * devices,
+        return _place(
+            name,
+            generation,
+            devices,
+            by_table,
             buffer_bytes=buffers,
-            by_table=by_table,
-            location=dict.fromkeys(by_table, "all"),
             excesses=tuple(
                 limits.whole_table_excesses(
                     self.plan, generation, shared, step_bytes=buffers
@@ -331,18 +341,7 @@ class _Planner:
             partitioning = make_partitioning(own, layout, options, self.config)
         except (ValueError, NotImplementedError) as error:
             by_table = {n: -(-s // devices) for n, s in self._bytes.items()}
-            return PlannedPlacement(
-                name=name,
-                kind="tpu",
-                num_devices=devices,
-                capacity=generation.hbm_bytes,
-                device_bytes=(sum(by_table.values()),) * devices,
-                table_bytes=(sum(by_table.values()),) * devices,
-                buffer_bytes=0,
-                by_table=by_table,
-                location=dict.fromkeys(by_table, "all"),
-                unsupported=str(error),
-            )
+            return _place(name, generation, devices, by_table, unsupported=str(error))
         by_table: dict[str, int] = {}
         buffers = program = padding = 0
         for stack in layout.stacks:
@@ -366,26 +365,22 @@ class _Planner:
             for index, height in zip(stack.tables, heights, strict=True):
                 share = size * height // stack.rows_per_shard
                 by_table[own.tables[index].name] = share
-        needs, per_sample = [], None
+        needs, per_sample, not_counted = [], None, ""
         if self.sample is not None:
-            needs, per_sample = self.sample.limits(
+            needs, per_sample, not_counted = self.sample.limits(
                 own, layout, partitioning, generation
             )
-        used = sum(by_table.values()) + buffers + program
-        return PlannedPlacement(
-            name=name,
-            kind="tpu",
-            num_devices=devices,
-            capacity=generation.hbm_bytes,
-            device_bytes=(used,) * devices,
-            table_bytes=(sum(by_table.values()),) * devices,
+        return _place(
+            name,
+            generation,
+            devices,
+            by_table,
             buffer_bytes=buffers,
             program_bytes=program,
             padding_bytes=padding,
-            by_table=by_table,
-            location=dict.fromkeys(by_table, "all"),
             limits=tuple(needs),
             max_ids_per_chip_per_sample=per_sample,
+            not_counted=not_counted,
             excesses=tuple(
                 limits.sparse_core_excesses(
                     own,
@@ -402,8 +397,8 @@ class _Planner:
         """The plan with an output shape for each feature."""
         features = []
         for spec in self.plan.features:
-            config, shape = spec.config, spec.config.output_shape
-            if shape is None or None in shape:
+            config = spec.config
+            if not _has_full_shape(config):
                 assert self.batch_size is not None
                 if self.batch_size % replicas:
                     raise ValueError(
@@ -419,3 +414,30 @@ class _Planner:
                 )
             features.append(dataclasses.replace(spec, config=config))
         return dataclasses.replace(self.plan, features=tuple(features))
+
+
+def _has_full_shape(config: FeatureConfig) -> bool:
+    return config.output_shape is not None and None not in config.output_shape
+
+
+def _place(
+    name: str,
+    generation: Generation,
+    devices: int,
+    by_table: dict[str, int],
+    **others: Any,
+) -> PlannedPlacement:
+    """A topology, each of whose devices has the same of every table."""
+    tables = sum(by_table.values())
+    step = others.setdefault("buffer_bytes", 0) + others.get("program_bytes", 0)
+    return PlannedPlacement(
+        name=name,
+        kind="tpu",
+        num_devices=devices,
+        capacity=generation.hbm_bytes,
+        device_bytes=(tables + step,) * devices,
+        table_bytes=(tables,) * devices,
+        by_table=by_table,
+        location=dict.fromkeys(by_table, "all"),
+        **others,
+    )

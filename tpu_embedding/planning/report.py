@@ -92,11 +92,12 @@ class StackLimits:
       suggested_max_ids: For max_ids_per_table: a quarter more, a multiple of 8.
       suggested_max_unique_ids: For max_unique_ids_per_table: the same, but no more
         than the TPU compiles.
-      beyond_default: Share of ids beyond the default limits of a partition: their
-        steps fail, or are split with minibatching=True.
+      beyond_default: Share of ids beyond the limits of a partition, which are the
+        defaults where the configuration has none: their steps fail, or are split with
+        minibatching=True.
       beyond_suggested: The same for the suggested limits.
       dropped: Share of ids that would be dropped with allow_id_dropping=True at the
-        default max_ids_per_chip_per_sample.
+        max_ids_per_chip_per_sample of the configuration.
       shard_balance: Ids of the busiest SparseCore over their mean; 1 is even.
     """
 
@@ -138,7 +139,7 @@ class PlannedPlacement:
         others do not: a row of them may be stored as a multiple of 128 columns.
       initializer_bytes: Of `device_bytes`, what initializers that make a whole table at
         a time need on the fullest, beyond tables, slots and a step.
-      not_counted: What `device_bytes` leaves out, or "".
+      not_counted: What the plan leaves out, or "".
       table_bytes: Of `device_bytes`, tables and slots.
     """
 
@@ -334,7 +335,7 @@ def _limit_rows(placement: PlannedPlacement) -> Iterable[list[str]]:
         "distinct",
         "set max_ids to",
         "max_unique to",
-        "beyond 256",
+        "beyond now",
         "beyond these",
         "dropped",
         "balance",

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from tpu_embedding.layout.partitioning import (
-    DEFAULT_MAX_IDS_PER_TABLE,
-    DEFAULT_MAX_UNIQUE_IDS_PER_TABLE,
-    Partitioning,
-)
+from tpu_embedding.layout.partitioning import Partitioning, custom_limit
 from tpu_embedding.layout.plan import Plan
 from tpu_embedding.layout.stacking import Layout
 from tpu_embedding.planning.report import StackLimits, TableStatistics
@@ -61,6 +58,11 @@ Batch = Sequence[FeatureIds]
 def to_feature_ids(path: str, value: Any) -> FeatureIds:
     """Converts a dense array, a RaggedTensor or a SparseTensor of ids."""
     if hasattr(value, "row_splits"):
+        if hasattr(value.values, "row_splits"):
+            raise ValueError(
+                f"Feature {path}: the sample has a RaggedTensor of several ragged "
+                "axes. Merge them with merge_dims: a row has the ids of a sample."
+            )
         lengths = np.diff(np.asarray(value.row_splits, np.int64))
         ids = np.asarray(value.values).reshape(-1)
         samples = np.repeat(np.arange(len(lengths)), lengths)
@@ -75,9 +77,9 @@ def to_feature_ids(path: str, value: Any) -> FeatureIds:
         dense = np.asarray(value)
         if dense.ndim == 0:
             raise ValueError(f"Feature {path}: the sample has a scalar. Batch it.")
-        dense = dense.reshape(-1, 1 if dense.ndim == 1 else dense.shape[-1])
-        ids, count = dense.reshape(-1), len(dense)
-        samples, positions = np.divmod(np.arange(len(ids)), dense.shape[1])
+        *places, width = dense.shape if dense.ndim > 1 else (len(dense), 1)
+        ids, count = dense.reshape(-1), math.prod(places)
+        samples, positions = np.divmod(np.arange(len(ids)), max(width, 1))
     if ids.dtype.kind not in "iuf":
         raise ValueError(
             f"Feature {path}: the sample has values of {ids.dtype}, and ids are "
@@ -149,50 +151,63 @@ class Sample:
             )
         return found
 
+    def _other_batches(self, plan: Plan, layout: Layout, replicas: int) -> str:
+        """Says that batches are not those of so many replicas, or ""."""
+        for spec, samples in zip(plan.features, layout.samples, strict=True):
+            rows = (layout.output_shapes[spec.index] or ())[:1]
+            found = max(batch[spec.index].num_samples for batch in self.batches)
+            wanted = samples * replicas
+            # Ragged rows may fill several axes.
+            if found not in (wanted, math.prod(rows) * replicas):
+                return (
+                    f"what the sample needs of SparseCores: feature {spec.path} has "
+                    f"batches of {found} samples there, and {wanted} in a step of "
+                    f"{replicas} devices"
+                )
+        return ""
+
     def limits(
         self,
         plan: Plan,
         layout: Layout,
         partitioning: Partitioning,
         generation: Generation,
-    ) -> tuple[list[StackLimits], int]:
-        """Returns what each stack needs, and a max_ids_per_chip_per_sample."""
+    ) -> tuple[list[StackLimits], int | None, str]:
+        """What each stack needs, a max_ids_per_chip_per_sample, or why not."""
+        other = self._other_batches(plan, layout, partitioning.num_replicas)
+        if other:
+            return [], None, other
         found, per_sample = [], 1
         for index, stack in enumerate(layout.stacks):
             needs = [
-                _partition(plan, layout, partitioning, index, batch)
+                _need(plan, layout, partitioning, index, batch)
                 for batch in self.batches
             ]
-            required = max(int(need.required.max()) for need in needs)
-            own, capacity = (
-                _stack_limits(
-                    stack.name,
-                    needs,
-                    (generation, partitioning.num_shards),
-                    stack.samples * partitioning.max_ids_per_chip_per_sample,
-                ),
-                max(stack.samples, 1),
-            )
-            per_sample = max(per_sample, -(-int(required * _HEADROOM) // capacity))
+            compiled = custom_limit(plan, stack, partitioning.sparse_cores_per_device)
+            own = _stack_limits(needs, partitioning, index, generation, compiled)
+            wanted = int(own.required_ids * _HEADROOM)
+            per_sample = max(per_sample, -(-wanted // max(stack.samples, 1)))
             found.append(own)
-        return found, -(-per_sample // 8) * 8
+        return found, -(-per_sample // 8) * 8, ""
 
 
 class _Need(NamedTuple):
     """What one batch needs of one stack.
 
     Attributes:
-      counts: Ids of each partition, [SparseCores, shards].
-      unique: Distinct ids of each partition.
+      partitions: Those with ids, ascending: SparseCore x shards + shard.
+      counts: Ids of each of them.
+      unique: Distinct ids of each of them.
       required: Id buffer of each device.
     """
 
+    partitions: np.ndarray
     counts: np.ndarray
     unique: np.ndarray
     required: np.ndarray
 
 
-def _partition(
+def _need(
     plan: Plan, layout: Layout, partitioning: Partitioning, stack: int, batch: Batch
 ) -> _Need:
     shards, cores = partitioning.num_shards, partitioning.sparse_cores_per_device
@@ -208,54 +223,59 @@ def _partition(
             # An id that occurs twice in a sample is one entry of twice the gain.
             height = table.unsharded_shape[0]
             samples, ids = np.divmod(np.unique(samples * height + ids), height)
-        shard = table.partition.owner(ids)
         # SparseCores have equal blocks of the samples, in order.
         core = samples * shards // max(filled.num_samples, 1)
-        partitions.append(core * shards + shard)
+        partitions.append(core * shards + table.partition.owner(ids))
         rows.append(table.partition.local(ids))
     partition, row = np.concatenate(partitions), np.concatenate(rows)
-    counts = np.bincount(partition, minlength=shards * shards)
+    found, counts = np.unique(partition, return_counts=True)
     height = layout.stacks[stack].rows_per_shard
     distinct = np.unique(partition * height + row) // height
-    unique = np.bincount(distinct, minlength=shards * shards)
     padded = -(-counts // _ENTRIES_MULTIPLE) * _ENTRIES_MULTIPLE
-    required = padded.reshape(-1, cores * shards).sum(1)
-    return _Need(counts, unique, required)
+    required = np.bincount(
+        found // (cores * shards), padded, minlength=partitioning.num_replicas
+    )
+    return _Need(
+        found, counts, np.unique(distinct, return_counts=True)[1], required.astype(int)
+    )
 
 
 def _stack_limits(
-    name: str, needs: Sequence[_Need], place: tuple[Generation, int], capacity: int
+    needs: Sequence[_Need],
+    partitioning: Partitioning,
+    index: int,
+    generation: Generation,
+    compiled: int | None,
 ) -> StackLimits:
-    counts = np.stack([need.counts for need in needs])
-    unique = np.stack([need.unique for need in needs])
-    required = np.stack([need.required for need in needs])
+    """The limits of one stack, of which `compiled` is the most that it can have."""
+    table, shards = partitioning.tables[index], partitioning.num_shards
+    partitions, counts, unique, required = map(np.concatenate, zip(*needs, strict=True))
     total = max(int(counts.sum()), 1)
-    max_ids, max_unique = int(counts.max()), int(unique.max())
-    generation, cores = place
-    multiple = generation.id_multiple
-    suggested_unique = min(
-        _with_headroom(max_unique, multiple), generation.max_unique_ids(cores)
+    max_ids, max_unique = (int(own.max(initial=0)) for own in (counts, unique))
+    multiple, caps = generation.id_multiple, [] if compiled is None else [compiled]
+    suggested_unique = _suggested(
+        max_unique, multiple, generation.max_unique_ids(shards), *caps
     )
-    suggested = min(
-        _with_headroom(max_ids, multiple), generation.max_ids(cores, suggested_unique)
+    suggested = _suggested(
+        max_ids, multiple, generation.max_ids(shards, suggested_unique), *caps
     )
 
     def beyond(ids: int, distinct: int) -> float:
-        over = np.maximum(counts - ids, 0)
         # At least one entry for each distinct id too many.
-        return float(np.maximum(over, unique - distinct).clip(0).sum() / total)
+        over = np.maximum(counts - ids, unique - distinct)
+        return float(over.clip(0).sum() / total)
 
-    shards = round(counts.shape[1] ** 0.5)
-    by_shard = counts.reshape(len(needs), shards, shards).sum((0, 1))
+    capacity = table.samples * partitioning.max_ids_per_chip_per_sample
+    by_shard = np.bincount(partitions % shards, counts, shards)
     return StackLimits(
-        stack=name,
+        stack=table.name,
         max_ids=max_ids,
         max_unique_ids=max_unique,
         required_ids=int(required.max()),
         suggested_max_ids=suggested,
         suggested_max_unique_ids=suggested_unique,
         beyond_default=beyond(
-            DEFAULT_MAX_IDS_PER_TABLE, DEFAULT_MAX_UNIQUE_IDS_PER_TABLE
+            table.max_ids_per_partition, table.max_unique_ids_per_partition
         ),
         beyond_suggested=beyond(suggested, suggested_unique),
         dropped=float(np.maximum(required - capacity, 0).sum() / total),
@@ -263,8 +283,9 @@ def _stack_limits(
     )
 
 
-def _with_headroom(count: int, multiple: int) -> int:
-    return max(-(-int(count * _HEADROOM) // multiple) * multiple, multiple)
+def _suggested(count: int, multiple: int, *most: int) -> int:
+    wanted = -(-int(count * _HEADROOM) // multiple) * multiple
+    return min(max(wanted, multiple), *most)
 
 
 def expected_distinct(rows: int, entries: float) -> float:
@@ -305,37 +326,24 @@ class Traffic:
                 for table in plan.tables
             }
             return cls(dict(entries), entries, distinct)
-        parts: list[tuple[Batch, list[np.ndarray]]] = [
-            (
-                batch,
-                [f.samples < -(-f.num_samples // processes) for f in batch],
+        batches = sample.batches
+
+        def mean(count: Callable[[Batch], int]) -> float:
+            return float(np.mean([count(batch) for batch in batches]))
+
+        def of_the_first(feature: FeatureIds) -> np.ndarray:
+            """The ids of the first process."""
+            end = -(-feature.num_samples // processes)
+            return feature.ids[feature.samples < end]
+
+        def distinct_ids(features: Sequence[int]) -> Callable[[Batch], int]:
+            return lambda batch: len(
+                np.unique(np.concatenate([of_the_first(batch[f]) for f in features]))
             )
-            for batch in sample.batches
-        ]
+
+        numbers = range(len(plan.features))
         return cls(
-            {
-                f: float(np.mean([b[f].num_samples for b, _ in parts])) / processes
-                for f in range(len(plan.features))
-            },
-            {
-                f: float(np.mean([len(b[f].ids) for b, _ in parts])) / processes
-                for f in range(len(plan.features))
-            },
-            {
-                table.index: float(
-                    np.mean(
-                        [
-                            len(
-                                np.unique(
-                                    np.concatenate(
-                                        [b[f].ids[first[f]] for f in table.features]
-                                    )
-                                )
-                            )
-                            for b, first in parts
-                        ]
-                    )
-                )
-                for table in plan.tables
-            },
+            {f: mean(lambda b, f=f: b[f].num_samples) / processes for f in numbers},
+            {f: mean(lambda b, f=f: len(b[f].ids)) / processes for f in numbers},
+            {table.index: mean(distinct_ids(table.features)) for table in plan.tables},
         )

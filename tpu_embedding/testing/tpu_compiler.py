@@ -501,7 +501,7 @@ def check(
         hlo = lower(program)
         facts["compiled_limits"] = compiled_limits(hlo)
         executable, facts["kind"] = compile_program(
-            topology.replace("7x:", "tpu7x:").replace("tputpu", "tpu"),
+            tpu_generations.libtpu_name(topology),
             hlo,
             program.updated,
             enter,
