@@ -209,11 +209,35 @@ void TestSweepsInSlices() {
     for (int64_t i = 0; i < 1000; ++i) ids[i] = step * 1000 + i;
     const int64_t before = table.vocabulary.counts().evicted;
     CHECK_TRUE(!table.Update(ids));
-    CHECK_LE(table.vocabulary.counts().evicted - before, 65536);
+    CHECK_LE(table.vocabulary.counts().evicted - before, 8192);
     CHECK_LE(table.vocabulary.num_ids(), kRows);
   }
   CHECK_TRUE(!table.Has(0) && table.Has(399999));
   CHECK_GE(table.vocabulary.num_ids(), kRows / 2);
+}
+
+// What a sample chooses: rows used once go, also where each second row is used
+// twice, and the table keeps what min_rows says.
+void TestLargeTableChoosesBySample() {
+  constexpr int64_t kRows = 200000;
+  VocabularyOptions options = Options(kRows);
+  options.eviction = Eviction::kLeastFrequent;
+  options.min_rows = kRows * 6 / 10;
+  Table table(options);
+  std::vector<int64_t> once, twice, fresh(1000);
+  for (int64_t id = 0; id < kRows - 1000; ++id) {
+    (id % 2 ? once : twice).push_back(id);
+  }
+  for (const auto* ids : {&once, &twice, &twice}) {
+    CHECK_TRUE(!table.Update(*ids));
+  }
+  for (int64_t step = 0; step < 20; ++step) {
+    for (int64_t i = 0; i < 1000; ++i) fresh[i] = kRows * (step + 1) + i;
+    CHECK_TRUE(!table.Update(fresh));
+  }
+  for (const int64_t id : twice) CHECK_TRUE(table.Has(id));
+  CHECK_GE(table.vocabulary.counts().evicted, kRows * 3 / 10);
+  CHECK_GE(table.vocabulary.num_ids(), options.min_rows);
 }
 
 // Where the system reserves less than is needed, memory moves.
@@ -254,6 +278,7 @@ int main() {
   tpu_embedding::TestEvictWithoutSurplus();
   tpu_embedding::TestHeldRowsStay();
   tpu_embedding::TestSweepsInSlices();
+  tpu_embedding::TestLargeTableChoosesBySample();
   tpu_embedding::TestMemoryThatMoves();
   tpu_embedding::TestMemoryAround();
 }

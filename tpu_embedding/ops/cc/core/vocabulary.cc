@@ -9,9 +9,13 @@
 namespace tpu_embedding {
 namespace {
 
-// Rows that an update looks at to give some up, unless it needs more: about a
-// millisecond.
+// Rows that an update looks at to give some up, and that it gives up, unless it
+// needs more: about a millisecond.
 constexpr int64_t kRowsPerSlice = 65536;
+constexpr int64_t kEvictionsPerSlice = 8192;
+
+// Rows by which a sweep begins to choose; of larger tables they are a sample.
+constexpr int64_t kRowsPerSample = 65536;
 
 constexpr int64_t kStateSize = 11;
 
@@ -63,7 +67,9 @@ Error Vocabulary::Decide(const UnknownIds& unknown, const Hold& hold,
     ++decision->num_admitted;
   }
   int64_t most = room();
-  if (decision->num_admitted > most && Evicts()) most += CountEvictable(hold);
+  if (decision->num_admitted > most && Evicts()) {
+    most += CountEvictable(decision->num_admitted - most, hold);
+  }
   if (decision->num_admitted > most) {
     if (!options_.shares_when_full) {
       return Concat(
@@ -243,13 +249,14 @@ bool Vocabulary::IsEvictable(int32_t row, const RowSet& held,
          step - int64_t{last} > options_.max_age;
 }
 
-int64_t Vocabulary::CountEvictable(const Hold& hold) const {
+int64_t Vocabulary::CountEvictable(int64_t most, const Hold& hold) const {
+  most = std::min(most, map_.size() - options_.min_rows);
   RowSet held(num_rows_);
   hold(&held);
   int64_t count = 0;
-  for (int64_t row = 0; row < num_rows_; ++row)
+  for (int64_t row = 0; row < num_rows_ && count < most; ++row)
     count += IsEvictable(row, held, step_ + 1);
-  return std::clamp<int64_t>(map_.size() - options_.min_rows, 0, count);
+  return count;
 }
 
 void Vocabulary::MakeRoom(int64_t needed, const Hold& hold) {
@@ -260,13 +267,18 @@ void Vocabulary::MakeRoom(int64_t needed, const Hold& hold) {
   if (!Evicts() || !(begins || sweeping_)) return;
   RowSet held(num_rows_);
   hold(&held);
-  if (begins) BeginSweep(map_.size() - options_.min_rows, held);
+  const auto begin = [&](int64_t stride) {
+    BeginSweep(map_.size() - options_.min_rows, held, stride);
+  };
+  const int64_t stride = num_rows_ / kRowsPerSample + 1;
+  if (begins) begin(stride);
   if (sweeping_) SweepSlice(held);
-  while (room() < needed && sweeping_) SweepSlice(held);
-  if (room() >= needed) return;
-  // Rows that a sweep was to give up have been used since.
-  BeginSweep(map_.size() - options_.min_rows, held);
-  while (room() < needed && sweeping_) SweepSlice(held);
+  // What the sweep has still to look at may all have been used since.
+  for (const int64_t each : {stride, int64_t{1}}) {
+    if (room() >= needed) return;
+    begin(each);
+    while (room() < needed && sweeping_) SweepSlice(held);
+  }
 }
 
 int64_t Vocabulary::Evict(const Hold& hold) {
@@ -276,12 +288,13 @@ int64_t Vocabulary::Evict(const Hold& hold) {
   RowSet held(num_rows_);
   hold(&held);
   cursor_ = 0;
-  BeginSweep(surplus, held);
+  BeginSweep(surplus, held, 1);
   while (sweeping_) SweepSlice(held);
   return counts_.evicted - before;
 }
 
-void Vocabulary::BeginSweep(int64_t wanted, const RowSet& held) {
+void Vocabulary::BeginSweep(int64_t wanted, const RowSet& held,
+                            int64_t stride) {
   if (options_.eviction == Eviction::kAge) {
     // It goes round and round: each row is looked at in its turn.
     sweeping_ = wanted > 0;
@@ -292,13 +305,17 @@ void Vocabulary::BeginSweep(int64_t wanted, const RowSet& held) {
   }
   // The key of the row that is number `wanted`, by two histograms of 16 bits.
   constexpr int64_t kDigits = 1 << 16;
+  wanted = (wanted + stride - 1) / stride;  // of the sample
   uint32_t prefix = 0;
   int64_t below = 0;  // rows with a smaller key
   for (const int shift : {16, 0}) {
     std::vector<int64_t> counts(kDigits);
     int64_t total = 0;
-    for (int64_t row = 0; row < num_rows_; ++row) {
-      if (!IsEvictable(row, held, step_)) continue;
+    for (int64_t first = 0; first < num_rows_; first += stride) {
+      // Any row of the stride, as rows may differ in turns.
+      const int64_t row =
+          first + (uint64_t(first) * 0x9E3779B97F4A7C15 >> 32) % stride;
+      if (row >= num_rows_ || !IsEvictable(row, held, step_)) continue;
       const uint32_t key = KeyOf(row);
       if (shift == 0 && key >> 16 != prefix) continue;
       ++counts[(key >> shift) % kDigits];
@@ -314,14 +331,15 @@ void Vocabulary::BeginSweep(int64_t wanted, const RowSet& held) {
     prefix = prefix << 16 | static_cast<uint32_t>(digit);
   }
   threshold_ = prefix;
-  ties_ = wanted - below;
+  ties_ = (wanted - below) * stride;
   cursor_ = 0;
   sweeping_ = true;
 }
 
 void Vocabulary::SweepSlice(const RowSet& held) {
   const int64_t end = std::min(cursor_ + kRowsPerSlice, num_rows_);
-  const int64_t most = map_.size() - options_.min_rows;
+  const int64_t most =
+      std::min(map_.size() - options_.min_rows, kEvictionsPerSlice);
   std::vector<int32_t> rows;
   for (; cursor_ < end; ++cursor_) {
     const int32_t row = cursor_;

@@ -196,9 +196,10 @@ class Vocabulary {
   // `step`: the number of the update that may give it up.
   bool IsEvictable(int32_t row, const RowSet& held, int64_t step) const;
 
-  int64_t CountEvictable(const Hold& hold) const;
+  int64_t CountEvictable(int64_t most, const Hold& hold) const;
   void MakeRoom(int64_t needed, const Hold& hold);
-  void BeginSweep(int64_t wanted, const RowSet& held);
+  // Chooses up to which key rows go, of one row in each `stride`.
+  void BeginSweep(int64_t wanted, const RowSet& held, int64_t stride);
   void SweepSlice(const RowSet& held);
   void EvictRows(const std::vector<int32_t>& rows);
   int32_t NewRow(int64_t id, int64_t hits);
