@@ -240,12 +240,18 @@ def test_copies_of_stacks_are_found_in_the_program() -> None:
             "compile",
             "are f32[1638400,8] 40.00G of dense/Reshape; f32[1024,64] 9.50G. Use a",
         ),
+        (
+            "RESOURCE_EXHAUSTED: Valid window was not found for %x = (f32[<=16384,64]{",
+            "compile",
+            "Table 'films', 'users' in stack 'films_users' (features film, user): a "
+            "SparseCore's memory does not hold what the step needs of some rows.",
+        ),
         ("MLIRError: unregistered operation", "convert", "It may compile on a TPU."),
         ("INTERNAL: what", "compile", "The step cannot be compiled."),
     ],
     ids=[
         *("ids", "tensor", "memory", "trace", "build", "static", "lower"),
-        *("allocation", "list", "convert", "internal"),
+        *("allocation", "list", "width", "convert", "internal"),
     ],
 )
 def test_what_the_compiler_says_in_terms_of_tables(

@@ -145,6 +145,18 @@ def test_rows_that_a_custom_combiner_gets(
         create(1, 512)
 
 
+@pytest.mark.parametrize("generation", ["v5p", "v6e", "7x"])
+def test_columns_that_libtpu_compiles(generation: str) -> None:
+    most = GENERATIONS[generation].max_width
+    make(generation, 2, 1000, most)
+    with pytest.raises(
+        ValueError,
+        match=rf"rows have {most + 8} columns, and libtpu 0\.0\.30 compiles updates of "
+        rf"at most {most} columns for {generation}\. Use a smaller dim\.",
+    ):
+        make(generation, 2, 1000, most + 1)
+
+
 def test_multiples_that_libtpu_cannot_round() -> None:
     """It ends with an internal error on 7x, and rounds them up on v6e."""
     for limit in (250, 256, 272):

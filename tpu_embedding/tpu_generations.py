@@ -51,6 +51,7 @@ class Generation:
       spmem_reserved_bytes: What of it the compiler takes whatever the limits.
       combiner_values: Values that a SparseCore holds at a time of what a CustomCombiner
         gets of a sample; 0 without, or if not known.
+      max_width: Columns of a stack whose update compiles; 0 if not known.
       id_multiple: The compiler rounds limits of ids up to a multiple of it. Where it
         is 16, limits of distinct ids that are rounded up to an odd multiple of 8 end
         in an internal error.
@@ -68,6 +69,7 @@ class Generation:
     spmem_bytes: int = 0
     spmem_reserved_bytes: int = 0
     combiner_values: int = 0
+    max_width: int = 0
     id_multiple: int = 8
     devices_per_chip: int = 1
     max_chips: int = 0
@@ -209,6 +211,7 @@ GENERATIONS: dict[str, Generation] = {
             int(95.74 * GIB),
             524288,
             combiner_values=8192,
+            max_width=3328,
             max_chips=8960,
             topologies=_CUBOIDS,
         ),
@@ -217,6 +220,7 @@ GENERATIONS: dict[str, Generation] = {
             2,
             int(31.25 * GIB),
             262144,
+            max_width=1664,
             max_chips=256,
             topologies=_RECTANGLES,
         ),
@@ -226,6 +230,7 @@ GENERATIONS: dict[str, Generation] = {
             int(94.75 * GIB),
             524288,
             spmem_reserved_bytes=15872,
+            max_width=1856,
             id_multiple=16,
             devices_per_chip=2,
             max_chips=9216,
@@ -354,5 +359,6 @@ def reported(feature: str, sparse_cores_per_device: int) -> Generation:
             combiner_values=max(
                 (known.combiner_values for known in possible), default=0
             ),
+            max_width=max((known.max_width for known in possible), default=0),
         )
     return Generation(name, embedding, hbm_bytes=hbm_bytes)

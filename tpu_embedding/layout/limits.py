@@ -28,7 +28,7 @@ class Excess:
     """One limit that a configuration exceeds.
 
     Attributes:
-      kind: "tensor bytes", "unique ids", "ids", "valency" or "device bytes".
+      kind: "tensor bytes", "width", "unique ids", "ids", "valency" or "device bytes".
       tables: Names of the tables.
       stack: Name of their stack, or None for a limit of a whole device.
       number: The number that the configuration needs or asks for.
@@ -124,6 +124,7 @@ def sparse_core_excesses(
     for stack, table in zip(layout.stacks, partitioning.tables, strict=True):
         names = tuple(plan.tables[index].name for index in stack.tables)
         found += _tensor_excess(stack, names)
+        found += _width_excess(stack, names, generation)
         valency = _max_valency(partitioning, stack)
         found += _valency_excess(stack, names, valency, generation)
         compiled = custom_limit(plan, stack, partitioning.sparse_cores_per_device)
@@ -243,6 +244,24 @@ def _tensor_excess(stack: Stack, names: tuple[str, ...]) -> Iterable[Excess]:
         f"({_gib(size)}), and SparseCores support at most {limit} bytes "
         f"({_gib(limit)}) for a table or slot on a device. Use at least "
         f"{-(-devices * size // limit)} devices, or a smaller vocabulary_size or dim.",
+    )
+
+
+def _width_excess(
+    stack: Stack, names: tuple[str, ...], generation: Generation
+) -> Iterable[Excess]:
+    width, most = stack.width, generation.max_width
+    if not most or width <= most:
+        return
+    yield Excess(
+        "width",
+        names,
+        stack.name,
+        width,
+        most,
+        f"{_tables(names)} in stack {stack.name!r}: its rows have {width} columns, and "
+        f"libtpu 0.0.30 compiles updates of at most {most} columns for "
+        f"{generation.name}. Use a smaller dim.",
     )
 
 

@@ -236,7 +236,8 @@ class _Planner:
                 place = self._tpu(name, generation, devices)
                 # More devices help only against a lack of memory.
                 if all(
-                    e.kind in ("unique ids", "ids", "valency") for e in place.excesses
+                    e.kind not in ("tensor bytes", "device bytes")
+                    for e in place.excesses
                 ):
                     break
             assert place is not None

@@ -65,6 +65,8 @@ _REPLICAS = re.compile(
     r"total_spmem_size_bytes = (\d+)",
     re.DOTALL,
 )
+_TOO_WIDE = re.compile("Valid window was not found|memref.alloca' op current alloc")
+_MEMORY_ERRORS = re.compile(f"RESOURCE_EXHAUSTED|E1000|{_TOO_WIDE.pattern}")
 _TENSOR = re.compile(r"only supports 16 GiB of HBM per tensor, got (\d+).*", re.DOTALL)
 # An entry of libtpu's list of the largest allocations, or the one that is too large.
 _ARRAY = re.compile(
@@ -410,7 +412,7 @@ def _translate(
             "on a device, and SparseCores support 16 GiB. Use more devices, or a "
             "smaller vocabulary_size or dim."
         )
-    if "RESOURCE_EXHAUSTED" in message or "E1000" in message:
+    if _MEMORY_ERRORS.search(message):
         return _memory_problem(message, stacks, generation)
     if "Only support static input shape" in message:
         return (
@@ -439,6 +441,13 @@ def _memory_problem(
     generation: tpu_generations.Generation,
 ) -> str:
     """What fills the memory of a device: the tables, or arrays of the program."""
+    if _TOO_WIDE.search(message):
+        own = [s for s in stacks if f",{s['width']}]" in message]
+        return (
+            f"{_names(own)}: a SparseCore's memory does not hold what the step needs "
+            "of some rows. Use a smaller dim, or for a CustomCombiner a smaller "
+            "max_valency."
+        )
     used = _MEMORY.search(message)
     how = f" {used[1]} GiB of {used[2]} GiB." if used else ""
     tables = sum(s["array_bytes"] * s["arrays"] + s["buffer_bytes"] for s in stacks)
