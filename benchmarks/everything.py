@@ -26,6 +26,8 @@ from benchmarks import (
 )
 
 _TENSORFLOW = ("tfrs", "keras_rs", "tensorflow_nn")
+_MODELS = ("model_dense", "model_fbgemm", "model_torch_dense")
+_MODEL_NAMES = ("dlrm", "one_hot", "two_tower", "sequence")
 # Scenario, optimizer, and the peers that have it. One peer takes seconds to minutes,
 # most of it for its tables.
 RUNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
@@ -42,6 +44,7 @@ RUNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("one_hot", "adagrad", ("fbgemm", "torch_embedding_bag", *_TENSORFLOW)),
     ("one_huge_table", "adagrad", ("fbgemm",)),
     ("sequence", "adagrad", ("fbgemm", "torch_embedding_bag")),
+    *((f"model_{name}", "adagrad", _MODELS) for name in _MODEL_NAMES),
 )
 # With --quick: no table of more than a million rows.
 _SLOW = ("one_huge_table",)

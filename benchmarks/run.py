@@ -27,7 +27,14 @@ OURS_BESIDE = {  # Other forms of ours, by peer.
     "jax_tpu_embedding": "tpu_embedding_v2",
     "tpu_embedding_packed": "tpu_embedding_ragged",
     "tfra": "tpu_embedding_growing",
+    **dict.fromkeys(
+        ("model_dense", "model_fbgemm", "model_torch_dense"), "model_tpu_embedding"
+    ),
 }
+# Peers that run in the venv of another one.
+_VENVS = {"model_fbgemm": "fbgemm", "model_torch_dense": "fbgemm"}
+# By how much losses of the same model may differ: sums in other orders.
+_LOSSES_DIFFER = 1e-4
 PEERS = (
     "memory_copy",
     "fbgemm",
@@ -51,6 +58,7 @@ class Worker:
       peer: Its name.
       missing: Why it cannot be measured, or None.
       rule: What its update computes.
+      loss: Of the model that it has trained some steps, or None.
       seconds: By function the time of each run.
     """
 
@@ -58,6 +66,7 @@ class Worker:
     process: subprocess.Popen[str]
     missing: str | None = None
     rule: str = ""
+    loss: float | None = None
     seconds: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -76,6 +85,7 @@ class Worker:
         ready = worker._answer()
         worker.missing = ready.get("missing")
         worker.rule = ready.get("rule", "")
+        worker.loss = ready.get("loss")
         worker.seconds = {name: [] for name in ready.get("functions", [])}
         return worker
 
@@ -115,7 +125,8 @@ class Worker:
 
 def python_of(peer: str) -> str:
     """A peer with a venv of its own (`make bench-peers`) runs there."""
-    own = pathlib.Path("build", "peers", peer, "bin", "python")
+    venv = _VENVS.get(peer, peer)
+    own = pathlib.Path("build", "peers", venv, "bin", "python")
     return str(own) if own.exists() else sys.executable
 
 
@@ -133,7 +144,11 @@ def beside(peer: str, scenario: str, optimizer: str, rounds: int) -> dict:
         theirs.stop()
         return {**result, "milliseconds": {}, "ours": {}}
     ours = Worker.start(OURS_BESIDE.get(peer, OURS), scenario, optimizer)
-    if not ours.missing:
+    if theirs.loss is not None and ours.loss is not None:
+        print(f"  {peer}: its loss {theirs.loss:.6f}, ours {ours.loss:.6f}")
+        if abs(theirs.loss - ours.loss) > _LOSSES_DIFFER * abs(ours.loss):
+            theirs.missing = f"loss {theirs.loss:.6f}, ours {ours.loss:.6f}"
+    if not (ours.missing or theirs.missing):
         take_turns(ours, theirs, rounds)
     for worker in (ours, theirs):
         worker.stop()

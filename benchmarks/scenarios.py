@@ -90,7 +90,7 @@ _CAPPED = tuple(min(rows, _MAX_ROWS) for rows in _CRITEO_ROWS)
 _ONE_HOT = (1,) * len(_CAPPED)
 # The dlrm batch's ids in one table. The largest and its slot take 13 GB.
 VOCABULARIES = (10_000, 100_000, 1_000_000, 2_500_000, 10_000_000, 25_000_000)
-_POSITIONS = 50
+POSITIONS = 50  # of a sequence
 # Rows of 4 KiB: dlrm's tables and slots would take 50 GB.
 _WIDE_DIM, _MAX_WIDE_ROWS = 1024, 10_000
 
@@ -104,7 +104,12 @@ SCENARIOS = {
         Scenario("growing", 2048, 64, (80_000,) * 26, (10,) * 26),
         Scenario("one_huge_table", 2048, 64, (10_000_000,), (20,)),
         # Every position of a sequence is a sample of one id, for ours and all peers.
-        Scenario("sequence", 2048 * _POSITIONS, 64, (1_000_000,), (1,)),
+        Scenario("sequence", 2048 * POSITIONS, 64, (1_000_000,), (1,)),
+        # What whole models need (benchmarks.models).
+        Scenario("model_dlrm", 2048, 64, _CAPPED, _MULTI_HOT),
+        Scenario("model_one_hot", 2048, 64, _CAPPED, _ONE_HOT),
+        Scenario("model_two_tower", 2048, 64, (1_000_000, 1_000_000), (1, 1)),
+        Scenario("model_sequence", 256 * POSITIONS, 64, (1_000_000,), (1,)),
         Scenario("small_tables", 32, 64, (1000,) * len(_ONE_HOT), _ONE_HOT),
         Scenario(
             "wide",

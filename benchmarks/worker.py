@@ -6,6 +6,7 @@
 `prepare(scenario, optimizer)` that returns a dict of functions, most often "lookup"
 and "step"; each runs once and returns the seconds of one step. The worker says which
 are there, then answers each line with the name of one by the seconds of some runs.
+A peer that trains a whole model has "loss" beside them, which is called first.
 What goes wrong is an answer too: {"missing": why}.
 """
 
@@ -36,9 +37,10 @@ def main() -> None:
     try:
         peer = importlib.import_module(f"benchmarks.peers.{peer_name}")
         functions = peer.prepare(SCENARIOS[scenario_name], optimizer)
+        loss = functions.pop("loss")() if "loss" in functions else None
         for function in functions.values():
             function()  # the first call traces and touches memory
-        answer({"functions": list(functions), "rule": peer.RULE})
+        answer({"functions": list(functions), "rule": peer.RULE, "loss": loss})
         for line in sys.stdin:
             answer({"seconds": burst(functions[line.strip()])})
     except Exception as error:  # A library may fail in any way.

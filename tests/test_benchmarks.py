@@ -288,6 +288,54 @@ def test_both_sides_of_fit(peer: str) -> None:
         prepare(scenario, "rowwise_adagrad")
 
 
+@pytest.mark.parametrize("name", ["tiny", "model_two_tower", "model_sequence"])
+def test_a_whole_model_has_the_losses_of_variables(name: str) -> None:
+    tf = importlib.import_module("tensorflow")
+    ours = importlib.import_module("benchmarks.peers.model_tpu_embedding")
+    models = importlib.import_module("benchmarks.models")
+    scenario = importlib.import_module("benchmarks.scenarios").SCENARIOS[name]
+    size = min(scenario.batch_size, 2 * models.POSITIONS)
+    rows = tuple(min(rows, 1000) for rows in scenario.rows)
+    scenario = dataclasses.replace(scenario, batch_size=size, rows=rows)
+    loss = ours.prepare(scenario, "sgd")["loss"]()
+    tables = [tf.Variable(models.first_rows(n, scenario.dim)) for n in rows]
+    batches = iter(scenario.batches(4) * 2)
+    features: list[Any] = []
+
+    def look_up() -> list[Any]:
+        features[:] = next(batches)
+        found = zip(tables, features, strict=True)
+        return [tf.reduce_sum(tf.gather(table, ids), 1) for table, ids in found]
+
+    def update(gradients: Any) -> None:
+        for table, ids, gradient in zip(tables, features, gradients, strict=True):
+            each = tf.repeat(gradient, ids.shape[1], 0)
+            table.scatter_sub(tf.IndexedSlices(0.01 * each, ids.reshape(-1)))
+
+    tf.config.run_functions_eagerly(True)
+    try:
+        step = ours.step_of(scenario, look_up, update)
+        losses = [float(step()) for _ in range(models.STEPS)]
+    finally:
+        tf.config.run_functions_eagerly(False)
+    assert losses[0] != losses[-1]
+    np.testing.assert_allclose(loss, losses[-1], rtol=1e-6)
+
+
+def test_a_model_with_another_loss_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = importlib.import_module("benchmarks.run")
+
+    class Trained(run.Worker):
+        @classmethod
+        def start(cls, peer: str, scenario: str, optimizer: str) -> Any:
+            process = subprocess.Popen(["true"], stdin=-1, stdout=-1, text=True)
+            return cls(peer, process, loss=0.7 if peer == "model_fbgemm" else 0.6)
+
+    monkeypatch.setattr(run, "Worker", Trained)
+    result = run.beside("model_fbgemm", "tiny", "sgd", 1)
+    assert result["missing"] == "loss 0.700000, ours 0.600000"
+
+
 @pytest.mark.second_tier
 def test_everything_is_known(tmp_path: pathlib.Path) -> None:
     everything = importlib.import_module("benchmarks.everything")

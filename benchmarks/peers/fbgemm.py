@@ -26,11 +26,13 @@ _OPTIMIZERS = {
 }
 
 
-def prepare(scenario: Scenario, optimizer: str) -> dict[str, Callable[[], float]]:
-    """Makes the tables and the batches."""
+def bags_of(
+    scenario: Scenario, optimizer: str
+) -> SplitTableBatchedEmbeddingBagsCodegen:
+    """A table for each feature."""
     if optimizer not in _OPTIMIZERS:
         raise NotImplementedError(f"fbgemm_gpu refuses {optimizer} on the CPU.")
-    bags = SplitTableBatchedEmbeddingBagsCodegen(
+    return SplitTableBatchedEmbeddingBagsCodegen(
         [
             (rows, scenario.dim, EmbeddingLocation.HOST, ComputeDevice.CPU)
             for rows in scenario.rows
@@ -38,9 +40,14 @@ def prepare(scenario: Scenario, optimizer: str) -> dict[str, Callable[[], float]
         optimizer=_OPTIMIZERS[optimizer],
         learning_rate=0.01,
     )
+
+
+def prepare(scenario: Scenario, optimizer: str) -> dict[str, Callable[[], float]]:
+    """Makes the tables and the batches."""
+    bags = bags_of(scenario, optimizer)
     bags.init_embedding_weights_uniform(-0.1, 0.1)
     gradient = torch.ones(scenario.batch_size, scenario.dim * len(scenario.rows))
-    batches = itertools.cycle(_jagged(batch) for batch in scenario.batches(4))
+    batches = itertools.cycle(jagged(batch) for batch in scenario.batches(4))
 
     def step() -> None:
         bags(*next(batches)).backward(gradient)
@@ -52,7 +59,7 @@ def prepare(scenario: Scenario, optimizer: str) -> dict[str, Callable[[], float]
     return {"step": timed(step), "lookup": timed(lookup)}
 
 
-def _jagged(batch: list[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
+def jagged(batch: list[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
     """All ids in one tensor, and the first position of each sample."""
     lengths = np.concatenate([np.full(ids.shape[0], ids.shape[1]) for ids in batch])
     offsets = np.concatenate([[0], np.cumsum(lengths)])
