@@ -21,7 +21,7 @@ def prepare(scenario: Scenario, optimizer: str) -> dict[str, Callable[[], float]
     # Variables: TensorFlow would compute with constants before the step.
     given = [tf.Variable(tf.constant(models.first_rows(*shape))) for _ in scenario.rows]
 
-    total = tf.Variable(0.0)
+    total = tf.Variable(tf.zeros([]))
 
     def look_up() -> list[tf.Tensor]:
         return [activations.read_value() for activations in given]
