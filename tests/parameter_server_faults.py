@@ -150,6 +150,19 @@ def repeated() -> None:
             assert counts == [0, 1, 1, 1, 0], counts
 
 
+def two_clusters() -> None:
+    """A program that leaves a cluster for another makes its first values again."""
+    for _ in range(2):
+        with te.testing.LocalServers(1, 1) as job:
+            strategy = tf.distribute.ParameterServerStrategy(job.resolver())
+            with strategy.scope():
+                feature = te.FeatureConfig(te.TableConfig(10, 4, name="films"))
+                embedding = te.TPUEmbedding(feature, te.SGD(0.1))
+            embedding.build()
+            table = embedding.core.tables()["films"].values()["parameters"]
+            assert tf.reduce_all(table != 0)
+
+
 def lost(task: tuple[str, int], how: int, seconds: float) -> None:
     """A task is killed or stopped while functions run; join names it."""
     with te.testing.LocalServers(2, 2) as job:
@@ -220,6 +233,7 @@ def no_library() -> None:
 
 FAULTS: dict[str, Callable[[], None]] = {
     "repeated": repeated,
+    "two_clusters": two_clusters,
     "workers": workers,
     "kill_server": lambda: lost(("ps", 1), signal.SIGKILL, 30),
     "stop_server": lambda: lost(("ps", 0), signal.SIGSTOP, 30),

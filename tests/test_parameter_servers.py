@@ -28,8 +28,13 @@ FAULTS = pathlib.Path(__file__).with_name("parameter_server_faults.py")
 @pytest.mark.second_tier
 @pytest.mark.parametrize(
     ("file", "fault"),
-    [(FAULTS, "repeated"), (STORAGE, "storage"), (STORAGE, "stop_server")],
-    ids=["repeated", "storage", "stop_server"],
+    [
+        (FAULTS, "repeated"),
+        (FAULTS, "two_clusters"),
+        (STORAGE, "storage"),
+        (STORAGE, "stop_server"),
+    ],
+    ids=["repeated", "two_clusters", "storage", "stop_server"],
 )
 def test_fault(file: pathlib.Path, fault: str) -> None:
     """Of several processes; `make test-servers` runs the others."""

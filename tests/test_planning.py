@@ -929,8 +929,9 @@ def test_files_that_cannot_be_parsed(
         ("--processes=1000000000", "`processes` must be at most 65,536. Received: 1"),
         ("--svg=a\0b", r"cannot hold a NUL character. Received: 'a\x00b'"),
         ("--sample=a\0b.npz", r"cannot hold a NUL character. Received: 'a\x00b.npz'"),
+        ("--svg=a\ud800b", r"A path must be UTF-8. Received: 'a\ud800b'"),
     ],
-    ids=["processes", "svg", "sample"],
+    ids=["processes", "svg", "sample", "surrogate"],
 )
 def test_options_that_are_refused(
     option: str,

@@ -28,6 +28,7 @@ from tpu_embedding.engines import (
     TableArrays,
 )
 from tpu_embedding.engines.base import RowChanges, TableStore
+from tpu_embedding.engines.process_group import calling
 from tpu_embedding.engines.telemetry import Counts
 from tpu_embedding.inputs import IdBatch, InputKind, to_id_batch
 from tpu_embedding.layout.output_shapes import OutputShapes
@@ -349,6 +350,7 @@ class Core(EngineTables):
         tables = self.tables().items()
         return {name: t.growing for name, t in tables if t.growing is not None}
 
+    @calling("vocabularies")
     def vocabularies(self) -> dict[Any, VocabularyContents]:
         """By TableConfig of the user what the vocabularies of growing tables hold."""
         found = self.growing()
@@ -359,11 +361,13 @@ class Core(EngineTables):
             if spec.name in found
         }
 
+    @calling("freeze_vocabulary")
     def freeze_vocabulary(self, table: Any) -> FrozenTable:
         """See `TPUEmbedding.freeze_vocabulary`."""
         spec, state = self._growing_table(table)
         return freeze(spec, state.read())
 
+    @calling("evict")
     def evict(self, table: Any) -> int:
         """See `TPUEmbedding.evict`."""
         spec, state = self._growing_table(table)

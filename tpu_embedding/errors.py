@@ -46,6 +46,10 @@ def check_path(path: str) -> None:
     """Refuses what no file can be called; TensorFlow takes what stands before it."""
     if "\0" in path:
         raise ValueError(f"A path cannot hold a NUL character. Received: {path!r}.")
+    try:
+        path.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"A path must be UTF-8. Received: {path!r}.") from error
 
 
 def check_returned(

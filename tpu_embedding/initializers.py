@@ -48,7 +48,7 @@ class _TruncatedNormal:
     stddev: float
 
     def __call__(self, shape: Any, dtype: tf.DType = tf.float32) -> tf.Tensor:
-        numbers = _scaled_truncated_normal(
+        numbers = _truncated_normal_function()(
             tf.convert_to_tensor(shape, tf.int32),
             _philox_words(),
             tf.constant(0, tf.uint64),
@@ -60,11 +60,12 @@ class _TruncatedNormal:
         """See `RowIdInitializer.by_rows`."""
         seeds = _philox_words()
         dim = int(shape[1])
+        function = _truncated_normal_function()
 
         def read(start: int, stop: int) -> tf.Tensor:
             group, before = divmod(start * dim, _GROUP)
             size = (stop - start) * dim
-            numbers = _scaled_truncated_normal(
+            numbers = function(
                 tf.constant([before + size]),
                 seeds,
                 tf.constant(group * _COUNTERS, tf.uint64),
@@ -85,7 +86,11 @@ def _philox_words() -> tf.Tensor:
     return tf.constant(seeds, tf.uint64)
 
 
-@tf.function(autograph=False)
+def _truncated_normal_function() -> Any:
+    """A new one for each table: TensorFlow forgets those of a cluster that is left."""
+    return tf.function(_scaled_truncated_normal, autograph=False)
+
+
 def _scaled_truncated_normal(
     shape: tf.Tensor, seeds: tf.Tensor, counter: tf.Tensor, stddev: tf.Tensor
 ) -> tf.Tensor:

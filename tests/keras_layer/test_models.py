@@ -84,6 +84,18 @@ def test_the_layer_turns_jit_compilation_off():
     assert not model.jit_compile
 
 
+def test_summary_counts_tables_and_slots_as_non_trainable():
+    model = models.make_model(te.Adagrad(0.1))
+    model.compile("sgd", "mse")
+    model.train_on_batch(*STEPS[0])
+    lines: list[str] = []  # tf_keras has no commas in numbers.
+    model.summary(print_fn=lambda line, **_: lines.append(line))
+    state = models.state(models.embedding_of(model))
+    count = sum(np.size(value) for value in state.values())
+    text = "\n".join(lines).replace(",", "")
+    assert f"Non-trainable params: {count} (" in text
+
+
 def test_evaluate_and_predict_change_nothing():
     model = models.make_model("adam")
     data = models.dataset(STEPS[:2])

@@ -350,26 +350,30 @@ def meet_unbuilt(strategy: Any, path: str) -> tuple[int, Any, list[float]]:
     return refused, raised, _step(embedding)
 
 
-def evict_alone(strategy: Any) -> list[tuple[Any, list[int]]]:
-    """Each process evicts in turn while the others dequeue.
+def evict_alone(strategy: Any) -> list[tuple[int, Any, list[int]]]:
+    """Each process evicts in turn while the others dequeue, also with pipelining.
 
     Returns:
-      For each turn what that raised, and the ids after it.
+      The turn, what that raised, and the ids after it.
     """
     vocabulary = te.GrowingVocabulary(9, eviction="lru", min_rows=1)
     table = te.TableConfig(vocabulary, 2, name="films")
-    with strategy.scope():
-        embedding = te.TPUEmbedding({"film": te.FeatureConfig(table)}, te.SGD(0.5))
     features = {"film": tf.constant([1, 2])}
     found = []
-    for turn in range(strategy.num_replicas_in_sync):
+    for number in range(2 * strategy.num_replicas_in_sync):
+        pipelined, turn = divmod(number, strategy.num_replicas_in_sync)
+        with strategy.scope():
+            embedding = te.TPUEmbedding(
+                {"film": te.FeatureConfig(table)},
+                te.SGD(0.5),
+                pipeline_execution_with_tensor_core=bool(pipelined),
+            )
         embedding.enqueue(features)
         embedding.apply_gradients({"film": tf.ones_like(embedding.dequeue()["film"])})
         embedding.enqueue({"film": tf.constant([2])})
         evict = functools.partial(embedding.evict, table)
         raised = failure(evict if rank(strategy) == turn else embedding.dequeue)
-        found.append((raised, embedding.vocabularies[table].ids.tolist()))
-        embedding.reset()
+        found.append((turn, raised, embedding.vocabularies[table].ids.tolist()))
     return found
 
 

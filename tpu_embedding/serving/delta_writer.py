@@ -79,6 +79,7 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
       sequence: The number of the delta written last, 0 for none.
     """
 
+    @calling("DeltaWriter")
     def __init__(
         self, embedding: Any, base: str | os.PathLike[str], consumer: str
     ) -> None:
