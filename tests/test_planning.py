@@ -131,6 +131,25 @@ def test_what_a_custom_combiner_gets_is_planned() -> None:
     assert planned(combiner) == planned("sum") + 4 * (64 * 16 * 16 * 4)
 
 
+@pytest.mark.parametrize("topology", ["v6e:1x1", "v5p:1x1x1", "7x:1x1x1"])
+def test_batches_of_a_custom_combiner_that_end_the_compiler(topology: str) -> None:
+    combiner = te.CustomCombiner(lambda _, vectors: vectors[0], max_valency=4)
+    cores = 4 if topology.startswith("v5p") else 2
+
+    def planned(samples: int) -> Any:
+        config = te.FeatureConfig(
+            table(1000, 8, combiner=combiner), output_shape=[samples]
+        )
+        report = te.plan(config, te.SGD(0.1), topologies=[topology], processes=[])
+        return placement(report, topology)
+
+    assert planned(16 * cores).fits
+    refused = planned(24 * cores)
+    assert not refused.fits
+    assert "has 24 samples on each SparseCore" in refused.problem
+    assert f"a multiple of {16 * cores} samples on each device" in refused.problem
+
+
 @pytest.mark.parametrize(
     ("topology", "devices"), [("v5p:4x4x12", 192), ("v6e:2x3", 6), ("7x:2x2x3", 24)]
 )

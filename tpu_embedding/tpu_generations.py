@@ -31,6 +31,8 @@ TENSOR_CORE_LANES = 128
 CUSTOM_IDS_PER_SAMPLE = 4
 # It compiles CustomCombiners of a multiple of so many ids for each sample.
 VALENCY_MULTIPLE = 8
+# And of a multiple of so many samples of a SparseCore (7x also of 8).
+COMBINER_MULTIPLE = 16
 
 
 @dataclasses.dataclass(frozen=True)

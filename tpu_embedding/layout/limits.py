@@ -9,6 +9,7 @@ from tpu_embedding.layout.partitioning import Partitioning, custom_limit
 from tpu_embedding.layout.plan import Plan, TableSpec
 from tpu_embedding.layout.stacking import Layout, Stack
 from tpu_embedding.tpu_generations import (
+    COMBINER_MULTIPLE,
     GIB,
     PROGRAM_BYTES_PER_STACK,
     SPARSE_CORE_TENSOR_BYTES,
@@ -28,7 +29,8 @@ class Excess:
     """One limit that a configuration exceeds.
 
     Attributes:
-      kind: "tensor bytes", "width", "unique ids", "ids", "valency" or "device bytes".
+      kind: "tensor bytes", "width", "unique ids", "ids", "valency", "samples" or
+        "device bytes".
       tables: Names of the tables.
       stack: Name of their stack, or None for a limit of a whole device.
       number: The number that the configuration needs or asks for.
@@ -284,6 +286,37 @@ def _valency_excess(
         f"{valency} rows of {stack.width} columns for a sample, and libtpu 0.0.30 "
         f"compiles at most {most} such rows for {generation.name}. {way_out}.",
     )
+
+
+def combiner_excesses(
+    plan: Plan, layout: Layout, partitioning: Partitioning, generation: Generation
+) -> list[Excess]:
+    """Batches of CustomCombiners with which libtpu 0.0.30 ends its process.
+
+    The software TPU takes any; `te.plan` tells of these before there is a TPU.
+    """
+    found = []
+    cores = partitioning.sparse_cores_per_device
+    for stack in layout.stacks:
+        samples = stack.samples // cores
+        if not _max_valency(partitioning, stack) or not samples % COMBINER_MULTIPLE:
+            continue
+        names = tuple(plan.tables[index].name for index in stack.tables)
+        found.append(
+            Excess(
+                "samples",
+                names,
+                stack.name,
+                samples,
+                samples // COMBINER_MULTIPLE * COMBINER_MULTIPLE,
+                f"{_tables(names)} in stack {stack.name!r}: its CustomCombiner has "
+                f"{samples} samples on each SparseCore, and libtpu 0.0.30 compiles "
+                f"multiples of {COMBINER_MULTIPLE} for {generation.name}. Use batches "
+                f"that give the stack a multiple of {COMBINER_MULTIPLE * cores} samples "
+                "on each device.",
+            )
+        )
+    return found
 
 
 def _partition_excess(

@@ -382,15 +382,16 @@ class _Planner:
             limits=tuple(needs),
             max_ids_per_chip_per_sample=per_sample,
             not_counted=not_counted,
-            excesses=tuple(
-                limits.sparse_core_excesses(
+            excesses=(
+                *limits.sparse_core_excesses(
                     own,
                     layout,
                     partitioning,
                     generation,
                     pipelined=self.pipelined,
                     padded=True,
-                )
+                ),
+                *limits.combiner_excesses(own, layout, partitioning, generation),
             ),
         )
 
