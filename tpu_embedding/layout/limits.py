@@ -312,8 +312,8 @@ def combiner_excesses(
                 f"{_tables(names)} in stack {stack.name!r}: its CustomCombiner has "
                 f"{samples} samples on each SparseCore, and libtpu 0.0.30 compiles "
                 f"multiples of {COMBINER_MULTIPLE} for {generation.name}. Use batches "
-                f"that give the stack a multiple of {COMBINER_MULTIPLE * cores} samples "
-                "on each device.",
+                f"that give the stack a multiple of {COMBINER_MULTIPLE * cores} "
+                "samples on each device.",
             )
         )
     return found
