@@ -319,6 +319,53 @@ def call_alone(strategy: Any) -> dict[str, tuple[Any, list[float]]]:
     return found
 
 
+def forget_a_gradient(strategy: Any) -> list[tuple[Any, list[float]]]:
+    """Catches an error of its own in each process in turn, then begins the next step.
+
+    Returns:
+      By process and whether the steps are in `strategy.run`: what the next call of
+      this process raised, and the table after `reset` and one more step.
+    """
+    features = {"film": tf.constant([1, 2])}
+    found = []
+    for number in range(2 * strategy.num_replicas_in_sync):
+        replicated, turn = divmod(number, strategy.num_replicas_in_sync)
+        embedding = _embedding(strategy)
+        run = strategy.run if replicated else lambda function: function()
+
+        def step(embedding: Any = embedding, forgets: bool = False) -> None:
+            embedding.enqueue(features)
+            activations = embedding.dequeue()
+            if not forgets:
+                embedding.apply_gradients({"film": tf.ones_like(activations["film"])})
+
+        def steps(forgets: bool, run: Any = run, step: Any = step) -> None:
+            run(functools.partial(step, forgets=forgets))
+            run(step)
+
+        raised = failure(functools.partial(steps, rank(strategy) == turn))
+        embedding.reset()
+        found.append((raised, _step(embedding)))
+    return found
+
+
+def refuse_a_structure(strategy: Any) -> tuple[Any, list[float]]:
+    """A Keras layer gets another structure in the last process.
+
+    Returns:
+      What the call raised, and the activations of the next one.
+    """
+    table = te.TableConfig(8, 2, te.RowIdInitializer(), combiner="sum", name="films")
+    with strategy.scope():
+        layer = te.keras.TPUEmbedding({"film": te.FeatureConfig(table)}, te.SGD(0.5))
+        layer.build()
+    good = {"film": tf.constant([1, 2])}
+    bad = {"films": tf.constant([1, 2])}
+    given = bad if _is_last(strategy) else good
+    raised = failure(lambda: strategy.run(layer, [given]))
+    return raised, strategy.run(layer, [good])["film"].numpy()[:, 0].tolist()
+
+
 def meet_unbuilt(strategy: Any, path: str) -> tuple[int, Any, list[float]]:
     """Flushes and resets before there are tables in all processes but the last.
 

@@ -97,6 +97,27 @@ def test_a_call_that_one_process_makes_alone_is_refused_in_all(two: Job) -> None
         assert table[:4] == [0.0, -1.0, 0.0, 3.0], name
 
 
+def test_a_step_that_one_process_has_left_is_refused_at_once(two: Job) -> None:
+    one, other = two.run("crossings.forget_a_gradient")
+    for number, ((kind, text), table) in enumerate(one):
+        calls = ["apply_gradients", "apply_gradients"]
+        calls[number % 2] = "enqueue(training=True)"
+        assert kind == "FailedPreconditionError", text
+        assert f"process 0 called {calls[0]}, but process 1 called {calls[1]}. " in text
+        (own_kind, own_text), own_table = other[number]
+        assert (own_kind, own_table) == (kind, table)
+        assert own_text.partition("The ")[2] == text.partition("The ")[2]
+        assert table[:4] == [0.0, 0.0, 1.0, 3.0]
+
+
+def test_a_structure_that_a_keras_layer_refuses_is_refused_in_all(two: Job) -> None:
+    good, bad = two.run("crossings.refuse_a_structure")
+    assert bad[0][0] == "ValueError"
+    assert good[0][0] == "InvalidArgumentError"
+    assert "Process 1: ValueError: " in good[0][1]
+    assert good[1] == bad[1] == [1.0, 2.0]
+
+
 def test_calls_meet_in_a_process_without_tables(
     two: Job, tmp_path: pathlib.Path
 ) -> None:

@@ -7,6 +7,7 @@ import contextvars
 import dataclasses
 import itertools
 import json
+import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -39,7 +40,7 @@ def calling(name: str) -> Iterator[None]:
 class Channel:
     """What one embedding exchanges messages over; the same in all processes.
 
-    The calls of `exchange` come in the same order in all processes. Those of the phase
+    The calls of `exchange` come in the same order in all processes. Those of the lane
     "enqueue" have an order of their own, as a thread may enqueue ahead.
 
     Attributes:
@@ -65,9 +66,10 @@ class Channel:
                     timeout_seconds=timeout_seconds,
                 )
             )
-        # By function, the phase of its first exchange.
-        self._first_phases: weakref.WeakKeyDictionary[Any, str]
-        self._first_phases = weakref.WeakKeyDictionary()
+        # By function, the phase and the lane of its first exchange.
+        self._first_places: weakref.WeakKeyDictionary[Any, tuple[str, str]]
+        self._first_places = weakref.WeakKeyDictionary()
+        self._threads = _Threads()
 
     def exchange(
         self,
@@ -76,6 +78,7 @@ class Channel:
         refusal: Any,
         call: str = "",
         queues: Sequence[tf.Tensor] = (),
+        lane: str = "",
     ) -> list[tf.Tensor]:
         """Sends each process its message and returns those to this one.
 
@@ -89,13 +92,15 @@ class Channel:
             any process, this raises a tf.errors.FailedPreconditionError in all, which
             names both.
           queues: The step queue that owes what is exchanged, where one does.
+          lane: The exchanges that it is ordered among: "step" or "enqueue", or "" for
+            that of the phase and thread.
 
         Returns:
           By process, in the same form.
         """
-        function = _outermost_function()
+        function, lane = _outermost_function(), lane or self._lane(phase)
         if function is not None:
-            self._first_phases.setdefault(function, phase)
+            self._first_places.setdefault(function, (phase, lane))
         with tf.device(self._device):
             return self._ops.tpu_embedding_exchange(
                 channel=self._handle,
@@ -104,7 +109,19 @@ class Channel:
                 refusal=refusal,
                 call=call or _CALL.get(),
                 phase=phase,
+                lane=lane,
             )
+
+    def _lane(self, phase: str) -> str:
+        """That of the steps also for an eager enqueue of a thread that runs steps.
+
+        No other thread of this process is in a step then: the calls can be compared.
+        """
+        if phase not in ("enqueue", "lookup") or not tf.executing_eagerly():
+            return "enqueue" if phase == "enqueue" else "step"
+        thread = self._threads.current()
+        thread.looks_up |= phase == "lookup"
+        return "step" if thread.looks_up else "enqueue"
 
     def refuse(self, phase: str, error: Exception) -> None:
         """Takes part in an exchange that fails in all processes, eagerly.
@@ -112,14 +129,14 @@ class Channel:
         While a function is traced, that is its first exchange: the other processes may
         run it already.
         """
-        function = _outermost_function()
+        function, lane = _outermost_function(), self._lane(phase)
         if function is not None:
-            phase = self._first_phases.get(function, phase)
+            phase, lane = self._first_places.get(function, (phase, lane))
         text = f"{_INVALID_ARGUMENT}\n{type(error).__name__}: {error}"
         with tf.init_scope(), contextlib.suppress(tf.errors.OpError):
             nothing = [tf.zeros([0], tf.uint8)] * self.size
             queues = self.queues if phase == "update" else ()
-            self.exchange(phase, nothing, text, queues=queues)
+            self.exchange(phase, nothing, text, queues=queues, lane=lane)
 
     def all_gather(self, phase: str, content: bytes, call: str = "") -> list[bytes]:
         """What each process passed, in their order; outside of graphs."""
@@ -155,6 +172,31 @@ class Channel:
             phase: (int(exchanges), int(sent))
             for phase, (exchanges, sent) in zip(PHASES, numbers, strict=True)
         }
+
+
+class _Thread:
+    """What one embedding knows of a thread of the user's program.
+
+    Attributes:
+      looks_up: Whether it has looked up, eagerly.
+    """
+
+    looks_up = False
+
+
+class _Threads(threading.local):
+    """The thread that calls; `strategy.run` calls in one of its own for another."""
+
+    def __init__(self) -> None:
+        self._own, self._of_replica = _Thread(), None
+
+    def current(self) -> _Thread:
+        if tf.distribute.in_cross_replica_context() or not tf.distribute.has_strategy():
+            return self._own
+        if self._of_replica is None:
+            replica: Any = tf.distribute.get_replica_context()
+            self._of_replica = replica.merge_call(lambda _: self._own)
+        return self._of_replica
 
 
 def _outermost_function() -> Any:

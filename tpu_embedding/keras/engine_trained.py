@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 from collections.abc import Sequence
@@ -255,14 +256,7 @@ class EngineTrainedTables:
         Returns:
           For each feature the activations, float32.
         """
-        recording = gradient_hook.is_recording()
-        chosen = mode(
-            recording=recording,
-            trainable=trainable,
-            in_program=self._topology.program() is not None,
-            in_replica=self._topology.replica() is not None,
-            exportable=self._may_be_exported(),
-        )
+        chosen = self._mode(trainable)
         may_serve = not self._growing or gradient_hook.is_export()
         if chosen is Mode.SERVE and may_serve:
             plan = self._features.plan
@@ -282,6 +276,21 @@ class EngineTrainedTables:
                 self._placeholder, activations, _NO_TAPE
             )
         return self.core.with_weight_gradients(activations, watched, values, weights)
+
+    def refusing(self, *, trainable: bool) -> contextlib.AbstractContextManager[None]:
+        """Tells other processes of an error before a look-up that meets them."""
+        if self._mode(trainable) is Mode.SERVE:
+            return contextlib.nullcontext()
+        return self.core.refusing("lookup")
+
+    def _mode(self, trainable: bool) -> Mode:
+        return mode(
+            recording=gradient_hook.is_recording(),
+            trainable=trainable,
+            in_program=self._topology.program() is not None,
+            in_replica=self._topology.replica() is not None,
+            exportable=self._may_be_exported(),
+        )
 
     def _may_be_exported(self) -> bool:
         """Whether a graph is traced that may be saved: with TensorFlow's ops only."""

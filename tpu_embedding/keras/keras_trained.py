@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -91,6 +92,11 @@ class KerasTrainedTables(VariableTables):
     def stored(self) -> list[Any]:
         """See `EngineTrainedTables.stored`."""
         return [keras_api.value_of(weight) for weight in self._weights.values()]
+
+    def refusing(self, *, trainable: bool) -> contextlib.AbstractContextManager[None]:
+        """See `EngineTrainedTables.refusing`: a look-up here meets no process."""
+        del trainable
+        return contextlib.nullcontext()
 
     def look_up(
         self, values: Sequence[Any], weights: Sequence[Any], *, trainable: bool

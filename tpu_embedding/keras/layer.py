@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -474,7 +475,8 @@ class TPUEmbedding(SavesTables, keras_api.Layer):
                 "ids on a CPU, and a packed batch has none. Pass the features "
                 "themselves, or use tpu_embedding.keras.TPUEmbedding by its name."
             )
-        values, flat_weights = flatten_batch(structure, features, weights)
+        with self._refusing(serving_config):
+            values, flat_weights = flatten_batch(structure, features, weights)
         if keras_api.is_tracing_shapes():
             values = _with_integer_ids(values)
         given = values
@@ -512,6 +514,11 @@ class TPUEmbedding(SavesTables, keras_api.Layer):
                 )
             ]
         return structure.pack(activations)
+
+    def _refusing(self, serving_config: Any) -> contextlib.AbstractContextManager[None]:
+        if serving_config is not None:  # No process meets another in it.
+            return contextlib.nullcontext()
+        return self._built.tables.refusing(trainable=self.trainable)
 
     def _stands_alone(self, config: FeatureConfig, rank: int | None) -> bool:
         """Whether each id of a dense input of some rank is a sample.

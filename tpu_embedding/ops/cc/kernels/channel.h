@@ -23,8 +23,8 @@ namespace tpu_embedding {
 constexpr std::array<const char*, 5> kPhases = {
     "construction", "enqueue", "lookup", "update", "checkpoint"};
 
-// The exchanges of a lane come in one order everywhere. A thread may enqueue
-// ahead of the others, so that phase has a lane of its own.
+// The exchanges of a lane come in one order everywhere. A thread that enqueues
+// ahead of the steps has a lane of its own.
 constexpr std::array<const char*, 2> kLanes = {"step", "enqueue"};
 
 class Channel : public tensorflow::ResourceBase {

@@ -71,6 +71,7 @@ REGISTER_OP("TpuEmbeddingExchange")
     .Attr("num_queues: int >= 0")
     .Attr("num_processes: int >= 1")
     .Attr("phase: string")
+    .Attr("lane: string")
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* context) {
       for (int p = 0; p < context->num_outputs(); ++p) {
@@ -91,6 +92,7 @@ refusal: "", or a code and a text: see kernels/channel.h.
 call: what the user called, with the arguments that must be alike everywhere.
 received: from each process.
 phase: which exchange of a step it is.
+lane: the exchanges that it is ordered among, "step" or "enqueue".
 )doc");
 
 class ChannelOp : public tensorflow::OpKernel {
@@ -168,11 +170,12 @@ enum Header : int {
 // One run of the op; it lives until its last callback.
 class Exchange : public std::enable_shared_from_this<Exchange> {
  public:
-  Exchange(OpKernelContext* context, ChannelPtr channel, int phase,
+  Exchange(OpKernelContext* context, ChannelPtr channel, int phase, int lane,
            AsyncOpKernel::DoneCallback done)
       : context_(context),
         channel_(std::move(channel)),
         phase_(phase),
+        lane_(lane),
         done_(std::move(done)),
         executor_(context->collective_executor()),
         arrived_(new std::atomic<bool>[channel_->size()]),
@@ -223,7 +226,6 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
 
   int size() const { return channel_->size(); }
   const char* phase_name() const { return kPhases[phase_]; }
-  int lane() const { return absl::string_view(phase_name()) == kLanes[1]; }
 
   absl::Status Read() {
     tensorflow::OpInputList messages;
@@ -263,7 +265,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
       }
     }
     ++channel_->phases[phase_].exchanges;
-    sequence_ = channel_->sequences[lane()]++;
+    sequence_ = channel_->sequences[lane_]++;
     for (int p = 0; p < size(); ++p) {
       Tensor header(tensorflow::DT_INT64, {kHeaderSize});
       auto fields = header.flat<int64_t>();
@@ -497,7 +499,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   }
 
   std::string Key(const char* what, int from, int to, size_t piece) const {
-    return absl::StrCat("tpu_embedding:", channel_->key, ":", kLanes[lane()],
+    return absl::StrCat("tpu_embedding:", channel_->key, ":", kLanes[lane_],
                         ":", what, ":", from, ">", to, ":", piece);
   }
 
@@ -618,7 +620,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
 
   OpKernelContext* const context_;
   const ChannelPtr channel_;
-  const int phase_;
+  const int phase_, lane_;
   AsyncOpKernel::DoneCallback done_;
   CollectiveExecutor* const executor_;
   // By process, whether a piece came from it, and it took one.
@@ -638,22 +640,30 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
 class ExchangeOp : public AsyncOpKernel {
  public:
   explicit ExchangeOp(OpKernelConstruction* context) : AsyncOpKernel(context) {
-    std::string phase;
-    OP_REQUIRES_OK(context, context->GetAttr("phase", &phase));
-    phase_ = std::find(kPhases.begin(), kPhases.end(), phase) - kPhases.begin();
-    OP_REQUIRES_OK(context, CheckIndices("phase", {phase_}, kPhases.size()));
+    OP_REQUIRES_OK(context, Find(context, "phase", kPhases, &phase_));
+    OP_REQUIRES_OK(context, Find(context, "lane", kLanes, &lane_));
   }
 
   void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
     ChannelPtr channel;
     OP_REQUIRES_OK_ASYNC(context, LookUpChannel(context, &channel), done);
-    std::make_shared<Exchange>(context, std::move(channel), phase_,
+    std::make_shared<Exchange>(context, std::move(channel), phase_, lane_,
                                std::move(done))
         ->Begin();
   }
 
  private:
-  int phase_ = 0;
+  // The index in `names` of what an attribute is.
+  template <typename Names>
+  static absl::Status Find(OpKernelConstruction* context, const char* attribute,
+                           const Names& names, int* index) {
+    std::string name;
+    TF_RETURN_IF_ERROR(context->GetAttr(attribute, &name));
+    *index = std::find(names.begin(), names.end(), name) - names.begin();
+    return CheckIndices(attribute, {*index}, names.size());
+  }
+
+  int phase_ = 0, lane_ = 0;
 };
 
 REGISTER_KERNEL_BUILDER(
