@@ -27,6 +27,7 @@ ALONE: dict[str, Callable[[Any], Any]] = {
     "flush": lambda embedding: embedding.flush(),
     "reset": lambda embedding: embedding.reset(),
     "read": lambda embedding: rows(embedding).numpy(),
+    "enqueue": lambda embedding: embedding.enqueue({"film": np.zeros(SAMPLES, int)}),
 }
 AHEAD = 3  # Batches that a thread enqueues ahead.
 
@@ -34,7 +35,7 @@ AHEAD = 3  # Batches that a thread enqueues ahead.
 class JobEpisode(Episode):
     """One embedding of a job, in each of its processes."""
 
-    # An error of the user's own in one process alone ends a job.
+    # An error of the user's own in one process alone is in `_call_alone`.
     kinds = ("good", "good", "id", "nan", "shape", "flush")
 
     def __init__(self, strategy: tf.distribute.Strategy, **arguments: Any) -> None:
@@ -84,9 +85,14 @@ class JobEpisode(Episode):
 
     def _call_alone(self, rng: np.random.Generator) -> None:
         """One process makes another call than the others; then all go on, or reset."""
-        # Without pipelining, flush does nothing and meets nobody.
-        calls = [call for call in ALONE if self.pipelined or call != "flush"]
-        name, when = str(rng.choice(calls)), str(rng.choice(["lookup", "update"]))
+        when = str(rng.choice(["lookup", "update"]))
+        meets = {
+            # Without pipelining it does nothing.
+            "flush": self.pipelined,
+            # Only after a dequeue of the thread is it compared.
+            "enqueue": self.name == "queue" and when == "update",
+        }
+        name = str(rng.choice([call for call in ALONE if meets.get(call, True)]))
         bad, discards = int(rng.integers(self.replicas)), bool(rng.integers(2))
         ids, gradients, update = self._draw(rng)
         embedding: Any = self.user.embedding
