@@ -180,6 +180,9 @@ def test_dtype_is_kept_by_name(dtype: Any) -> None:
         ((8, None), (8, None)),
         (tf.TensorShape([None, 3]), (None, 3)),
         (8, (8,)),
+        (np.int64(8), (8,)),
+        (np.array([8, 2]), (8, 2)),
+        ([np.int32(8), None], (8, None)),
     ],
 )
 def test_output_shape_is_kept_as_a_tuple(given: Any, kept: Any) -> None:

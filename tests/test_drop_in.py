@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 import subprocess
 import sys
+from typing import Any
 
 import forked
 import pytest
@@ -103,6 +104,7 @@ def test_uninstall_gives_the_names_back(monkeypatch: pytest.MonkeyPatch):
 
 PROGRAM = """
 import sys
+from typing import Any
 import tensorflow as tf
 import tpu_embedding as te
 te.install("mirrored:2")
@@ -223,8 +225,8 @@ def test_a_device_assignment_and_spmd(tmp_path: pathlib.Path):
     assert "with another `experimental_device_assignment`, or without" in refused
 
 
-@pytest.mark.parametrize("on", ["", "tpu", "v4", "mirrored:0", "v9:2", "host:2"])
-def test_places_that_do_not_exist(on: str):
+@pytest.mark.parametrize("on", ["", "tpu", "v4", "mirrored:0", "v9:2", "host:2", None])
+def test_places_that_do_not_exist(on: Any):
     with pytest.raises(ValueError, match='`on` must be "host", '):
         te.install(on)
 

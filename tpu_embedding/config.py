@@ -13,6 +13,8 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from tpu_embedding import combiners, errors
 from tpu_embedding.vocabulary import GrowingVocabulary
 
@@ -537,14 +539,16 @@ def _shape(shape: Any) -> _OutputShape | None:
         return None
     if hasattr(shape, "as_list"):
         return _OutputShape(shape.as_list())
-    axes = (shape,) if _is_int(shape) else shape
-    if not isinstance(axes, (list, tuple)):
+    plain = _plain(shape)
+    axes = plain if isinstance(plain, (list, tuple)) else (plain,)
+    axes = tuple(_plain(axis) for axis in axes)
+    if not all(axis is None or _is_int(axis) for axis in axes):
         raise errors.argument_type("output_shape", shape, "a sequence of ints or None")
-    for axis in axes:
-        if axis is not None and not _is_int(axis):
-            raise errors.argument_type(
-                "output_shape", shape, "a sequence of ints or None"
-            )
-        if axis is not None and axis < 0:
-            raise errors.argument_value("output_shape", shape, "without negative axes")
+    if any(axis is not None and axis < 0 for axis in axes):
+        raise errors.argument_value("output_shape", shape, "without negative axes")
     return _OutputShape(axes)
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's numbers and arrays, which TensorShape takes, as Python's."""
+    return value.tolist() if isinstance(value, (np.generic, np.ndarray)) else value

@@ -116,7 +116,7 @@ def install(on: str = "host") -> None:
       RuntimeError: If names were already installed for another `on`, or TFRS was
         imported before.
     """
-    if _PLACES.fullmatch(on) is None:
+    if not isinstance(on, str) or _PLACES.fullmatch(on) is None:
         raise ValueError(
             '`on` must be "host", "mirrored:N" or "GENERATION:N" for a generation of '
             "v2, v3, v4, v5e, v5p, v6e and 7x, with N replicas or devices. Received: "
