@@ -27,7 +27,9 @@ ALONE: dict[str, Callable[[Any], Any]] = {
     "flush": lambda embedding: embedding.flush(),
     "reset": lambda embedding: embedding.reset(),
     "read": lambda embedding: rows(embedding).numpy(),
-    "enqueue": lambda embedding: embedding.enqueue({"film": np.zeros(SAMPLES, int)}),
+    "enqueue": lambda embedding: embedding.enqueue(
+        {"film": tf.zeros(SAMPLES, tf.int32)}
+    ),
 }
 AHEAD = 3  # Batches that a thread enqueues ahead.
 
