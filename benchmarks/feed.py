@@ -8,15 +8,18 @@ Ours and all TensorFlow peers are fed alike, and given their gradients alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from benchmarks.scenarios import Scenario
+from benchmarks.scenarios import Scenario, jagged, weights
 
 
 def dense(batches: Sequence[Sequence[np.ndarray]]) -> Callable[[], list[tf.Tensor]]:
     """Returns the batches in turn, as dense tensors; call it in a tf.function."""
+    if any(np.any(ids < 0) for ids in batches[0]):
+        raise NotImplementedError("Bags of several sizes make no dense tensor.")
     iterator = _iterator([tuple(map(tf.constant, batch)) for batch in batches])
     return lambda: list(iterator.get_next())
 
@@ -24,11 +27,14 @@ def dense(batches: Sequence[Sequence[np.ndarray]]) -> Callable[[], list[tf.Tenso
 def sparse(
     batches: Sequence[Sequence[np.ndarray]],
 ) -> Callable[[], list[tf.SparseTensor]]:
-    """The same as SparseTensors without gaps.
+    """The same as SparseTensors.
 
     Datasets would pack them for each step; so only their parts go through it.
     """
-    parts = [tuple(part for ids in b for part in _parts(ids)) for b in batches]
+    parts = [
+        tuple(part for ids in b for part in (np.argwhere(ids >= 0), ids[ids >= 0]))
+        for b in batches
+    ]
     iterator = _iterator(parts)
 
     def get_next() -> list[tf.SparseTensor]:
@@ -36,6 +42,30 @@ def sparse(
         shapes = [ids.shape for ids in batches[0]]
         pairs = zip(flat[::2], flat[1::2], shapes, strict=True)
         return [tf.SparseTensor(*pair) for pair in pairs]
+
+    return get_next
+
+
+def ragged(
+    batches: Sequence[Sequence[np.ndarray]], *, weighted: bool = False
+) -> Callable[[], tuple[list[tf.RaggedTensor], list[tf.RaggedTensor] | None]]:
+    """The same as RaggedTensors, and their weights or None."""
+    parts = []
+    for batch in batches:
+        values, splits = zip(*(jagged([ids]) for ids in batch), strict=True)
+        parts.append((splits, values, tuple(map(weights, values)) if weighted else ()))
+    iterator = _iterator(parts)
+
+    def get_next() -> tuple[list[tf.RaggedTensor], list[tf.RaggedTensor] | None]:
+        splits, *flat = iterator.get_next()
+        ids, given = (
+            [
+                tf.RaggedTensor.from_row_splits(v, s, validate=False)
+                for v, s in zip(values, splits, strict=False)
+            ]
+            for values in flat
+        )
+        return ids, given or None
 
     return get_next
 
@@ -49,14 +79,7 @@ def gradients(scenario: Scenario) -> list[tf.Tensor]:
     return [tf.ones(shape) for _ in scenario.rows]
 
 
-def _parts(ids: np.ndarray) -> tuple[tf.Tensor, tf.Tensor]:
-    """The indices and values of [batch, ids per sample]."""
-    rows, width = ids.shape
-    indices = np.stack(np.divmod(np.arange(rows * width), width), axis=1)
-    return tf.constant(indices), tf.constant(ids.reshape(-1))
-
-
-def _iterator(batches: Sequence[tuple[tf.Tensor, ...]]) -> tf.data.Iterator:
+def _iterator(batches: Sequence[tuple[Any, ...]]) -> tf.data.Iterator:
     data = [tf.data.Dataset.from_tensors(batch) for batch in batches]
     joined = data[0]
     for one in data[1:]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks import aims, picture
 
-FUNCTIONS = ("lookup", "step")
+FUNCTIONS = ("lookup", "step", "lookup, cold", "step, cold")
 FASTER = "how many times faster tpu_embedding is (median over median)"
 
 

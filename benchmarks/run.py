@@ -60,6 +60,7 @@ class Worker:
       rule: What its update computes.
       loss: Of the model that it has trained some steps, or None.
       seconds: By function the time of each run.
+      cold: By function that of the first run of each turn.
     """
 
     peer: str
@@ -68,6 +69,7 @@ class Worker:
     rule: str = ""
     loss: float | None = None
     seconds: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    cold: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def start(cls, peer: str, scenario: str, optimizer: str) -> Worker:
@@ -98,9 +100,10 @@ class Worker:
         answer = self._answer()
         if "missing" in answer:
             self.missing = answer["missing"]
-            self.seconds = {}  # What it did before is not comparable.
+            self.seconds, self.cold = {}, {}  # What it did before is not comparable.
         else:
             self.seconds[function] += answer["seconds"]
+            self.cold.setdefault(f"{function}, cold", []).append(answer["cold"])
 
     def _answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -176,7 +179,7 @@ def take_turns(ours: Worker, theirs: Worker, rounds: int) -> None:
 def summary(worker: Worker) -> dict[str, dict[str, float]]:
     """By function the median, least and most milliseconds."""
     times = {}
-    for function, seconds in worker.seconds.items():
+    for function, seconds in (worker.seconds | worker.cold).items():
         milliseconds = sorted(1000 * value for value in seconds)
         if milliseconds:
             times[function] = {

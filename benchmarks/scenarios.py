@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -30,7 +31,9 @@ class Scenario:
       batch_size: Samples in a step.
       dim: Columns of every table.
       rows: By feature the rows of its table.
-      ids_per_sample: By feature.
+      ids_per_sample: By feature; the mean where the sizes of bags vary.
+      most_ids: The sizes of bags vary from 0 to this; 0 where all have one size.
+      weighted: Whether ids have weights.
     """
 
     name: str
@@ -38,10 +41,12 @@ class Scenario:
     dim: int
     rows: tuple[int, ...]
     ids_per_sample: tuple[int, ...]
+    most_ids: int = 0
+    weighted: bool = False
 
     @property
     def ids_per_step(self) -> int:
-        """Ids of all features in one batch."""
+        """Ids of all features in one batch, in the mean."""
         return self.batch_size * sum(self.ids_per_sample)
 
     def bytes_per_step(self, slots: int) -> int:
@@ -59,19 +64,52 @@ class Scenario:
     def distinct_rows(self) -> float:
         """Rows that a batch touches, mean over the batches."""
         return statistics.mean(
-            sum(len(np.unique(ids)) for ids in batch) for batch in self.batches(4)
+            sum(len(np.unique(ids[ids >= 0])) for ids in batch)
+            for batch in self.batches(4, with_weights=True)
         )
 
-    def batches(self, count: int, seed: int = 0) -> list[list[np.ndarray]]:
-        """Zipf-distributed ids: for each batch, by feature, int32 [batch, ids]."""
+    def batches(
+        self, count: int, seed: int = 0, *, with_weights: bool = False
+    ) -> list[list[np.ndarray]]:
+        """Zipf-distributed ids: for each batch, by feature, int32 [batch, ids].
+
+        Where the sizes of bags vary, -1 follows the ids of a sample.
+
+        Args:
+          count: Number of batches.
+          seed: Of the ids.
+          with_weights: Whether the caller takes the weights, too: see `weights`.
+        """
+        if self.weighted and not with_weights:
+            raise NotImplementedError("This peer is not given weights here.")
         generator = np.random.default_rng(seed)
         return [
             [
-                _zipf(generator, rows, (self.batch_size, ids))
+                self._ids(generator, rows, ids)
                 for rows, ids in zip(self.rows, self.ids_per_sample, strict=True)
             ]
             for _ in range(count)
         ]
+
+    def _ids(self, generator: np.random.Generator, rows: int, mean: int) -> np.ndarray:
+        if not self.most_ids:
+            return _zipf(generator, rows, (self.batch_size, mean))
+        ids = _zipf(generator, rows, (self.batch_size, self.most_ids))
+        kept = generator.geometric(1 / (mean + 1), (self.batch_size, 1)) - 1
+        ids[np.arange(self.most_ids) >= kept] = -1
+        return ids
+
+
+def jagged(batch: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """All ids of a batch in one array, and the first position of each sample."""
+    lengths = np.concatenate([(ids >= 0).sum(axis=1) for ids in batch])
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    return np.concatenate([ids[ids >= 0] for ids in batch]), offsets
+
+
+def weights(ids: np.ndarray) -> np.ndarray:
+    """A weight for each id, float32 in the shape of the ids."""
+    return 0.5 + (ids % 16).astype(np.float32) / 16
 
 
 def _zipf(
@@ -102,6 +140,9 @@ SCENARIOS = {
         Scenario("small_batch", 32, 64, _CAPPED, _ONE_HOT),
         Scenario("small_bags", 32, 64, _CAPPED, _MULTI_HOT),
         Scenario("growing", 2048, 64, (80_000,) * 26, (10,) * 26),
+        # Bags of 0 to 100 ids.
+        Scenario("bags", 2048, 64, _CAPPED, (10,) * 26, most_ids=100),
+        Scenario("weights", 2048, 64, _CAPPED, (10,) * 26, 100, weighted=True),
         Scenario("one_huge_table", 2048, 64, (10_000_000,), (20,)),
         # Every position of a sequence is a sample of one id, for ours and all peers.
         Scenario("sequence", 2048 * POSITIONS, 64, (1_000_000,), (1,)),

@@ -19,8 +19,8 @@ def timed(function: Callable[[], Any], repeats: int = 1) -> Callable[[], float]:
     return run
 
 
-def burst(function: Callable[[], float]) -> list[float]:
-    """Seconds of four runs, after two runs that do not count.
+def burst(function: Callable[[], float]) -> tuple[float, list[float]]:
+    """Seconds of a first, cold run, and of four runs after two that do not count.
 
     When another process has had its turn, its data fill the caches, its threads still
     spin and ours sleep: a loop that trains meets none of that. A run of over a second
@@ -28,9 +28,9 @@ def burst(function: Callable[[], float]) -> list[float]:
     """
     first = function()
     if first > 1:
-        return [first]
+        return first, [first]
     function()
-    return [function() for _ in range(4)]
+    return first, [function() for _ in range(4)]
 
 
 def timed_both(

@@ -5,7 +5,8 @@
 `benchmarks.peers.PEER` has a RULE (what its update computes), and
 `prepare(scenario, optimizer)` that returns a dict of functions, most often "lookup"
 and "step"; each runs once and returns the seconds of one step. The worker says which
-are there, then answers each line with the name of one by the seconds of some runs.
+are there, then answers each line with the name of one by the seconds of some runs and
+of a cold one before them.
 A peer that trains a whole model has "loss" beside them, which is called first.
 What goes wrong is an answer too: {"missing": why}.
 """
@@ -42,7 +43,8 @@ def main() -> None:
             function()  # the first call traces and touches memory
         answer({"functions": list(functions), "rule": peer.RULE, "loss": loss})
         for line in sys.stdin:
-            answer({"seconds": burst(functions[line.strip()])})
+            cold, seconds = burst(functions[line.strip()])
+            answer({"cold": cold, "seconds": seconds})
     except Exception as error:  # A library may fail in any way.
         answer({"missing": why(error)})
 

@@ -34,6 +34,19 @@ def test_scenarios() -> None:
         for ids, rows in zip(batch, scenarios["tiny"].rows, strict=True):
             assert ids.dtype == np.int32
             assert 0 <= ids.min() <= ids.max() < rows
+    with pytest.raises(NotImplementedError, match="not given weights"):
+        scenarios["weights"].batches(1)
+
+
+def test_bags_of_several_sizes() -> None:
+    scenarios = importlib.import_module("benchmarks.scenarios")
+    (batch,) = scenarios.SCENARIOS["bags"].batches(1)
+    ids, offsets = scenarios.jagged(batch)
+    sizes = np.diff(offsets)
+    assert (sizes.min(), sizes.max()) == (0, 100)
+    assert np.mean(sizes) == pytest.approx(10, rel=0.02)
+    first = batch[0][1]
+    np.testing.assert_array_equal(ids[offsets[1] : offsets[2]], first[first >= 0])
 
 
 @pytest.mark.second_tier
@@ -49,11 +62,11 @@ def test_run_writes_its_three_files(root: pathlib.Path) -> None:
     subprocess.run([*command, *options], env=environment, cwd=root, check=True)
     written = json.loads((out / "tiny-adagrad.json").read_text())
     results = written["peers"]
+    report = importlib.import_module("benchmarks.report")
     for side in ("milliseconds", "ours"):
-        assert set(results["tensorflow_nn"][side]) == {"lookup", "step"}
+        assert set(results["tensorflow_nn"][side]) == set(report.FUNCTIONS)
     assert results["fbgemm"]["missing"].startswith("not installed: No module")
     table = (out / "tiny-adagrad.md").read_text()
-    report = importlib.import_module("benchmarks.report")
     assert table == report.markdown(report.Run(**written))
     assert "| fbgemm | not measured: not installed: No module named" in table
     assert (out / "tiny-adagrad.png").stat().st_size > 0
@@ -97,13 +110,15 @@ def test_a_peer_that_fails_in_the_middle_is_missing(script: str, why: str) -> No
         process = subprocess.Popen(command, **pipes)
         return run.Worker("peer", process, seconds={"step": [], "lookup": [0.5]})
 
-    fine = "\nwhile True: input(); print('{\"seconds\": [0.5]}', flush=True)"
+    turn = '{"cold": 0.7, "seconds": [0.5]}'
+    fine = f"\nwhile True: input(); print('{turn}', flush=True)"
     ours, theirs = worker(fine), worker(script)
     run.take_turns(ours, theirs, rounds=3)
     assert theirs.missing == why
     assert run.summary(theirs) == {}
     assert ours.missing is None
-    assert ours.seconds["step"] == [0.5]
+    assert run.summary(ours)["step"]["median"] == 500
+    assert run.summary(ours)["step, cold"]["median"] == 700
     for side in (ours, theirs):
         side.stop()
 
@@ -223,8 +238,8 @@ def test_the_cost_of_a_vocabulary_is_a_ratio_of_the_same_round() -> None:
 def test_what_comes_right_after_another_process_does_not_count() -> None:
     burst = importlib.import_module("benchmarks.timing").burst
     seconds = iter([0.9, 0.8, 0.1, 0.2, 0.3, 0.4, 5.0])
-    assert burst(lambda: next(seconds)) == [0.1, 0.2, 0.3, 0.4]
-    assert burst(lambda: next(seconds)) == [5.0]
+    assert burst(lambda: next(seconds))[1] == [0.1, 0.2, 0.3, 0.4]
+    assert burst(lambda: next(seconds)) == (5.0, [5.0])
 
 
 def test_ratio_is_theirs_over_ours() -> None:

@@ -14,7 +14,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 
-from benchmarks.scenarios import Scenario
+from benchmarks.scenarios import Scenario, jagged, weights
 from benchmarks.timing import timed
 
 RULE = "fused in backward, gradients summed per row"
@@ -47,7 +47,11 @@ def prepare(scenario: Scenario, optimizer: str) -> dict[str, Callable[[], float]
     bags = bags_of(scenario, optimizer)
     bags.init_embedding_weights_uniform(-0.1, 0.1)
     gradient = torch.ones(scenario.batch_size, scenario.dim * len(scenario.rows))
-    batches = itertools.cycle(jagged(batch) for batch in scenario.batches(4))
+    weighted = scenario.weighted
+    batches = itertools.cycle(
+        (*tensors(batch), *([torch.from_numpy(weights(jagged(batch)[0]))] * weighted))
+        for batch in scenario.batches(4, with_weights=True)
+    )
 
     def step() -> None:
         bags(*next(batches)).backward(gradient)
@@ -59,9 +63,7 @@ def prepare(scenario: Scenario, optimizer: str) -> dict[str, Callable[[], float]
     return {"step": timed(step), "lookup": timed(lookup)}
 
 
-def jagged(batch: list[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
+def tensors(batch: list[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
     """All ids in one tensor, and the first position of each sample."""
-    lengths = np.concatenate([np.full(ids.shape[0], ids.shape[1]) for ids in batch])
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    indices = np.concatenate([ids.reshape(-1) for ids in batch])
+    indices, offsets = jagged(batch)
     return torch.from_numpy(indices).long(), torch.from_numpy(offsets).long()

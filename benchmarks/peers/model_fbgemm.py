@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from benchmarks import models
-from benchmarks.peers.fbgemm import bags_of, jagged
+from benchmarks.peers.fbgemm import bags_of, tensors
 from benchmarks.scenarios import Scenario
 from benchmarks.timing import timed
 
@@ -37,7 +37,7 @@ def prepare(scenario: Scenario, optimizer: str) -> dict[str, Callable[[], float]
     for states in bags.split_optimizer_states():
         for state in states:
             state.fill_(models.FIRST_ACCUMULATOR)
-    batches = itertools.cycle(jagged(batch) for batch in scenario.batches(4))
+    batches = itertools.cycle(tensors(batch) for batch in scenario.batches(4))
 
     def look_up() -> Sequence[torch.Tensor]:
         return torch.split(bags(*next(batches)), scenario.dim, 1)

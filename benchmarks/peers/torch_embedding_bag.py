@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
-from benchmarks.scenarios import Scenario
+from benchmarks.scenarios import Scenario, jagged, weights
 from benchmarks.timing import timed
 
 RULE = "torch.optim on sparse gradients, summed per row first"
@@ -30,11 +31,12 @@ def prepare(scenario: Scenario, optimizer: str) -> dict[str, Callable[[], float]
     rule = _OPTIMIZERS[optimizer](list(bags.parameters()))
     gradients = [torch.ones(scenario.batch_size, scenario.dim) for _ in bags]
     batches = itertools.cycle(
-        [torch.from_numpy(ids).long() for ids in batch] for batch in scenario.batches(4)
+        [_inputs(scenario, ids) for ids in batch]
+        for batch in scenario.batches(4, with_weights=True)
     )
 
     def forward() -> list[torch.Tensor]:
-        return [bag(ids) for bag, ids in zip(bags, next(batches), strict=True)]
+        return [bag(*given) for bag, given in zip(bags, next(batches), strict=True)]
 
     def step() -> None:
         rule.zero_grad()
@@ -46,3 +48,12 @@ def prepare(scenario: Scenario, optimizer: str) -> dict[str, Callable[[], float]
             forward()
 
     return {"step": timed(step), "lookup": timed(lookup)}
+
+
+def _inputs(scenario: Scenario, ids: np.ndarray) -> list[torch.Tensor | None]:
+    """What a bag takes: ids of one size, or ids, offsets and weights."""
+    if not scenario.most_ids:
+        return [torch.from_numpy(ids).long()]
+    indices, offsets = jagged([ids])
+    given = torch.from_numpy(weights(indices)) if scenario.weighted else None
+    return [torch.from_numpy(indices).long(), torch.from_numpy(offsets[:-1]), given]

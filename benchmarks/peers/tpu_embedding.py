@@ -50,18 +50,28 @@ def prepare(
     )
     embedding.build()
     gradients = feed.gradients(scenario)
-    batches = scenario.batches(4)
-    next_batch = feed.dense([[x.astype(np.dtype(ids)) for x in b] for b in batches])
+    batches = scenario.batches(4, with_weights=True)
+    next_batch = _feed(
+        scenario, [[x.astype(np.dtype(ids)) for x in b] for b in batches]
+    )
 
     @tf.function
     def step() -> None:
-        embedding.enqueue(next_batch())
+        embedding.enqueue(*next_batch())
         embedding.dequeue()
         embedding.apply_gradients(gradients)
 
     @tf.function
     def lookup() -> list[tf.Tensor]:
-        embedding.enqueue(next_batch(), training=False)
+        embedding.enqueue(*next_batch(), training=False)
         return embedding.dequeue()
 
     return {"step": timed(step), "lookup": timed(lookup)}
+
+
+def _feed(scenario: Scenario, batches: list[list[np.ndarray]]) -> Callable[[], Any]:
+    """Dense batches, or ragged ones and their weights."""
+    if scenario.most_ids:
+        return feed.ragged(batches, weighted=scenario.weighted)
+    next_batch = feed.dense(batches)
+    return lambda: (next_batch(),)
