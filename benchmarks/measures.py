@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 
 from benchmarks import options, picture
 from benchmarks.run import OURS, python_of
-from benchmarks.scenarios import SCENARIOS, Scenario
+from benchmarks.scenarios import FORMS, SCENARIOS, Scenario
 
 _WARM_UP, _TIMED = 5, 30
 # Widths that no register divides, each with the nearest that one does.
@@ -83,11 +83,11 @@ def _in_process(
 
 
 def _step_of(
-    workload: Scenario, dtype: str = "float32", ids: str = "int32"
+    workload: Scenario, dtype: str = "float32", form: str | None = None
 ) -> Callable[[], float]:
     from benchmarks.peers import tpu_embedding  # TensorFlow only in the children
 
-    return tpu_embedding.prepare(workload, "adagrad", dtype, ids)["step"]
+    return tpu_embedding.prepare(workload, "adagrad", dtype, form)["step"]
 
 
 def _median(step: Callable[[], float]) -> dict[str, float]:
@@ -109,9 +109,9 @@ def child_width(scenario: str, dim: str, dtype: str) -> dict[str, float]:
     return _median(_step_of(workload, dtype))
 
 
-def child_ids(scenario: str, ids: str) -> dict[str, float]:
-    """The median seconds of a training step with ids of a dtype."""
-    return _median(_step_of(SCENARIOS[scenario], ids=ids))
+def child_form(scenario: str, form: str) -> dict[str, float]:
+    """The median seconds of a training step with a form of batches."""
+    return _median(_step_of(SCENARIOS[scenario], form=form))
 
 
 def child_memory(scenario: str, steps: str) -> dict[str, float]:
@@ -219,7 +219,7 @@ def _peak() -> float:
 CHILDREN = {
     "step": child_step,
     "width": child_width,
-    "ids": child_ids,
+    "form": child_form,
     "memory": child_memory,
     "import": child_import,
     "first_step": child_first_step,
@@ -259,15 +259,19 @@ def widths(
     return measures
 
 
-def wide_ids(scenario: str) -> Measure:
-    """Time of a step with int64 ids relative to int32; runs alternate."""
-    seconds = {ids: [] for ids in ("int32", "int64")}
+def forms(scenario: str) -> list[Measure]:
+    """Time of a step with each form of batches relative to the first; runs alternate."""
+    seconds: dict[str, list[float]] = {form: [] for form in FORMS}
     for _ in range(3):
-        for ids, times in seconds.items():
-            times.append(_in_process("ids", scenario, ids)["seconds"])
-    narrow, wide = (statistics.median(times) for times in seconds.values())
-    name = "step with int64 ids over that with int32"
-    return Measure(name, wide / narrow, 1.3, False)
+        for form, times in seconds.items():
+            times.append(_in_process("form", scenario, form)["seconds"])
+    first, *others = ((form, statistics.median(t)) for form, t in seconds.items())
+    return [
+        Measure(
+            f"step with {form} ids over that with {first[0]}", t / first[1], 1.3, False
+        )
+        for form, t in others
+    ]
 
 
 def memory(scenario: str, steps: int) -> list[Measure]:
@@ -370,7 +374,7 @@ def _parts(scenario: str, steps: int) -> dict[str, Callable[[], list[Measure]]]:
         "import": lambda: [importing()],
         "first_step": lambda: [tracing()],
         "threads": lambda: [threads(scenario)],
-        "int64": lambda: [wide_ids(scenario)],
+        "forms": lambda: forms(scenario),
         "dim1024": lambda: widths("wide", "float32", _WIDEST),
         "dim1024_bfloat16": lambda: widths("wide", "bfloat16", _WIDEST),
         "widths": lambda: widths(scenario, "float32"),

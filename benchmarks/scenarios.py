@@ -20,6 +20,8 @@ _CRITEO_ROWS = (
 )
 _MAX_ROWS = 1_000_000
 _ZIPF_EXPONENT = 1.05
+FORMS = ("int32", "int64", "ragged", "sparse")
+"""Of batches: dense ids of a dtype, or int32 in another kind of tensor."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,8 @@ def root(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tables_of_bfloat16_are_measured_beside_ours() -> None:
     measures = importlib.import_module("benchmarks.measures")
     assert measures.child_width("tiny", "3", "bfloat16")["seconds"] > 0
-    assert measures.child_ids("tiny", "int64")["seconds"] > 0
+    for form in measures.FORMS:
+        assert measures.child_form("tiny", form)["seconds"] > 0
     scenario = importlib.import_module("benchmarks.scenarios").SCENARIOS["tiny"]
     beside = importlib.import_module("benchmarks.peers.tpu_embedding_bfloat16")
     assert beside.prepare(scenario, "adagrad")["lookup"]() > 0

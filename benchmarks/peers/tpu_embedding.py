@@ -40,10 +40,14 @@ def prepare(
     scenario: Scenario,
     optimizer: str,
     dtype: str = "float32",
-    ids: str = "int32",
+    form: str | None = None,
     initializer: Any = None,
 ) -> dict[str, Callable[[], float]]:
-    """Makes the tables, stored as `dtype`, and traces the steps for `ids`."""
+    """Makes the tables, stored as `dtype`, and traces the steps.
+
+    The batches have a form of `FORMS` in scenarios.py; by default they are dense where bags have one
+    size, else ragged.
+    """
     library.load()  # Without it the portable engine would be measured.
     embedding = te.TPUEmbedding(
         features(scenario, dtype, initializer), OPTIMIZERS[optimizer]
@@ -69,9 +73,13 @@ def prepare(
     return {"step": timed(step), "lookup": timed(lookup)}
 
 
-def _feed(scenario: Scenario, batches: list[list[np.ndarray]]) -> Callable[[], Any]:
-    """Dense batches, or ragged ones and their weights."""
-    if scenario.most_ids:
+def _feed(
+    scenario: Scenario, batches: list[list[np.ndarray]], form: str | None
+) -> Callable[[], Any]:
+    """Batches of a form, and the weights of ragged ones."""
+    if form == "ragged" or (scenario.most_ids and form is None):
         return feed.ragged(batches, weighted=scenario.weighted)
-    next_batch = feed.dense(batches)
+    if form == "int64":
+        batches = [[ids.astype(np.int64) for ids in batch] for batch in batches]
+    next_batch = feed.sparse(batches) if form == "sparse" else feed.dense(batches)
     return lambda: (next_batch(),)
