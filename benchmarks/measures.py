@@ -260,7 +260,7 @@ def widths(
 
 
 def forms(scenario: str) -> list[Measure]:
-    """Time of a step with each form of batches relative to the first; runs alternate."""
+    """Time of a step with each form of batches over the first; runs alternate."""
     seconds: dict[str, list[float]] = {form: [] for form in FORMS}
     for _ in range(3):
         for form, times in seconds.items():

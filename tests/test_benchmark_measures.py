@@ -91,8 +91,8 @@ def test_measures_that_were_not_taken() -> None:
     measures = importlib.import_module("benchmarks.measures")
     row = measures.Measure("tracing", None, 1.0, missing="not installed")
     assert "| tracing | not measured: not installed |" in measures.markdown([row])
-    with pytest.raises(measures.ChildError, match=r"ids ended with code 1: KeyError"):
-        measures._in_process("ids", "no", "int64")
+    with pytest.raises(measures.ChildError, match=r"form ended with code 1: KeyError"):
+        measures._in_process("form", "no", "int64")
 
 
 def test_one_measure_alone(
@@ -106,11 +106,11 @@ def test_one_measure_alone(
         return {"tensorflow": 0.0, "early": 1e9, "late": 2e9}
 
     monkeypatch.setattr(measures, "_in_process", in_process)
-    measures.main(["--only", "int64", "memory", "--out", str(tmp_path)])
-    table = (tmp_path / "measures-dlrm-int64-memory.md").read_text()
-    assert "| int64 | not measured: ids ended with code 1: MemoryError |" in table
+    measures.main(["--only", "forms", "memory", "--out", str(tmp_path)])
+    table = (tmp_path / "measures-dlrm-forms-memory.md").read_text()
+    assert "| forms | not measured: form ended with code 1: MemoryError |" in table
     assert "after a tenth | 2 | at most 1.01, **missed** |" in table
-    assert (tmp_path / "measures-dlrm-int64-memory.png").stat().st_size > 0
+    assert (tmp_path / "measures-dlrm-forms-memory.png").stat().st_size > 0
 
 
 def test_vocabulary_marks_its_aim() -> None:

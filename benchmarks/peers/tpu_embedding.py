@@ -45,8 +45,8 @@ def prepare(
 ) -> dict[str, Callable[[], float]]:
     """Makes the tables, stored as `dtype`, and traces the steps.
 
-    The batches have a form of `FORMS` in scenarios.py; by default they are dense where bags have one
-    size, else ragged.
+    The batches have a form of `scenarios.FORMS`; by default they are dense where bags
+    have one size, else ragged.
     """
     library.load()  # Without it the portable engine would be measured.
     embedding = te.TPUEmbedding(
@@ -55,9 +55,7 @@ def prepare(
     embedding.build()
     gradients = feed.gradients(scenario)
     batches = scenario.batches(4, with_weights=True)
-    next_batch = _feed(
-        scenario, [[x.astype(np.dtype(ids)) for x in b] for b in batches]
-    )
+    next_batch = _feed(scenario, batches, form)
 
     @tf.function
     def step() -> None:

@@ -102,7 +102,7 @@ class Channel:
         if function is not None:
             self._first_places.setdefault(function, (phase, lane))
         with tf.device(self._device):
-            return self._ops.tpu_embedding_exchange(
+            received = self._ops.tpu_embedding_exchange(
                 channel=self._handle,
                 queues=queues,
                 messages=messages,
@@ -111,17 +111,19 @@ class Channel:
                 phase=phase,
                 lane=lane,
             )
+        if phase == "lookup" and tf.executing_eagerly():  # In all processes.
+            self._threads.current().looks_up = True
+        return received
 
     def _lane(self, phase: str) -> str:
         """That of the steps also for an eager enqueue of a thread that runs steps.
 
         No other thread of this process is in a step then: the calls can be compared.
         """
-        if phase not in ("enqueue", "lookup") or not tf.executing_eagerly():
-            return "enqueue" if phase == "enqueue" else "step"
-        thread = self._threads.current()
-        thread.looks_up |= phase == "lookup"
-        return "step" if thread.looks_up else "enqueue"
+        if phase != "enqueue":
+            return "step"
+        eager = tf.executing_eagerly()
+        return "step" if eager and self._threads.current().looks_up else "enqueue"
 
     def refuse(self, phase: str, error: Exception) -> None:
         """Takes part in an exchange that fails in all processes, eagerly.
