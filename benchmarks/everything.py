@@ -38,6 +38,8 @@ RUNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("dlrm", "ftrl", ("tfrs", "tensorflow_nn")),
     ("small_batch", "adagrad", ("fbgemm", "torch_embedding_bag", *_TENSORFLOW)),
     ("small_bags", "adagrad", ("fbgemm", "tpu_embedding_packed")),
+    ("bags", "adagrad", ("fbgemm", "torch_embedding_bag", "tfrs", "tensorflow_nn")),
+    ("weights", "adagrad", ("fbgemm", "torch_embedding_bag")),
     ("two_tables", "adagrad", ("fbgemm", "tpu_embedding_packed")),
     *((f"batch_{size}", "adagrad", ("fbgemm",)) for size in (1, 256, 16_384)),
     ("growing", "adagrad", ("tpu_embedding_growing", "tfra")),

@@ -101,8 +101,8 @@ def test_one_measure_alone(
     measures = importlib.import_module("benchmarks.measures")
 
     def in_process(function: str, *_: object) -> dict:
-        if function == "ids":
-            raise measures.ChildError("ids ended with code 1: MemoryError")
+        if function == "form":
+            raise measures.ChildError("form ended with code 1: MemoryError")
         return {"tensorflow": 0.0, "early": 1e9, "late": 2e9}
 
     monkeypatch.setattr(measures, "_in_process", in_process)
