@@ -55,12 +55,13 @@ def ragged(
         values, splits = zip(*(jagged([ids]) for ids in batch), strict=True)
         parts.append((splits, values, tuple(map(weights, values)) if weighted else ()))
     iterator = _iterator(parts)
+    kind: Any = tf.RaggedTensor
 
     def get_next() -> tuple[list[tf.RaggedTensor], list[tf.RaggedTensor] | None]:
         splits, *flat = iterator.get_next()
         ids, given = (
             [
-                tf.RaggedTensor.from_row_splits(v, s, validate=False)
+                kind.from_row_splits(v, s, validate=False)
                 for v, s in zip(values, splits, strict=False)
             ]
             for values in flat
