@@ -15,8 +15,9 @@ import argparse
 import bisect
 import collections
 import dataclasses
-import os
+import json
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -43,6 +44,7 @@ NARROW = DIMS[:3]
 # Of the limit.
 NEAR = (0.98, 1.02)
 ATTEMPTS = 4  # To reach it by scaling a batch.
+COUNTED = "counted: "
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,14 +322,11 @@ class Result:
         )
 
 
-def results(number: int, seed: int, generation: str) -> Iterator[Result]:
+def results(seed: int, number: int) -> Iterator[Result]:
     """Yields a configuration, and where it is scaled those on the way to the limit."""
     kind, draw, case = random_case(seed, number)
-    if draw.generation.name != generation:
-        return
     for _ in range(ATTEMPTS if kind in SCALED else 1):
         result = Result.of(case, draw.topology)
-        print(f"{number:3} {draw.topology:<10} {kind:<16} {result}", flush=True)
         yield result
         share = result.used / result.place.capacity
         if not share or NEAR[0] <= share <= NEAR[1]:
@@ -340,36 +339,69 @@ def results(number: int, seed: int, generation: str) -> Iterator[Result]:
         case = dataclasses.replace(case, shape=(samples,))
 
 
-def run(generation: str, seed: int, numbers: list[int]) -> int:
-    """Compares the configurations of a generation; returns how many plans are wrong."""
-    counts: collections.Counter[str] = collections.Counter()
-    wrong = 0
-    for number in numbers:
-        for result in results(number, seed, generation):
-            verdict = "do not compile" if result.error else "compile"
-            counts[f"{result.plan} and {verdict}"] += 1
-            wrong += result.wrong
-    listed = "; ".join(f"{count} {name}" for name, count in sorted(counts.items()))
-    print(f"{generation}: {listed}; {wrong} wrong")
-    return wrong
+def tell(seed: int, number: int, result: Result) -> None:
+    """Prints a line for the reader, and one for the process that counts."""
+    kind, draw, _ = random_case(seed, number)
+    print(f"{number:3} {draw.topology:<10} {kind:<16} {result}")
+    verdict = f"{result.plan} and {'do not compile' if result.error else 'compile'}"
+    print(COUNTED + json.dumps([draw.generation.name, verdict, result.wrong]))
+    sys.stdout.flush()
+
+
+def ended(seed: int, number: int, code: int) -> None:
+    """Tells of a configuration with which libtpu ended its process."""
+    _, draw, case = random_case(seed, number)
+    error = f"libtpu ended its process, {signal.Signals(-code).name}"
+    tell(seed, number, Result(case.planned(draw.topology), error, 0, 0))
 
 
 def main(arguments: list[str]) -> int:
-    """Runs each generation in a process of its own."""
+    """Runs each configuration in a process of its own, which libtpu may end."""
     parser = argparse.ArgumentParser(prog="check_limits.py")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=COUNT)
     parser.add_argument("--only", type=int, help="the number of one configuration")
-    parser.add_argument("--generation", help=argparse.SUPPRESS)
+    parser.add_argument("--here", help=argparse.SUPPRESS, action="store_true")
+    parser.add_argument("--ended", help=argparse.SUPPRESS, type=int)
     parsed = parser.parse_args(arguments)
-    numbers = list(range(parsed.count)) if parsed.only is None else [parsed.only]
-    if parsed.generation:
-        return min(run(parsed.generation, parsed.seed, numbers), 100)
-    failed = False
-    for generation in sorted({name.partition(":")[0] for name in TOPOLOGIES}):
-        command = [sys.executable, __file__, *arguments, "--generation", generation]
-        failed |= subprocess.run(command, env=os.environ, check=False).returncode != 0
-    return int(failed)
+    if parsed.ended:
+        ended(parsed.seed, parsed.only, parsed.ended)
+        return 0
+    if parsed.here:
+        for result in results(parsed.seed, parsed.only):
+            tell(parsed.seed, parsed.only, result)
+        return 0
+    counts: dict[str, collections.Counter[str]]
+    counts, wrong = collections.defaultdict(collections.Counter), 0
+    for number in range(parsed.count) if parsed.only is None else [parsed.only]:
+        own = ["--seed", str(parsed.seed), "--only", str(number)]
+        code, lines = _lines([*own, "--here"])
+        if code < 0:
+            lines += _lines([*own, "--ended", str(code)])[1]
+        elif code:
+            return code
+        for line in lines:
+            generation, verdict, is_wrong = json.loads(line)
+            counts[generation][verdict] += 1
+            wrong += is_wrong
+    for generation, verdicts in sorted(counts.items()):
+        listed = "; ".join(f"{n} {name}" for name, n in sorted(verdicts.items()))
+        print(f"{generation}: {listed}")
+    print(f"{wrong} wrong")
+    return min(wrong, 100)
+
+
+def _lines(arguments: list[str]) -> tuple[int, list[str]]:
+    """The code of a run of this tool, and what it says to count; prints the others."""
+    command = [sys.executable, __file__, *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        counted = []
+        for line in process.stdout or ():
+            if line.startswith(COUNTED):
+                counted.append(line.removeprefix(COUNTED))
+            else:
+                print(line, end="", flush=True)
+    return process.returncode, counted
 
 
 if __name__ == "__main__":
