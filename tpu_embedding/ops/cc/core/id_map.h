@@ -14,8 +14,6 @@
 #include <new>
 #include <utility>
 
-#include "core/growing_memory.h"
-
 namespace tpu_embedding {
 
 // Mixes the bits of a word; a bijection.
@@ -125,7 +123,6 @@ class IdMap {
           capacity_(capacity),
           shift_(64 - __builtin_ctzll(capacity)) {
       if (!entries_) throw std::bad_alloc();
-      UseHugePages(entries_.get(), capacity * sizeof(Entry));
     }
     Array(Array&& other) noexcept { *this = std::move(other); }
     Array& operator=(Array&& other) noexcept {
