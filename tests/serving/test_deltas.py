@@ -6,6 +6,7 @@ import os
 import pathlib
 import struct
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -382,6 +383,8 @@ def test_an_existing_delta_is_kept(written: Written, tmp_path: pathlib.Path) -> 
     with pytest.raises(ValueError, match=r"exists\. Give each delta a path of its own"):
         delta_files.write_delta(tmp_path / "delta", header, [])
     assert (tmp_path / "delta").read_bytes() == b"kept"
+    with pytest.raises(ValueError, match="`path` must name the file of the delta"):
+        delta_files.write_delta("", header, [])
 
 
 def test_rows_that_cannot_be_read_leave_no_file(
@@ -421,6 +424,7 @@ def read_while_applying(
             torn = rows.min(axis=1) != rows.max(axis=1)
             counts[thread] += [hot, int(torn.sum()), int((rows[:, 0] < last).sum())]
             last = float(rows[:, 0].min())
+            time.sleep(0.01)  # Or the readers leave the writer no time.
 
     changed = {"films": np.arange(hot)}
     path = folder / "delta"

@@ -155,6 +155,8 @@ def write_delta(
     of the file.
     """
     place = os.fspath(path)
+    if not place:
+        raise ValueError("`path` must name the file of the delta. Received: ''.")
     with one_writer(place):
         if tf.io.gfile.exists(place):
             raise ValueError(f"{place} exists. Give each delta a path of its own.")
