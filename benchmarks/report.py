@@ -73,6 +73,15 @@ class Run:
                 )
         return None
 
+    @property
+    def gathers(self) -> float | None:
+        """Our lookup's time over a plain gather's; None if that was not measured."""
+        for result in self.peers.values():
+            plain = result["milliseconds"].get("gather")
+            if plain and "lookup" in result["ours"]:
+                return result["ours"]["lookup"]["median"] / plain["median"]
+        return None
+
 
 def write(folder: pathlib.Path, run: Run) -> None:
     """Writes <title>.json, .md and .png into `folder`."""
@@ -113,6 +122,8 @@ def markdown(run: Run) -> str:
             f"{step / copy:.0%} of a copy's {copy:.1f} GB/s"
             + (f" (aim {aims.BANDWIDTH:.0%}, **missed**)." if missed else "."),
         ]
+    if run.gathers:
+        lines += ["", f"Our lookup takes {run.gathers:.2f} of a plain gather's time."]
     return "\n".join(lines) + "\n"
 
 

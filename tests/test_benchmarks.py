@@ -38,6 +38,16 @@ def test_scenarios() -> None:
         scenarios["weights"].batches(1)
 
 
+def test_the_plain_gather_sums_rows() -> None:
+    peer = importlib.import_module("benchmarks.peers.memory_copy")
+    rng = np.random.default_rng(0)
+    table = rng.random([50, 16], np.float32)
+    ids = rng.integers(0, 50, [9, 4], np.int32)
+    sums = np.empty([9, 16], np.float32)
+    peer.gather(table, ids, sums)
+    np.testing.assert_allclose(sums, table[ids].sum(axis=1), rtol=1e-6)
+
+
 def test_bags_of_several_sizes() -> None:
     scenarios = importlib.import_module("benchmarks.scenarios")
     (batch,) = scenarios.SCENARIOS["bags"].batches(1)
