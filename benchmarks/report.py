@@ -62,13 +62,13 @@ class Run:
     @property
     def bandwidth(self) -> tuple[float, float] | None:
         """GB/s of a copy, read and written, and of our step; None if not measured."""
-        from benchmarks.peers import memory_copy
+        from benchmarks.peers import machine_limits
 
         for result in self.peers.values():
             copy, step = result["milliseconds"].get("copy"), result["ours"].get("step")
             if copy and step:
                 return (
-                    memory_copy.BYTES / copy["median"] / 1e6,
+                    machine_limits.BYTES / copy["median"] / 1e6,
                     self.step_bytes / step["median"] / 1e6,
                 )
         return None

@@ -36,7 +36,7 @@ _VENVS = {"model_fbgemm": "fbgemm", "model_torch_dense": "fbgemm"}
 # By how much losses of the same model may differ: sums in other orders.
 _LOSSES_DIFFER = 1e-4
 PEERS = (
-    "memory_copy",
+    "machine_limits",
     "fbgemm",
     "torch_embedding_bag",
     "tfrs",

@@ -39,7 +39,7 @@ def test_scenarios() -> None:
 
 
 def test_the_plain_gather_sums_rows() -> None:
-    peer = importlib.import_module("benchmarks.peers.memory_copy")
+    peer = importlib.import_module("benchmarks.peers.machine_limits")
     rng = np.random.default_rng(0)
     table = rng.random([50, 16], np.float32)
     ids = rng.integers(0, 50, [9, 4], np.int32)
@@ -54,7 +54,8 @@ def test_bags_of_several_sizes() -> None:
     ids, offsets = scenarios.jagged(batch)
     sizes = np.diff(offsets)
     assert (sizes.min(), sizes.max()) == (0, 100)
-    assert np.mean(sizes) == pytest.approx(10, rel=0.02)
+    # Four standard errors of the mean of 53,248 sizes, whose deviation is 10.5.
+    assert np.mean(sizes) == pytest.approx(10, abs=0.18)
     first = batch[0][1]
     np.testing.assert_array_equal(ids[offsets[1] : offsets[2]], first[first >= 0])
 
@@ -285,12 +286,14 @@ def test_a_missed_aim_is_marked() -> None:
 def test_a_step_s_bandwidth_stands_beside_a_copy_s() -> None:
     report = importlib.import_module("benchmarks.report")
     scenario = importlib.import_module("benchmarks.scenarios").SCENARIOS["tiny"]
-    copy = importlib.import_module("benchmarks.peers.memory_copy")
+    copy = importlib.import_module("benchmarks.peers.machine_limits")
     functions = copy.prepare(scenario, "none")
     assert functions["copy"]() > 0
     times = dict.fromkeys(("median", "min", "max"), 10.0)
     peer = {"rule": "r", "missing": None, "ours": {"step": times}}
-    peers = {"memory_copy": {**peer, "milliseconds": dict.fromkeys(functions, times)}}
+    peers = {
+        "machine_limits": {**peer, "milliseconds": dict.fromkeys(functions, times)}
+    }
     table = report.markdown(report.Run("dlrm", "adagrad", copy.BYTES // 2, 5e4, peers))
     assert "at 26.8 GB/s, 50% of a copy's 53.7 GB/s (aim 60%, **missed**)." in table
     table = report.markdown(report.Run("dlrm", "adagrad", copy.BYTES, 5e4, peers))
@@ -392,7 +395,7 @@ def test_one_table_of_all_peers(tmp_path: pathlib.Path) -> None:
         times = {"milliseconds": milliseconds, "ours": sides[1]}
         return {"rule": "r", "missing": None, **times}
 
-    peers = {"memory_copy": result(None, 2.5), "fbgemm": result(8.0, 2.0)}
+    peers = {"machine_limits": result(None, 2.5), "fbgemm": result(8.0, 2.0)}
     none = {"missing": "not installed", "milliseconds": {}, "ours": {}}
     peers["keras_rs"] = result(None, 2.5) | none
     for optimizer, of in (("sgd", {"tfrs": result(9.0, 3.0)}), ("adagrad", peers)):
@@ -406,7 +409,7 @@ def test_one_table_of_all_peers(tmp_path: pathlib.Path) -> None:
     missed = "9.00 (3.00 x, aim 6 **missed**)"
     assert f"| tfrs | {missed} | 9.00 (3.00 x) | - |" in table
     assert "| **ours** | 2.00 to 3.00 | 3.00 to 3.00 | 2.00 to 2.50 |" in table
-    assert "memory_copy" not in table
+    assert "machine_limits" not in table
     assert table.endswith("\nNot measured with adagrad: keras_rs, not installed\n")
     assert overview.write(tmp_path, "one_hot") == ""
     everything = importlib.import_module("benchmarks.everything")

@@ -104,7 +104,6 @@ def test_uninstall_gives_the_names_back(monkeypatch: pytest.MonkeyPatch):
 
 PROGRAM = """
 import sys
-from typing import Any
 import tensorflow as tf
 import tpu_embedding as te
 te.install("mirrored:2")

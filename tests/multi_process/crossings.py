@@ -335,7 +335,8 @@ def forget_a_gradient(strategy: Any) -> list[tuple[Any, list[float]]]:
 
         def step(embedding: Any = embedding, forgets: bool = False) -> None:
             embedding.enqueue(features)
-            activations = embedding.dequeue()
+            with tf.GradientTape():
+                activations = embedding.dequeue()
             if not forgets:
                 embedding.apply_gradients({"film": tf.ones_like(activations["film"])})
 

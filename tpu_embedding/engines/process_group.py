@@ -111,7 +111,8 @@ class Channel:
                 phase=phase,
                 lane=lane,
             )
-        if phase == "lookup" and tf.executing_eagerly():  # In all processes.
+        if phase == "lookup" and tf.executing_eagerly():
+            # It has succeeded in all processes, so their lanes stay alike.
             self._threads.current().looks_up = True
         return received
 
@@ -187,7 +188,7 @@ class _Thread:
 
 
 class _Threads(threading.local):
-    """The thread that calls; `strategy.run` calls in one of its own for another."""
+    """Finds the thread of the user's program; `strategy.run` starts another one."""
 
     def __init__(self) -> None:
         self._own, self._of_replica = _Thread(), None
