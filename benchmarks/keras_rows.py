@@ -1,10 +1,12 @@
 """CPU and wall time of `fit` with Keras's Embedding layers, as they are and by rows.
 
     python -m benchmarks.keras_rows --rows 1000 100000 1000000
+    python -m benchmarks.keras_rows --rows 100000 --tables 26 --columns 64
     python -m benchmarks.keras_rows --draw docs/keras_embedding.md
 
-8 tables of 16 columns, batches of 2,048 samples with Zipf-distributed ids, one dense
-layer. Each figure is from a process of its own; the processes of one size take turns.
+By default 8 tables of 16 columns; batches of 2,048 samples with Zipf-distributed ids,
+one dense layer. Each figure is from a process of its own; the processes of one size
+take turns.
 What would not fit into memory, by its peak at the size before, is not run.
 With --draw nothing is measured: the picture of the README is drawn of the table of a
 page, so that both have the same figures.
@@ -27,7 +29,7 @@ from typing import Any
 from benchmarks import picture
 
 PICTURE = pathlib.Path("docs/images/keras_rows.svg")
-FEATURES, DIM, BATCH = 8, 16, 2048
+BATCH = 2048
 _BASE = 700.0  # MiB of a process without tables.
 WAYS = (
     ("Keras 3", "0", False),
@@ -37,30 +39,23 @@ WAYS = (
 )
 
 
-def measure(rows: int, optimizer: str, steps: int, by_rows: bool) -> dict[str, Any]:
-    """Trains in this process.
-
-    Args:
-      rows: Of each table.
-      optimizer: The name of a class of Keras.
-      steps: That are timed, after as many that are not.
-      by_rows: With te.keras.Embedding and te.keras.RowSparseOptimizer.
-    """
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Trains in this process, for as many steps as are then timed."""
     import numpy as np
     import tensorflow as tf
 
     import tpu_embedding as te
 
     keras: Any = tf.keras
+    (rows,), by_rows, steps = arguments.rows, arguments.child, arguments.steps
+    names = [f"f{i}" for i in range(arguments.tables)]
     keras.utils.set_random_seed(1)
-    inputs = {
-        f"f{i}": keras.Input((), dtype="int64", name=f"f{i}") for i in range(FEATURES)
-    }
+    inputs = {name: keras.Input((), dtype="int64", name=name) for name in names}
     layer = te.keras.Embedding if by_rows else keras.layers.Embedding
-    looked_up = [layer(rows, DIM)(ids) for ids in inputs.values()]
+    looked_up = [layer(rows, arguments.columns)(ids) for ids in inputs.values()]
     hidden = keras.layers.Dense(64, "relu")(keras.layers.Concatenate()(looked_up))
     model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
-    chosen = getattr(keras.optimizers, optimizer)(0.05)
+    chosen = getattr(keras.optimizers, arguments.optimizer)(0.05)
     model.compile(te.keras.RowSparseOptimizer(chosen) if by_rows else chosen, "mse")
     rng = np.random.default_rng(0)
     size = steps * BATCH
@@ -84,7 +79,8 @@ def measure(rows: int, optimizer: str, steps: int, by_rows: bool) -> dict[str, A
 
 def _run(arguments: argparse.Namespace, rows: int, legacy: str, by_rows: bool) -> Any:
     command = [sys.executable, "-m", "benchmarks.keras_rows", "--rows", str(rows)]
-    command += ["--optimizer", arguments.optimizer, "--steps", str(arguments.steps)]
+    for name in ("optimizer", "steps", "tables", "columns"):
+        command += [f"--{name}", str(getattr(arguments, name))]
     done = subprocess.run(
         [*command, "--child", str(int(by_rows))],
         env={**os.environ, "TF_USE_LEGACY_KERAS": legacy, "TF_CPP_MIN_LOG_LEVEL": "3"},
@@ -125,6 +121,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1000, 100_000, 10**6])
     parser.add_argument("--optimizer", default="Adagrad")
+    parser.add_argument("--tables", type=int, default=8)
+    parser.add_argument("--columns", type=int, default=16)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
@@ -135,14 +133,7 @@ def main() -> None:
         picture.curves(PICTURE, axes, published(arguments.draw.read_text()))
         return
     if arguments.child is not None:
-        (rows,) = arguments.rows
-        print(
-            json.dumps(
-                measure(
-                    rows, arguments.optimizer, arguments.steps, bool(arguments.child)
-                )
-            )
-        )
+        print(json.dumps(measure(arguments)))
         return
     print("| rows | | CPU ms | wall ms | peak MiB | loss |\n|---|---|---|---|---|---|")
     for_a_row: dict[str, float] = {}  # MiB, at the size before.

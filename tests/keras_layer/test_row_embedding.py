@@ -123,7 +123,8 @@ def test_a_regularizer_of_strength_0_is_left_out():
 def test_rows_need_no_compiled_kernels(
     monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
 ):
-    monkeypatch.setattr(library, "_attempt", lambda: pytest.fail("loads the library"))
+    monkeypatch.setattr(library, "unavailable_reason", lambda: "There is none.")
+    monkeypatch.setattr(library, "load", lambda: pytest.fail("loads the library"))
     layer = Embedding(V, D, combiner="mean")
     bags = keras.Sequential([keras.Input([3], dtype="int64"), layer])
     bags.compile(RowSparseOptimizer(keras.optimizers.Adagrad(0.1)), "mse")

@@ -15,7 +15,7 @@ import tensorflow as tf
 from keras_layer.version import keras
 from reference.keras_rules import Trained
 
-from tpu_embedding.keras import RowSparseOptimizer
+from tpu_embedding.keras import RowSparseOptimizer, fused_rows
 
 V, D, STEPS = 7, 3, 8
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
@@ -66,8 +66,13 @@ def dense(slices: list[tf.IndexedSlices]) -> list[tf.Tensor]:
     return [tf.math.unsorted_segment_sum(g.values, g.indices, V) for g in slices]
 
 
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_touched_rows_have_the_numbers_of_the_rule(name: str, rng: np.random.Generator):
+def test_touched_rows_have_the_numbers_of_the_rule(
+    name: str, fused: bool, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+):
+    if not fused:
+        monkeypatch.setattr(fused_rows, "is_possible", lambda: False)
     table, slices = variable(rng, V, D), gradients(rng)
     expected = Trained(table.numpy(), OPTIMIZERS[name]())
     rate = float(OPTIMIZERS[name]().get_config()["learning_rate"])

@@ -88,7 +88,7 @@ class Rates:
         )
 
 
-def evaluate_rate(rate: Callable[..., Any], updates: tf.Variable | None) -> tf.Tensor:
+def evaluate_rate(rate: Callable[..., Any], updates: Any) -> tf.Tensor:
     """A callable learning rate after so many updates, a float32 scalar."""
     arguments = [updates] if takes_step(rate) else []
     return _scalar("learning_rate", rate, rate(*arguments))

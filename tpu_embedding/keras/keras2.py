@@ -26,6 +26,7 @@ optimizers = tf_keras.optimizers
 regularizers = tf_keras.regularizers
 set_random_seed = tf_keras.utils.set_random_seed
 Embedding = RowEmbedding = tf_keras.layers.Embedding  # It reads rows.
+ALL_VARIABLES_STEP = "_distributed_apply_gradients_fn"  # See `keras3`.
 slot_makers = tuple(zip(Optimizer, ("build", "_create_all_weights"), strict=True))
 
 

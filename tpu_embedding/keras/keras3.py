@@ -23,6 +23,9 @@ optimizers = keras.optimizers
 regularizers = keras.regularizers
 set_random_seed = keras.utils.set_random_seed
 Embedding = keras.layers.Embedding
+# The method of optimizers that updates all variables of a step: of a strategy, pairs
+# of gradients and variables, and in Keras 3 the learning rate.
+ALL_VARIABLES_STEP = "_distributed_tf_update_step"
 slot_makers = ((Optimizer, "build"),)  # Bases of optimizers, and methods of them.
 
 register = keras.saving.register_keras_serializable("tpu_embedding")

@@ -12,7 +12,9 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding.errors import type_name
+from tpu_embedding.keras import fused_rows
 from tpu_embedding.keras.keras_api import keras_api
+from tpu_embedding.keras.keras_rules import rule_of
 
 # The attributes of Keras's classes that hold slots, one for each variable. Lion's name
 # differs between Keras 3 and tf_keras.
@@ -106,6 +108,8 @@ class UpdatesRows:
 
     def update_step(self: Any, gradient: Any, variable: Any, *rate: Any) -> None:
         """Updates a variable, or the rows that an IndexedSlices names."""
+        if isinstance(gradient, _Applied):
+            return
         if not isinstance(gradient, tf.IndexedSlices):
             self._decay(variable, variable)
             self._rule.update_step(self, gradient, variable, *rate)
@@ -119,9 +123,7 @@ class UpdatesRows:
 
         rows = touched(variable)
         slots = {
-            name: {index: touched(getattr(self, name)[index])}
-            for name in _SLOTS[self._rule.__name__]
-            if getattr(self, name, None)
+            name: {index: touched(slot)} for name, slot in self._slots(index).items()
         }
         self._decay(rows, variable)
         self._rule.update_step(
@@ -130,6 +132,43 @@ class UpdatesRows:
         rows.write()
         for slot in slots.values():
             slot[index].write()
+
+    def update_rows(self: Any, gradients_and_variables: Any) -> list[tuple[Any, Any]]:
+        """Updates what the library can in one op; `update_step` does the others.
+
+        Returns:
+          The same pairs, in which a gradient that was applied is an `_Applied`.
+        """
+        pairs = list(gradients_and_variables)
+        sparse = [
+            n for n, (g, _) in enumerate(pairs) if isinstance(g, tf.IndexedSlices)
+        ]
+        if not sparse or not fused_rows.is_possible():
+            return pairs
+        rule = rule_of(self, self._rule)
+        if rule is None:
+            return pairs
+        tables = {}
+        for n in sparse:
+            gradient, variable = pairs[n]
+            slots = self._slots(keras_api.index_of(self, variable)).values()
+            values = [keras_api.value_of(v) for v in (variable, *slots)]
+            tables[n] = fused_rows.Rows(gradient, values[0], values[1:])
+        tables = {n: rows for n, rows in tables.items() if rows.fits(rule)}
+        if tables:
+            fused_rows.update(rule, list(tables.values()), self.iterations)
+        for n, (gradient, variable, _) in tables.items():
+            applied = _Applied(gradient.values, gradient.indices, gradient.dense_shape)
+            pairs[n] = (applied, variable)
+        return pairs
+
+    def _slots(self: Any, index: int) -> dict[str, Any]:
+        """The slots of a variable by the attribute that has them."""
+        return {
+            name: getattr(self, name)[index]
+            for name in _SLOTS[self._rule.__name__]
+            if getattr(self, name, None)
+        }
 
     def _decay(self: Any, target: Any, variable: Any) -> None:
         if self.weight_decay is not None and self._use_weight_decay(variable):
@@ -163,6 +202,10 @@ class UpdatesRows:
         ]
 
 
+class _Applied(tf.IndexedSlices):
+    """A gradient whose rows are updated."""
+
+
 class _Summed(tf.IndexedSlices):
     """Names each row once. XLA's tf.unique of what tf.unique returned is wrong."""
 
@@ -178,7 +221,16 @@ def sum_duplicates(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
 
 def _row_sparse_class(rule: Any) -> Any:
     name = f"RowSparse{rule.__name__}"
-    members = {"__doc__": f"{rule.__name__} of Keras, by rows.", "_rule": rule}
+    step = keras_api.ALL_VARIABLES_STEP
+
+    def update_all(self: Any, strategy: Any, pairs: Any, *rate: Any) -> Any:
+        return getattr(rule, step)(self, strategy, self.update_rows(pairs), *rate)
+
+    members = {
+        "__doc__": f"{rule.__name__} of Keras, by rows.",
+        "_rule": rule,
+        step: update_all,
+    }
     return keras_api.register(type(name, (UpdatesRows, rule), members))
 
 

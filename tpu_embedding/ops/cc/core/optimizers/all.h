@@ -10,6 +10,8 @@
 #include "core/optimizers/centered_rms_prop.h"
 #include "core/optimizers/frequency_estimator.h"
 #include "core/optimizers/ftrl.h"
+#include "core/optimizers/keras_adagrad.h"
+#include "core/optimizers/keras_adam.h"
 #include "core/optimizers/momentum.h"
 #include "core/optimizers/proximal_adagrad.h"
 #include "core/optimizers/proximal_yogi.h"
@@ -25,7 +27,7 @@ struct RuleList {};
 using AllRules =
     RuleList<Sgd, Adagrad, RowwiseAdagrad, Adam, Ftrl, AdagradMomentum,
              Momentum, RmsProp, CenteredRmsProp, Adadelta, ProximalAdagrad,
-             ProximalYogi, FrequencyEstimator>;
+             ProximalYogi, FrequencyEstimator, KerasAdagrad, KerasAdam>;
 
 }  // namespace tpu_embedding
 

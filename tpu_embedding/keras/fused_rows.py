@@ -1,0 +1,120 @@
+"""The rows of all tables of a step, updated by one op of the library.
+
+The op is that of the CPU engine, on the variables of Keras: the update of an embedding
+whose features are the gradients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+from tensorflow.python.ops import control_flow_util
+
+from tpu_embedding import distribution
+from tpu_embedding.config import FeatureConfig, TableConfig
+from tpu_embedding.engines.base import EngineOptions
+from tpu_embedding.engines.host.batches import HostBatches, plan_record
+from tpu_embedding.engines.rates import evaluate_rate
+from tpu_embedding.inputs import IdBatch, InputKind
+from tpu_embedding.layout.output_shapes import OutputShapes
+from tpu_embedding.layout.plan import make_plan
+from tpu_embedding.ops import library
+from tpu_embedding.optimizers import Optimizer
+
+# Where the CPU engine has its tables, and variables are unless told otherwise.
+_DEVICE = "/device:CPU:0"
+
+
+class Rows(NamedTuple):
+    """A table, and the gradient of some of its rows.
+
+    Attributes:
+      gradient: float32 values [n, D] of the rows `indices` [n], which may repeat.
+      variable: float32 [V, D].
+      slots: Variables of the same shape, in the order of the rule.
+    """
+
+    gradient: tf.IndexedSlices
+    variable: Any
+    slots: Sequence[Any]
+
+    def fits(self, rule: Optimizer) -> bool:
+        """Whether the op can update them by a rule."""
+        variables = [self.variable, *self.slots]
+        return (
+            len(self.slots) == len(rule.slots)
+            and self.variable.shape.rank == 2
+            and all(v.dtype.base_dtype == tf.float32 for v in variables)
+            and all(v.device.endswith(_DEVICE) for v in variables)
+            and self.gradient.dtype == tf.float32
+        )
+
+
+def is_possible() -> bool:
+    """Whether the library can update what is run or traced now."""
+    graph = tf.compat.v1.get_default_graph()
+    return (
+        not tf.distribute.has_strategy()
+        and tf.compat.v1.executing_eagerly_outside_functions()
+        and not control_flow_util.GraphOrParentsInXlaContext(graph)
+        and library.unavailable_reason() is None
+        and distribution.current().engine == "host"
+    )
+
+
+def update(rule: Optimizer, tables: Sequence[Rows], updates: Any) -> None:
+    """Sums the gradients of equal rows, and applies a rule to each row once.
+
+    Args:
+      rule: Its learning rate is a callable.
+      tables: What fits the rule.
+      updates: How many there were before, of which the rate may be a function.
+    """
+    plan = _updates(
+        dataclasses.replace(rule, learning_rate=0.0),
+        tuple((rows.variable.name, *rows.variable.shape) for rows in tables),
+    )
+    assert callable(rule.learning_rate)
+    rate = evaluate_rate(rule.learning_rate, updates)
+    plan.update(tables, tf.fill([len(tables)], rate))
+
+
+class _Updates:
+    """The plan of tables of a rule: their names, rows and columns."""
+
+    def __init__(self, rule: Optimizer, tables: Sequence[tuple[str, int, int]]) -> None:
+        configs = [TableConfig(rows, dim, combiner="sum") for _, rows, dim in tables]
+        features = [FeatureConfig(config) for config in configs]
+        paths = [name for name, *_ in tables]
+        plan = make_plan(paths, features, {c: c for c in configs}, rule)
+        options = EngineOptions(
+            plan=plan,
+            topology=distribution.current(),
+            output_shapes=OutputShapes(plan.features),
+            pipelined=False,
+            check_numerics=False,
+        )
+        self._device, self._record = options.topology.device, plan_record(options)
+        self._batches = HostBatches(options, self._device, self._record, groups=True)
+
+    def update(self, tables: Sequence[Rows], rates: tf.Tensor) -> None:
+        ids = [rows.gradient.indices for rows in tables]
+        batch = self._batches.prepare(
+            [IdBatch(InputKind.DENSE, i, None, i.shape) for i in ids], training=True
+        )
+        with tf.device(self._device):
+            library.load().tpu_embedding_update_rows(
+                batch=batch,
+                gradients=[rows.gradient.values for rows in tables],
+                rates=rates,
+                tables=[rows.variable.handle for rows in tables],
+                slots=[slot.handle for rows in tables for slot in rows.slots],
+                plan=self._record,
+            )
+
+
+_updates = functools.lru_cache(maxsize=64)(_Updates)

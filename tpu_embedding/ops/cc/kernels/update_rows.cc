@@ -1,0 +1,86 @@
+// TpuEmbeddingUpdateRows: an update of variables that no embedding owns.
+
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "kernels/apply_updates.h"
+#include "kernels/batch_variant.h"
+#include "kernels/gradients.h"
+#include "kernels/kernel_util.h"
+#include "kernels/plan.h"
+#include "kernels/step_queue_resource.h"
+#include "tensorflow/core/framework/common_shape_fns.h"
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/op_kernel.h"
+
+namespace tpu_embedding {
+namespace {
+
+using tensorflow::OpKernelConstruction;
+using tensorflow::OpKernelContext;
+
+REGISTER_OP("TpuEmbeddingUpdateRows")
+    .Input("batch: variant")
+    .Input("gradients: num_features * float")
+    .Input("rates: float")
+    .Input("tables: num_tables * resource")
+    .Input("slots: num_slots * resource")
+    .Attr("num_features: int >= 1")
+    .Attr("num_tables: int >= 1")
+    .Attr("num_slots: int >= 0")
+    .Attr("plan: string")
+    .SetIsStateful()
+    .SetShapeFn(tensorflow::shape_inference::NoOutputs)
+    .Doc(R"doc(
+Updates the rows of a batch at once, without a queue.
+
+batch: from TpuEmbeddingPrepare, for training.
+gradients: by feature.
+rates: [num_tables], the learning rates.
+tables, slots: variables, updated in place; the slots table by table.
+plan: the record of the tables (engines/host/batches.py).
+)doc");
+
+class UpdateRowsOp : public tensorflow::OpKernel {
+ public:
+  explicit UpdateRowsOp(OpKernelConstruction* context) : OpKernel(context) {
+    SharedPlan plan;
+    int num_features = 0, num_slots = 0;
+    OP_REQUIRES_OK(context, ReadPlan(context, &plan));
+    OP_REQUIRES_OK(context, context->GetAttr("num_features", &num_features));
+    OP_REQUIRES_OK(context, context->GetAttr("num_slots", &num_slots));
+    OP_REQUIRES_OK(
+        context, CheckLength("gradients", num_features, plan->features.size()));
+    has_gradient_.assign(num_features, true);
+    resource_.reset(new StepQueueResource(std::move(plan), num_slots));
+  }
+
+  void Compute(OpKernelContext* context) override {
+    const BatchVariant* variant = nullptr;
+    const Plan& plan = *resource_->plan;
+    OP_REQUIRES_OK(context, Unwrap(context->input(0), &plan, &variant));
+    OP_REQUIRES_OK(context, variant->status);
+    ReplicaGradients gradients;
+    OP_REQUIRES_OK(context,
+                   ReadGradients(context, plan, has_gradient_, &gradients));
+    OP_REQUIRES_OK(context, CheckGradients(plan, *variant->batch, gradients));
+    std::optional<BatchQueue::Update> update{
+        {0, {{variant->batch, std::move(gradients)}}}};
+    OP_REQUIRES_OK(context, ApplyUpdates(context, resource_.get(), [&] {
+                     return std::exchange(update, std::nullopt);
+                   }));
+  }
+
+ private:
+  // For what it keeps of the variables; its queue stays empty.
+  QueuePtr resource_;
+  std::vector<bool> has_gradient_;
+};
+
+REGISTER_KERNEL_BUILDER(
+    Name("TpuEmbeddingUpdateRows").Device(tensorflow::DEVICE_CPU),
+    UpdateRowsOp);
+
+}  // namespace
+}  // namespace tpu_embedding
