@@ -213,6 +213,20 @@ def test_a_refused_step_changes_nothing():
         np.testing.assert_array_equal(own, other)
 
 
+def test_two_gradients_of_one_variable(calls: Calls, monkeypatch: pytest.MonkeyPatch):
+    def run() -> Any:
+        (table,) = tables(shapes=[(6, 4)])
+        optimizer = RowSparseOptimizer(OPTIMIZERS["adam"]())
+        optimizer.build([table])
+        rng = np.random.default_rng(1)
+        optimizer.apply_gradients([(gradient(table, rng), table) for _ in range(2)])
+        return [table.numpy().copy()]
+
+    found = run()
+    assert calls.tables == [1]
+    assert_close(found, without_the_op(monkeypatch, run))
+
+
 def test_threads_that_train_one_table(calls: Calls):
     """Each with an optimizer of its own: no update is lost."""
     (table,) = tables(shapes=[(6, 4)])

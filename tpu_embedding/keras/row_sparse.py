@@ -148,13 +148,15 @@ class UpdatesRows:
         rule = rule_of(self, self._rule)
         if rule is None:
             return pairs
-        tables = {}
+        tables: dict[int, fused_rows.Rows] = {}
         for n in sparse:
             gradient, variable = pairs[n]
             slots = self._slots(keras_api.index_of(self, variable)).values()
             values = [keras_api.value_of(v) for v in (variable, *slots)]
-            tables[n] = fused_rows.Rows(gradient, values[0], values[1:])
-        tables = {n: rows for n, rows in tables.items() if rows.fits(rule)}
+            rows = fused_rows.Rows(gradient, values[0], values[1:])
+            again = any(rows.variable is t.variable for t in tables.values())
+            if rows.fits(rule) and not again:  # Threads of one op share no rows.
+                tables[n] = rows
         if tables:
             fused_rows.update(rule, list(tables.values()), self.iterations)
         for n, (gradient, variable, _) in tables.items():
