@@ -45,6 +45,11 @@ NO_RULE: dict[str, Callable[[], Any]] = {
         0.2, l2_shrinkage_regularization_strength=0.1
     ),
     "nadam": lambda: keras.optimizers.Nadam(0.1),
+    "zero accumulator": lambda: keras.optimizers.Ftrl(
+        0.2, initial_accumulator_value=0.0
+    ),
+    "negative beta": lambda: keras.optimizers.Ftrl(0.2, beta=-0.1),
+    "tensor": lambda: keras.optimizers.Adam(0.1, beta_1=tf.constant(0.9)),
 }
 
 
@@ -169,6 +174,7 @@ def test_other_dtypes_ranks_and_dense_gradients_stand_beside(
     assert calls.tables == [len(SHAPES)] * 3
     assert_close(found, without_the_op(monkeypatch, run))
     train(RowSparseOptimizer(OPTIMIZERS["adam"]()), tables("float64"), steps=1)
+    train(RowSparseOptimizer(OPTIMIZERS["adam"]()), tables(shapes=[(4, 0)]), steps=1)
     assert calls.tables == [len(SHAPES)] * 3
 
 
@@ -196,6 +202,25 @@ def test_a_rate_changes_between_steps(rate: Any, calls: Calls):
     assert calls.tables == [1]  # The function was traced once.
 
 
+class Rising(keras.optimizers.schedules.LearningRateSchedule):
+    """A rate that each evaluation changes."""
+
+    def __init__(self) -> None:
+        self.evaluated = 0
+
+    def __call__(self, step: Any) -> Any:
+        self.evaluated += 1
+        return tf.constant(float(self.evaluated))
+
+
+def test_a_schedule_is_evaluated_as_often_as_by_keras(calls: Calls):
+    first, plain = Rising(), Rising()
+    train(RowSparseOptimizer(keras.optimizers.Adagrad(first)), tables())
+    train(keras.optimizers.Adagrad(plain), tables())
+    assert first.evaluated == plain.evaluated
+    assert len(calls.tables) == 6
+
+
 def test_a_refused_step_changes_nothing():
     """Of an id beyond the last table, while the gradients of the others are right."""
     trained = tables()
@@ -213,14 +238,22 @@ def test_a_refused_step_changes_nothing():
         np.testing.assert_array_equal(own, other)
 
 
-def test_two_gradients_of_one_variable(calls: Calls, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("first", ["rows", "dense"])
+def test_two_gradients_of_one_variable(
+    first: str, calls: Calls, monkeypatch: pytest.MonkeyPatch
+):
+    """TensorFlow's ops apply them in their order, beside the op for other tables."""
+
     def run() -> Any:
-        (table,) = tables(shapes=[(6, 4)])
+        table, other = tables(shapes=[(6, 4), (5, 2)])
         optimizer = RowSparseOptimizer(OPTIMIZERS["adam"]())
-        optimizer.build([table])
+        optimizer.build([table, other])
         rng = np.random.default_rng(1)
-        optimizer.apply_gradients([(gradient(table, rng), table) for _ in range(2)])
-        return [table.numpy().copy()]
+        rows = gradient(table, rng)
+        last = rows if first == "rows" else tf.ones(table.shape)
+        pairs = [(last, table), (gradient(other, rng), other), (rows, table)]
+        optimizer.apply_gradients(pairs)
+        return [table.numpy().copy(), other.numpy().copy()]
 
     found = run()
     assert calls.tables == [1]
@@ -297,8 +330,9 @@ def test_where_the_op_is_not_used(
 @pytest.mark.parametrize("name", ["adagrad", "adam"])
 def test_the_rules_in_numpy(name: str):
     """`update` of the rules beside the kernel, over several steps."""
+    keras_optimizer = OPTIMIZERS[name]()
     rule = keras_rules.rule_of(
-        OPTIMIZERS[name](), getattr(keras.optimizers, name.capitalize())
+        keras_optimizer, type(keras_optimizer), keras_optimizer.learning_rate
     )
     assert rule is not None
     (table,) = tables(shapes=[(1, 8)])

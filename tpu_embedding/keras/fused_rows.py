@@ -25,8 +25,8 @@ from tpu_embedding.layout.plan import make_plan
 from tpu_embedding.ops import library
 from tpu_embedding.optimizers import Optimizer
 
-# Where the CPU engine has its tables, and variables are unless told otherwise.
-_DEVICE = "/device:CPU:0"
+# Where variables are unless told otherwise, and this process has the op.
+_DEVICE = "/job:localhost/replica:0/task:0/device:CPU:0"
 
 
 class Rows(NamedTuple):
@@ -44,12 +44,15 @@ class Rows(NamedTuple):
 
     def fits(self, rule: Optimizer) -> bool:
         """Whether the op can update them by a rule."""
-        variables = [self.variable, *self.slots]
+        variables, shape = [self.variable, *self.slots], self.variable.shape
         return (
             len(self.slots) == len(rule.slots)
-            and self.variable.shape.rank == 2
+            and shape.rank == 2
+            and all(shape)  # Rows and columns are known, and not 0.
+            and self.gradient.indices.shape.rank == 1
+            and self.gradient.indices.dtype in (tf.int32, tf.int64)
             and all(v.dtype.base_dtype == tf.float32 for v in variables)
-            and all(v.device.endswith(_DEVICE) for v in variables)
+            and all(v.device == _DEVICE for v in variables)
             and self.gradient.dtype == tf.float32
         )
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from tpu_embedding import optimizers as rules
 from tpu_embedding.keras.optimizers import BiasCorrectedRate
@@ -62,54 +63,80 @@ class KerasAdam(base.KeywordOptimizer):
         return row - rate * momentum / divisor, momentum, velocity
 
 
-def _sgd(optimizer: Any, rate: base.Rate) -> base.Optimizer | None:
-    return None if optimizer.momentum else rules.SGD(rate)
+def _adagrad(rate: base.Rate, epsilon: float) -> base.Optimizer:
+    return KerasAdagrad(learning_rate=rate, epsilon=epsilon)
 
 
-def _adagrad(optimizer: Any, rate: base.Rate) -> base.Optimizer:
-    return KerasAdagrad(learning_rate=rate, epsilon=optimizer.epsilon)
-
-
-def _adam(optimizer: Any, rate: base.Rate) -> base.Optimizer | None:
-    if optimizer.amsgrad:
-        return None
+def _adam(
+    rate: base.Rate, beta_1: float, beta_2: float, epsilon: float
+) -> base.Optimizer:
     return KerasAdam(
-        learning_rate=BiasCorrectedRate(rate, optimizer.beta_1, optimizer.beta_2),
-        take_1=1 - optimizer.beta_1,
-        take_2=1 - optimizer.beta_2,
-        epsilon=optimizer.epsilon,
+        learning_rate=BiasCorrectedRate(rate, beta_1, beta_2),
+        take_1=1 - beta_1,
+        take_2=1 - beta_2,
+        epsilon=epsilon,
     )
 
 
-def _ftrl(optimizer: Any, rate: base.Rate) -> base.Optimizer | None:
-    if optimizer.l2_shrinkage_regularization_strength:
-        return None
-    return rules.FTRL(
-        rate,
-        learning_rate_power=optimizer.learning_rate_power,
-        l1_regularization_strength=optimizer.l1_regularization_strength,
-        l2_regularization_strength=optimizer.l2_regularization_strength,
-        beta=optimizer.beta,
-    )
+def _ftrl(
+    rate: base.Rate, initial_accumulator_value: float, beta: float, **options: Any
+) -> base.Optimizer | None:
+    if initial_accumulator_value <= 0 or beta < 0:
+        return None  # Keras divides 0 by 0.
+    return rules.FTRL(rate, beta=beta, **options)
 
 
-_RULES: dict[str, Callable[[Any, base.Rate], base.Optimizer | None]] = {
-    "SGD": _sgd,
-    "Adagrad": _adagrad,
-    "Adam": _adam,
-    "Ftrl": _ftrl,
+class _Rule(NamedTuple):
+    """How to make the rule of a class of Keras.
+
+    Attributes:
+      make: Takes a callable learning rate, and `options` by name.
+      options: Options of the class that are numbers.
+      unset: Options that the kernels do not have.
+    """
+
+    make: Callable[..., base.Optimizer | None]
+    options: tuple[str, ...] = ()
+    unset: tuple[str, ...] = ()
+
+
+_RULES: dict[str, _Rule] = {
+    "SGD": _Rule(rules.SGD, unset=("momentum",)),
+    "Adagrad": _Rule(_adagrad, ("epsilon",)),
+    "Adam": _Rule(_adam, ("beta_1", "beta_2", "epsilon"), unset=("amsgrad",)),
+    "Ftrl": _Rule(
+        _ftrl,
+        (
+            "initial_accumulator_value",
+            "beta",
+            "learning_rate_power",
+            "l1_regularization_strength",
+            "l2_regularization_strength",
+        ),
+        unset=("l2_shrinkage_regularization_strength",),
+    ),
 }
 
 
-def rule_of(optimizer: Any, cls: type) -> base.Optimizer | None:
+def rule_of(optimizer: Any, cls: type, rate: Any) -> base.Optimizer | None:
     """The rule of the `update_step` of a class of Keras, with an optimizer's options.
 
     Keras carries out what comes before and after it, such as clipping.
 
+    Args:
+      optimizer: Has the options.
+      cls: Has the rule.
+      rate: The learning rate of this step, as Keras has evaluated it.
+
     Returns:
       A rule whose learning rate is a callable; None if the kernels do not have it.
     """
-    make = _RULES.get(cls.__name__)
-    if make is None or optimizer.weight_decay is not None:
+    rule = _RULES.get(cls.__name__)
+    if rule is None or optimizer.weight_decay is not None:
         return None
-    return make(optimizer, lambda: optimizer.learning_rate)
+    if any(getattr(optimizer, name) for name in rule.unset):
+        return None
+    options = {name: getattr(optimizer, name) for name in rule.options}
+    if not all(isinstance(value, numbers.Real) for value in options.values()):
+        return None  # Such as a tensor.
+    return rule.make(lambda: rate, **options)

@@ -6,6 +6,7 @@ The rule of an optimizer is the `update_step` of its Keras class. It runs here w
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Mapping
 from typing import Any
 
@@ -133,8 +134,12 @@ class UpdatesRows:
         for slot in slots.values():
             slot[index].write()
 
-    def update_rows(self: Any, gradients_and_variables: Any) -> list[tuple[Any, Any]]:
+    def update_rows(
+        self: Any, gradients_and_variables: Any, rate: Any
+    ) -> list[tuple[Any, Any]]:
         """Updates what the library can in one op; `update_step` does the others.
+
+        A variable that is named twice is for `update_step`, which keeps the order.
 
         Returns:
           The same pairs, in which a gradient that was applied is an `_Applied`.
@@ -145,17 +150,17 @@ class UpdatesRows:
         ]
         if not sparse or not fused_rows.is_possible():
             return pairs
-        rule = rule_of(self, self._rule)
+        rule = rule_of(self, self._rule, rate)
         if rule is None:
             return pairs
+        named = collections.Counter(self._var_key(variable) for _, variable in pairs)
         tables: dict[int, fused_rows.Rows] = {}
         for n in sparse:
             gradient, variable = pairs[n]
             slots = self._slots(keras_api.index_of(self, variable)).values()
             values = [keras_api.value_of(v) for v in (variable, *slots)]
             rows = fused_rows.Rows(gradient, values[0], values[1:])
-            again = any(rows.variable is t.variable for t in tables.values())
-            if rows.fits(rule) and not again:  # Threads of one op share no rows.
+            if rows.fits(rule) and named[self._var_key(variable)] == 1:
                 tables[n] = rows
         if tables:
             fused_rows.update(rule, list(tables.values()), self.iterations)
@@ -226,7 +231,8 @@ def _row_sparse_class(rule: Any) -> Any:
     step = keras_api.ALL_VARIABLES_STEP
 
     def update_all(self: Any, strategy: Any, pairs: Any, *rate: Any) -> Any:
-        return getattr(rule, step)(self, strategy, self.update_rows(pairs), *rate)
+        (used,) = rate or (self.learning_rate,)  # tf_keras evaluates it before.
+        return getattr(rule, step)(self, strategy, self.update_rows(pairs, used), *rate)
 
     members = {
         "__doc__": f"{rule.__name__} of Keras, by rows.",

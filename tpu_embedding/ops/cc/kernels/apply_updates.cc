@@ -112,7 +112,7 @@ void AddSamples(const float* data, int64_t dim, int64_t count,
   }
 }
 
-// The same for the samples that all senders have sent.
+// Points at the gradients of the samples that all senders have sent.
 void CollectRouted(const RoutedBatch& routed, const ReplicaGradients& gradients,
                    const TablePlan& table, std::vector<const float*>* samples) {
   for (size_t sender = 0; sender < routed.asked.size(); ++sender) {
