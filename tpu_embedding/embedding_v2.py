@@ -63,7 +63,8 @@ class TPUEmbeddingV2(EmbeddingBase):
 
     A GrowingVocabulary gives rows to ids as in TPUEmbedding; every lookup counts as one
     for training. The rows of a lookup stay while its preserved outputs exist, whose
-    tokens are ids.
+    tokens are ids. Under a ParameterServerStrategy the update of a growing table is in
+    the tf.function of its lookup.
 
     Under TPUStrategy and testing.SoftwareTPUStrategy the tables are stacked and
     divided among the SparseCores of all devices, and TensorFlow's XLA ops look them up
@@ -325,6 +326,8 @@ class TPUEmbeddingV2(EmbeddingBase):
             strategy.run where there are several replicas.
           tf.errors.InvalidArgumentError: If gradients and preserved outputs do not
             belong together, before anything has changed.
+          tf.errors.FailedPreconditionError: Under a ParameterServerStrategy with
+            growing tables, if the lookup was in another function.
         """
         engine, replica = self.core.in_replica("apply_gradients")
         with tf.name_scope("embedding_apply_gradients"):

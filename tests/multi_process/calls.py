@@ -192,17 +192,25 @@ def _films(strategy: Any, kind: Any, pipelined: bool) -> tuple[Any, te.TableConf
         return kind({"film": te.FeatureConfig(table)}, te.SGD(0.5), pipelined), table
 
 
-def fill_a_table(strategy: Any, pipelined: bool) -> Any:
+def fill_a_table(strategy: Any, version: int, pipelined: bool) -> Any:
     """Two steps of two new ids in each process, for which there is room for five.
 
     Returns:
       What the second raised, and rows, ids and counts after the first.
     """
-    embedding, table = _films(strategy, te.TPUEmbedding, pipelined)
+    kind = te.TPUEmbedding if version == 1 else te.TPUEmbeddingV2
+    embedding, table = _films(strategy, kind, pipelined)
 
     def step(ids: list[int]) -> None:
-        embedding.enqueue({"film": tf.constant(ids)})
-        embedding.apply_gradients({"film": tf.ones_like(embedding.dequeue()["film"])})
+        features, preserved = {"film": tf.constant(ids)}, []
+        if version == 1:
+            embedding.enqueue(features)
+            activations = embedding.dequeue()
+        else:
+            prepared = embedding.preprocess_features(features)
+            activations, *preserved = embedding.embedding_lookup(prepared)
+        gradients = {"film": tf.ones_like(activations["film"])}
+        embedding.apply_gradients(gradients, *preserved)
 
     own = rank(strategy)
     step([own, 10 + own])
@@ -217,6 +225,35 @@ def fill_a_table(strategy: Any, pipelined: bool) -> Any:
     return raised, rows, found.ids.tolist(), found[4:]
 
 
+def keep_rows(strategy: Any, keeps: bool) -> list[int]:
+    """Looks id 1 up in the last process, and trains other ids; the ids with rows."""
+    vocabulary = te.GrowingVocabulary(3, eviction="lru", min_rows=1)
+    table = te.TableConfig(vocabulary, 2, "ones", name="films")
+    with strategy.scope():
+        embedding = te.TPUEmbeddingV2({"film": te.FeatureConfig(table)}, te.SGD(0.5))
+    processes = strategy.extended._num_workers
+
+    def look_up(ids: list[int]) -> Any:
+        own = ids if rank(strategy) == processes - 1 else []
+        return embedding({"film": tf.constant(own, tf.int64)})
+
+    def apply(activations: Any, preserved: Any) -> None:
+        gradients = {"film": tf.ones_like(activations["film"])}
+        embedding.apply_gradients(gradients, preserved)
+
+    apply(*look_up([1, 2]))
+    kept: Any = look_up([1])
+    if not keeps:
+        kept = None
+    apply(*look_up([3, 4]))
+    found = embedding.vocabularies[table].ids.tolist()
+    if keeps:
+        apply(*kept)
+        rows = embedding.embedding_tables[table].numpy()[:, 0].tolist()
+        assert sorted(rows) == [0, 0.5, 0.5]  # The first has been updated twice.
+    return found
+
+
 def save_a_growing_table(strategy: Any, folder: str) -> Any:
     """Saves, restores and exports the only table of a job; its ids and rows."""
     embedding, _ = _films(strategy, te.TPUEmbedding, False)
@@ -228,11 +265,6 @@ def save_a_growing_table(strategy: Any, folder: str) -> Any:
     te.serving.export(other, f"{folder}/model", signatures=["dense"])
     rows = other.embedding_tables[table].numpy().tolist()
     return other.vocabularies[table].ids.tolist(), rows
-
-
-def growing_v2(strategy: Any) -> tuple[str, str]:
-    """What TPUEmbeddingV2 raises of a growing table."""
-    return failure(lambda: _films(strategy, te.TPUEmbeddingV2, False))
 
 
 def restore(strategy: Any, case: Case, path: str, tracked: bool) -> Any:

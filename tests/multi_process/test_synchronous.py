@@ -52,6 +52,15 @@ CASES = {
     ),
     "growing bfloat16": Case("adam", dtype="bfloat16", empty=True, growing=GROWING),
     "growing layer": Case(version=3, graph=True, steps=6, growing=GROWING),
+    "growing version 2": Case(version=2, graph=True, steps=6, growing=GROWING),
+    "growing version 2 pipelined": Case(
+        "adam",
+        version=2,
+        pipelined=True,
+        weights=True,
+        steps=6,
+        growing=(GROWING[0], None, GROWING[0]),
+    ),
 }
 
 
@@ -109,19 +118,27 @@ def test_three_processes_train_the_bits_of_one(three: Job) -> None:
         "version 2",
         "growing",
         "growing pipelined",
+        "growing version 2",
     ):
         compare(three, CASES[name])
 
 
 @pytest.mark.second_tier
 def test_a_full_table_of_one_process_refuses_in_all(two: Job) -> None:
-    for pipelined in (False, True):
-        for raised, rows, ids, counts in two.run("fill_a_table", pipelined):
+    for arguments in ((1, False), (1, True), (2, False)):
+        for raised, rows, ids, counts in two.run("fill_a_table", *arguments):
             assert raised[0] == "InvalidArgumentError"
             assert "Table films is full: 4 of max_rows=5" in raised[1]
             assert rows == [[0.5, 0.5]] * 4
             assert ids == [0, 1, 10, 11]
             assert counts == (4, 4, 0, 0)
+
+
+@pytest.mark.second_tier
+def test_rows_of_a_lookup_stay_while_its_preserved_outputs_exist(two: Job) -> None:
+    """The process that has the table has no id of the batch."""
+    assert two.run("keep_rows", True) == [[1, 3, 4]] * 2
+    assert two.run("keep_rows", False) == [[2, 3, 4]] * 2
 
 
 @pytest.mark.second_tier
@@ -152,13 +169,6 @@ def test_a_job_saves_and_exports_its_only_table(
     model: Any = tf.saved_model.load(str(tmp_path / "model"))
     served = model.signatures["dense"](film=tf.constant([7, 1, 5], tf.int64))["film"]
     assert served.numpy()[:, 0].tolist() == [0, 0.5, 0]
-
-
-@pytest.mark.second_tier
-def test_what_growing_tables_lack_over_processes(two: Job) -> None:
-    for kind, text in two.run("growing_v2"):
-        assert kind == "NotImplementedError"
-        assert "TPUEmbeddingV2 over processes does not take" in text
 
 
 @pytest.mark.second_tier

@@ -11,9 +11,12 @@ import tensorflow as tf
 from parameter_servers.cluster import (
     JOB,
     V,
+    batch,
     features,
+    gradients,
     make,
     require_same,
+    require_unchanged,
     schedule,
     step_of,
     values,
@@ -24,8 +27,9 @@ import tpu_embedding as te
 pytestmark = pytest.mark.second_tier
 
 
-def configs(**first: Any) -> dict[str, te.FeatureConfig]:
+def configs(others: Any = None, **first: Any) -> dict[str, te.FeatureConfig]:
     """Of three tables the first forgets, the second is static, the third admits."""
+    admits = others or {"min_count": 2, "unknown": "initializer"}
     found = features()
     vocabularies: dict[str, Any] = {
         "t0": te.GrowingVocabulary(
@@ -37,7 +41,7 @@ def configs(**first: Any) -> dict[str, te.FeatureConfig]:
                 **first,
             },
         ),
-        "t2": te.GrowingVocabulary(V, min_count=2, unknown="initializer"),
+        "t2": te.GrowingVocabulary(V, **admits),
     }
     for table in {id(c.table): c.table for c in found.values()}.values():
         if table.name in vocabularies:
@@ -54,9 +58,12 @@ def require_same_ids(one: te.TPUEmbedding, served: te.TPUEmbedding) -> None:
             np.testing.assert_array_equal(getattr(other, name), value, err_msg=name)
 
 
+@pytest.mark.parametrize("kind", [te.TPUEmbedding, te.TPUEmbeddingV2])
 @pytest.mark.parametrize("pipelined", [False, True])
-def test_servers_have_the_bits_of_one_process(pipelined: bool) -> None:
-    one, served = make(te.TPUEmbedding, configs(), te.Adagrad(0.1), pipelined)
+def test_servers_have_the_bits_of_one_process(kind: Any, pipelined: bool) -> None:
+    options = {"when_full": "shared_row", "unknown": "shared_row"}
+    tables = configs(others=options if pipelined else {})
+    one, served = make(kind, tables, te.Adagrad(0.1), pipelined)
     step, expected = tf.function(step_of(served)), step_of(one)
     assert schedule(step, range(4)) == [float(expected(k)) for k in range(4)]
     assert float(step_of(served)(5)) == float(expected(5))
@@ -68,8 +75,9 @@ def test_servers_have_the_bits_of_one_process(pipelined: bool) -> None:
     require_same_ids(one, served)
 
 
-def test_a_push_that_is_repeated_counts_no_hit_twice() -> None:
-    one, served = make(te.TPUEmbedding, configs(), te.Adagrad(0.1))
+@pytest.mark.parametrize("kind", [te.TPUEmbedding, te.TPUEmbeddingV2])
+def test_a_push_that_is_repeated_counts_no_hit_twice(kind: Any) -> None:
+    one, served = make(kind, configs(), te.Adagrad(0.1))
     step, expected = tf.function(step_of(served)), step_of(one)
     numbered = JOB.coordinator._with_number(step)
     for number in (1, 2, 1, 2, 3, 3):
@@ -89,9 +97,10 @@ def test_checkpoints_go_to_servers_and_back(tmp_path: pathlib.Path) -> None:
         require_same_ids(one, served)
 
 
-def test_a_full_table_refuses_the_step() -> None:
+@pytest.mark.parametrize("kind", [te.TPUEmbedding, te.TPUEmbeddingV2])
+def test_a_full_table_refuses_the_step(kind: Any) -> None:
     small = configs(eviction=None, unknown="zeros", when_full="error")
-    _, served = make(te.TPUEmbedding, small, te.Adagrad(0.1))
+    _, served = make(kind, small, te.Adagrad(0.1))
     tables = [values(served)["t0/parameters"]]
 
     def train() -> None:
@@ -104,9 +113,43 @@ def test_a_full_table_refuses_the_step() -> None:
     np.testing.assert_array_equal(values(served)["t0/parameters"], tables[-1])
 
 
-def test_what_servers_lack() -> None:
-    with (
-        JOB.strategy.scope(),
-        pytest.raises(NotImplementedError, match="TPUEmbeddingV2 over servers"),
-    ):
-        te.TPUEmbeddingV2(configs(), te.Adagrad(0.1))
+@pytest.mark.parametrize("keeps", [True, False])
+def test_rows_of_a_lookup_stay_while_its_preserved_outputs_exist(keeps: bool) -> None:
+    vocabulary = te.GrowingVocabulary(3, eviction="lru", min_rows=1)
+    table = te.TableConfig(vocabulary, 2, "ones", name="films")
+    with JOB.strategy.scope():
+        embedding = te.TPUEmbeddingV2({"film": te.FeatureConfig(table)}, te.SGD(0.5))
+
+    def look_up(ids: Any) -> Any:
+        return embedding({"film": tf.constant(ids, tf.int64)})
+
+    def apply(activations: Any, preserved: Any) -> None:
+        ones = {"film": tf.ones_like(activations["film"])}
+        embedding.apply_gradients(ones, preserved)
+
+    @tf.function
+    def step() -> None:
+        kept = look_up([1])
+        apply(*look_up([3, 4]))
+        apply(*kept)
+
+    apply(*look_up([1, 2]))
+    if keeps:
+        step()
+        found = embedding.vocabularies[table]
+        assert found.hits[found.ids == 1] == [2]
+        assert found.admitted == 4  # Id 1 not again.
+    else:
+        apply(*look_up([3, 4]))
+        assert embedding.vocabularies[table].ids.tolist() == [2, 3, 4]
+
+
+def test_gradients_of_another_function_are_refused() -> None:
+    _, served = make(te.TPUEmbeddingV2, configs(), te.Adagrad(0.1))
+    activations, preserved = served(batch(0))
+    apply = tf.function(served.apply_gradients)
+    before = values(served)
+    with pytest.raises(tf.errors.FailedPreconditionError, match=r"in one tf\.function"):
+        apply(gradients(activations), preserved)
+    require_unchanged(before, served)
+    served.apply_gradients(gradients(activations), preserved)

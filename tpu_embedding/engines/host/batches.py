@@ -68,14 +68,18 @@ class HostBatches:
                 **op_inputs(batch), plan=self._record, call=call
             )
 
-    def to_tensors(self, batch: tf.Tensor, *, raises: bool) -> PreprocessedFeatures:
+    def to_tensors(
+        self, batch: tf.Tensor, looked_up: Sequence[tf.Tensor], *, raises: bool
+    ) -> PreprocessedFeatures:
         """A batch that `prepare` returned as plain tensors.
 
-        One that was refused raises its error here, or has a `refusal`.
+        One that was refused raises its error here, or has a `refusal`. Of a growing
+        table the rows of what was `looked_up`, if it was, stay while they exist.
         """
         with tf.device(self.device):
             result = self._ops.tpu_embedding_to_stacks(
                 batch=batch,
+                looked_up=looked_up,
                 num_stacks=len(self.stacks.layout.stacks),
                 token_types=self._token_types(),
                 num_features=len(self._plan.features),

@@ -89,6 +89,7 @@ class HostEngine(Engine):
             variables = create_variables(options.plan, self._device)
             parts = [TablePart(options, record, variables)]
         self._parts, self._transport = parts, transport
+        self._grows = any(part.growing for part in parts)
         device = None if transport and not transport.is_owner else self._device
         self._batches = HostBatches(options, device, record, groups=not transport)
         self.queue = HostEngineQueue(self)
@@ -106,26 +107,41 @@ class HostEngine(Engine):
         self, batches: Sequence[Sequence[IdBatch]], call: Call
     ) -> list[Prepared]:
         """See `Steps.prepare`: errors in values are raised by what takes it."""
-        # Growing tables must know that a lookup is for training.
-        grows = any(part.growing for part in self._parts)
-        prepare = self._batches.prepare
-        training = call.training and (grows or not call.tensors)
+        prepare, training = self._batches.prepare, self._trains(call, call.tensors)
         prepared = [Prepared(prepare(batch, training=training)) for batch in batches]
         return [self._with_tensors(p) for p in prepared] if call.tensors else prepared
 
-    def _with_tensors(self, prepared: Prepared) -> Prepared:
+    def _trains(self, call: Call, tensors: Any) -> bool:
+        """Whether an update may take the batch itself, not its tensors.
+
+        Growing tables must know of both that a lookup is for training.
+        """
+        return call.training and (self._grows or not tensors)
+
+    def _with_tensors(
+        self, prepared: Prepared, looked_up: Sequence[tf.Tensor] = ()
+    ) -> Prepared:
         """Over processes a refusal waits for the lookup."""
         raises = not self._is_owner
-        tensors = self._batches.to_tensors(prepared.value, raises=raises)
+        tensors = self._batches.to_tensors(prepared.value, looked_up, raises=raises)
         return prepared._replace(tensors=tensors)
 
-    def route(self, batch: tf.Tensor, meeting: Meeting, *, training: bool) -> Routed:
+    def route(
+        self,
+        batch: tf.Tensor,
+        meeting: Meeting,
+        *,
+        training: bool,
+        looked_up: Sequence[tf.Tensor] = (),
+    ) -> Routed:
         """Tells the owners what a prepared batch needs of them.
 
         Args:
           batch: The batch of this process.
           meeting: What the user called.
           training: Whether an update may follow.
+          looked_up: Of an update by server what it looked up before, where that is
+            known: its rows are there until the update.
 
         Raises:
           tf.errors.InvalidArgumentError: If the batch was refused; in all processes of
@@ -144,9 +160,14 @@ class HostEngine(Engine):
         received = transport.to_owners(meeting, sent.messages, sent.refusal)
         parts = [
             part.receive_batch(
-                [sent.routed] if transport.is_owner else [], messages, training=training
+                [sent.routed] if transport.is_owner else [],
+                messages,
+                looked_up[k : k + 1],
+                training=training,
             )
-            for part, messages in zip(self._parts, received, strict=True)
+            for k, (part, messages) in enumerate(
+                zip(self._parts, received, strict=True)
+            )
         ]
         return Routed(sent.routed, parts, parts)
 
@@ -158,17 +179,26 @@ class HostEngine(Engine):
             found = part.look_up(
                 [prepared.value], call, self._batches.activation_shapes(call)
             )
-            looked_up = prepared._replace(value=found.looked_up)
-            if part.growing and prepared.tensors is not None:
-                # Those of what was looked up keep its rows.
-                looked_up = self._with_tensors(looked_up)
-            return found.activations, looked_up
-        # An update from plain tensors routes them again.
-        training = call.training and prepared.tensors is None
-        meeting = Meeting("lookup", f"embedding_lookup(training={training})")
-        routed = self.route(prepared.value, meeting, training=training)
-        activations, looked_up = self.look_up_routed(routed, meeting, call)
+            activations, looked_up = found.activations, found.looked_up
+        else:
+            # An update from plain tensors routes them again.
+            training = self._trains(call, prepared.tensors is not None)
+            meeting = Meeting("lookup", f"embedding_lookup(training={training})")
+            routed = self.route(prepared.value, meeting, training=training)
+            activations, looked_up = self.look_up_routed(routed, meeting, call)
+        if self._grows and prepared.tensors is not None:
+            prepared = self._keep_rows(prepared, looked_up)
         return activations, prepared._replace(value=looked_up)
+
+    def _keep_rows(self, prepared: Prepared, looked_up: Any) -> Prepared:
+        """With tensors while which exist the rows of the lookup are not given up."""
+        own = looked_up.own if isinstance(looked_up, Routed) else looked_up
+        return self._with_tensors(prepared, [own])
+
+    def _parts_kept(self, tensors: PreprocessedFeatures) -> Sequence[tf.Tensor]:
+        """By server what it looked up, where only tensors of Python know it."""
+        del tensors
+        return ()
 
     def look_up_routed(
         self, routed: Routed, meeting: Meeting, call: Call
@@ -242,7 +272,8 @@ class HostEngine(Engine):
             return
         routed = looked_up.value
         if looked_up.tensors is not None:
-            routed = self.route(routed, _UPDATE, training=True)
+            kept = self._parts_kept(looked_up.tensors)
+            routed = self.route(routed, _UPDATE, training=True, looked_up=kept)
         self.send_gradients(routed, gradients)
 
     def send_gradients(
@@ -267,7 +298,7 @@ class HostEngine(Engine):
                 batches=[routed.own] if routed else [],
                 gradients=[g for g in gradients if g is not None],
                 rates=first.rates.evaluate() if transport.is_owner else nothing,
-                growing=[first.handle] if first.growing and self._is_owner else [],
+                growing=[first.handle] if self._grows and self._is_owner else [],
                 num_messages=transport.size,
                 has_gradient=[g is not None for g in gradients],
             )

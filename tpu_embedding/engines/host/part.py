@@ -123,13 +123,25 @@ class TablePart:
         self,
         routed: Sequence[tf.Tensor],
         received: Sequence[tf.Tensor],
+        looked_up: Sequence[tf.Tensor],
         *,
         training: bool,
     ) -> tf.Tensor:
-        """What the senders ask of this part; `routed`: the own batch, if it has one."""
+        """What the senders ask of this part.
+
+        Args:
+          routed: The own batch, if it has one.
+          received: By sender.
+          looked_up: See `HostEngine.route`: at most one.
+          training: Whether an update may follow.
+        """
         with tf.device(self.device):
             return self._ops.tpu_embedding_receive_batch(
-                routed=routed, received=received, plan=self.record, training=training
+                routed=routed,
+                received=received,
+                looked_up=looked_up,
+                plan=self.record,
+                training=training,
             )
 
     def serve(

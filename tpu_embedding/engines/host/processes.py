@@ -26,8 +26,7 @@ from tpu_embedding.engines.process_group import Channel, calling, connect
 from tpu_embedding.engines.telemetry import Counts, TableCounts
 from tpu_embedding.layout.partition import Run
 from tpu_embedding.layout.placement import Placement, place_tables, rows_of_plan
-from tpu_embedding.layout.plan import UPDATES, TableSpec, refuse_growing
-from tpu_embedding.layout.stacking import Layout
+from tpu_embedding.layout.plan import UPDATES, TableSpec
 from tpu_embedding.tables.growing import Changed, GrowingState
 from tpu_embedding.tables.initial import initial_rows
 from tpu_embedding.tables.readers import StoredReader, VariableReader
@@ -75,13 +74,6 @@ class ShardedEngine(HostEngine):
         self._channel.queues = [self._part.handle]
         # IDs and batches are those of whole tables.
         super().__init__(options, [self._part], Processes(record, self._channel))
-
-    @classmethod
-    def lay_out(cls, options: EngineOptions) -> Layout:
-        """See `Engine.lay_out`: lookups of stacks do not know whether they train."""
-        reason = "TPUEmbeddingV2 over processes does not take"
-        refuse_growing(options.plan.tables, reason)
-        return super().lay_out(options)
 
     @classmethod
     def check(cls, options: EngineOptions) -> Channel:

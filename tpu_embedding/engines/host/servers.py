@@ -19,17 +19,19 @@ from tpu_embedding.distribution import ServerTopology
 from tpu_embedding.engines.base import (
     Engine,
     EngineOptions,
+    Prepared,
     RowChanges,
     TableArrays,
 )
 from tpu_embedding.engines.cpu_base import arrays_of_variables
 from tpu_embedding.engines.host.batches import plan_record
 from tpu_embedding.engines.host.changes import Held, ReadTable, ServedChanges
-from tpu_embedding.engines.host.engine import HostEngine
+from tpu_embedding.engines.host.engine import HostEngine, Routed
 from tpu_embedding.engines.host.part import TablePart
 from tpu_embedding.engines.host.queue import ServerQueue
 from tpu_embedding.engines.host.transport import Servers
 from tpu_embedding.engines.telemetry import Counts
+from tpu_embedding.layout.csr import PreprocessedFeatures
 from tpu_embedding.layout.partition import Partition
 from tpu_embedding.layout.placement import (
     ALL_PROCESSES,
@@ -38,7 +40,7 @@ from tpu_embedding.layout.placement import (
     place_on_servers,
     rows_of_plan,
 )
-from tpu_embedding.layout.plan import UPDATES, TableSpec, refuse_growing
+from tpu_embedding.layout.plan import UPDATES, TableSpec
 from tpu_embedding.layout.stacking import Layout
 from tpu_embedding.ops import library
 from tpu_embedding.parameter_server import ClusterCoordinator
@@ -59,6 +61,9 @@ from tpu_embedding.tables.variables import (
     variable_rows,
 )
 from tpu_embedding.vocabulary import VocabularyContents
+
+# The attribute of a tensor that has what servers looked up, while the tensor exists.
+_PARTS = "_tpu_embedding_parts"
 
 
 class ParameterServerEngine(HostEngine):
@@ -144,11 +149,34 @@ class ParameterServerEngine(HostEngine):
     @classmethod
     def lay_out(cls, options: EngineOptions) -> Layout:
         """See `Engine.lay_out`: tables on different servers cannot be one stack."""
-        reason = "TPUEmbeddingV2 over servers does not take"
-        refuse_growing(options.plan.tables, reason)
         config = options.sparse_core
         config = dataclasses.replace(config, disable_table_stacking=True)
         return super().lay_out(dataclasses.replace(options, sparse_core=config))
+
+    def _keep_rows(self, prepared: Prepared, looked_up: Routed) -> Prepared:
+        prepared = self._with_tensors(prepared)
+        for tensor in self._row_pointers(prepared.tensors):
+            setattr(tensor, _PARTS, looked_up.parts)
+        return prepared
+
+    def _parts_kept(self, tensors: PreprocessedFeatures) -> Sequence[tf.Tensor]:
+        if not self._grows:
+            return ()
+        known = [getattr(t, _PARTS, None) for t in self._row_pointers(tensors)]
+        parts = next((each for each in known if each is not None), None)
+        if parts is None:
+            raise tf.errors.FailedPreconditionError(
+                None,
+                None,
+                "apply_gradients: under ParameterServerStrategy the preserved outputs "
+                "of growing tables are those of a lookup of the same function, loop "
+                "and branch. Look up and apply the gradients in one tf.function.",
+            )
+        return parts
+
+    def _row_pointers(self, tensors: PreprocessedFeatures | None) -> list[Any]:
+        assert tensors is not None
+        return [table.row_pointers for table in tensors.tables.values()]
 
     def tables(self) -> dict[str, TableArrays]:
         found = {}

@@ -21,7 +21,7 @@ struct PreparedBatch {
   std::vector<int64_t> vocabulary_sizes;  // by table: what ids were checked for
   bool trains = false;  // whether gradients of a lookup may come
   // Of an update the batch that was looked up, where that is known to be
-  // another one, which may hold it, so that its rows stay.
+  // another one, so that its rows stay.
   std::shared_ptr<const PreparedBatch> looked_up;
   // What this is a part of where tables are divided over processes, or null.
   const RoutedBatch* routed = nullptr;

@@ -52,9 +52,11 @@ training: whether an update may follow.
 REGISTER_OP("TpuEmbeddingReceiveBatch")
     .Input("routed: num_routed * variant")
     .Input("received: num_received * uint8")
+    .Input("looked_up: num_looked_up * variant")
     .Output("batch: variant")
     .Attr("num_routed: int >= 0")
     .Attr("num_received: int >= 1")
+    .Attr("num_looked_up: int >= 0")
     .Attr("plan: string")
     .Attr("training: bool")
     .SetIsStateful()  // Only so that its variant is not folded into a constant.
@@ -64,10 +66,21 @@ What this process or server is asked for.
 
 routed: this process's batch, from TpuEmbeddingRoute, once; none on a server.
 received: the messages of TpuEmbeddingRoute to this owner, by sender.
+looked_up: of an update on a server what TpuEmbeddingServe looked up before, so
+  that its rows stay; or none.
 batch: for the ops that take a prepared batch.
 plan: the record of the part of the tables that this owner has.
 training: as of TpuEmbeddingRoute.
 )doc");
+
+using RoutedPool = BatchPool<RoutedBatch>;
+
+// A batch to reuse, which does not keep the one that was looked up.
+std::shared_ptr<RoutedBatch> TakeFrom(RoutedPool* pool) {
+  const std::shared_ptr<RoutedBatch> batch = pool->Take();
+  return {batch.get(),
+          [batch](RoutedBatch* used) { used->batch.looked_up.reset(); }};
+}
 
 class RouteOp : public tensorflow::OpKernel {
  public:
@@ -80,7 +93,7 @@ class RouteOp : public tensorflow::OpKernel {
   }
 
   void Compute(OpKernelContext* context) override {
-    const std::shared_ptr<RoutedBatch> routed = pool_->Take();
+    const std::shared_ptr<RoutedBatch> routed = TakeFrom(pool_.get());
     absl::Status status =
         WithinMemory([&] { return Route(context, routed.get()); });
     const Placement& placement = plan_->placement;
@@ -118,13 +131,13 @@ class RouteOp : public tensorflow::OpKernel {
                routed);
     routed->batch.routed = routed;
     routed->batch.trains = training_;
+    routed->batch.looked_up = batch.looked_up;
     return absl::OkStatus();
   }
 
   SharedPlan plan_;
   bool training_ = false;
-  const std::shared_ptr<BatchPool<RoutedBatch>> pool_ =
-      std::make_shared<BatchPool<RoutedBatch>>();
+  const std::shared_ptr<RoutedPool> pool_ = std::make_shared<RoutedPool>();
 };
 
 class ReceiveBatchOp : public tensorflow::OpKernel {
@@ -140,7 +153,13 @@ class ReceiveBatchOp : public tensorflow::OpKernel {
   void Compute(OpKernelContext* context) override {
     std::shared_ptr<RoutedBatch> routed;
     OP_REQUIRES_OK(context, TakeRouted(context, &routed));
-    OpInputList received;
+    OpInputList received, looked_up;
+    OP_REQUIRES_OK(context, context->input_list("looked_up", &looked_up));
+    for (const Tensor& tensor : looked_up) {
+      const BatchVariant* variant = nullptr;
+      OP_REQUIRES_OK(context, Unwrap(tensor, nullptr, &variant));
+      routed->batch.looked_up = variant->batch;
+    }
     OP_REQUIRES_OK(
         context,
         ReadReceived(context, plan_->placement.num_senders(), &received));
@@ -167,7 +186,7 @@ class ReceiveBatchOp : public tensorflow::OpKernel {
     OpInputList given;
     TF_RETURN_IF_ERROR(context->input_list("routed", &given));
     if (given.size() == 0) {
-      *routed = pool_->Take();
+      *routed = TakeFrom(pool_.get());
       (*routed)->training = training_;
       (*routed)->placement = plan_->placement;
       (*routed)->feature_tables = plan_->feature_tables;
@@ -189,8 +208,7 @@ class ReceiveBatchOp : public tensorflow::OpKernel {
 
   SharedPlan plan_;
   bool training_ = false;
-  const std::shared_ptr<BatchPool<RoutedBatch>> pool_ =
-      std::make_shared<BatchPool<RoutedBatch>>();
+  const std::shared_ptr<RoutedPool> pool_ = std::make_shared<RoutedPool>();
 };
 
 REGISTER_KERNEL_BUILDER(

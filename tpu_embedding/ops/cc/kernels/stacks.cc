@@ -43,12 +43,14 @@ absl::Status StackShapes(InferenceContext* context) {
 
 REGISTER_OP("TpuEmbeddingToStacks")
     .Input("batch: variant")
+    .Input("looked_up: num_looked_up * variant")
     .Output("row_pointers: num_stacks * int32")
     .Output("sample_ids: num_stacks * int32")
     .Output("token_ids: token_types")
     .Output("gains: num_stacks * float")
     .Output("output_shapes: num_features * int64")
     .Output("refusal: string")
+    .Attr("num_looked_up: int >= 0")
     .Attr("num_stacks: int >= 1")
     .Attr("token_types: list({int32, int64}) >= 1")
     .Attr("num_features: int >= 1")
@@ -57,10 +59,11 @@ REGISTER_OP("TpuEmbeddingToStacks")
     .Doc(R"doc(
 The batch as plain tensors.
 
+looked_up: of the batch what a lookup of this process gave, or none. Its rows are
+  not given up while the row pointers of a growing table exist.
 row_pointers: for each stack [samples + 1], where the entries of a sample begin.
 sample_ids, token_ids, gains: for each stack [entries]. A token is a row of the
-  stack, int32; of a growing table an id, int64. While the ids of a batch that was
-  looked up exist, its rows are not given up.
+  stack, int32; of a growing table an id, int64.
 output_shapes: for each feature the shape of its activations without the
   embedding axis.
 refusal: "", or of a refused batch, which has no samples here, a code and a text.
@@ -91,15 +94,15 @@ refusals: at most one, from TpuEmbeddingToStacks.
 training: whether the batch is for an update.
 )doc");
 
-// The ids of a batch, which lives as long.
-class IdsOfBatch : public tensorflow::TensorBuffer {
+// The values of a tensor, with which a batch that was looked up lives.
+class OfLookedUp : public tensorflow::TensorBuffer {
  public:
-  IdsOfBatch(SharedBatch own_batch, Tensor ids)
-      : TensorBuffer(ids.data()),
+  OfLookedUp(SharedBatch own_batch, Tensor values)
+      : TensorBuffer(values.data()),
         batch(std::move(own_batch)),
-        ids_(std::move(ids)) {}
+        values_(std::move(values)) {}
 
-  size_t size() const override { return ids_.TotalBytes(); }
+  size_t size() const override { return values_.TotalBytes(); }
   TensorBuffer* root_buffer() override { return this; }
   void FillAllocationDescription(
       tensorflow::AllocationDescription* description) const override {
@@ -110,7 +113,7 @@ class IdsOfBatch : public tensorflow::TensorBuffer {
   const SharedBatch batch;
 
  private:
-  const Tensor ids_;
+  const Tensor values_;
 };
 
 // The types of the tokens of each stack.
@@ -148,6 +151,8 @@ class ToStacksOp : public tensorflow::OpKernel {
     }
     const PreparedBatch& batch =
         variant->status.ok() ? *variant->batch : nothing;
+    SharedBatch looked_up;
+    OP_REQUIRES_OK(context, ReadLookedUp(context, &looked_up));
     const std::vector<StackPlan>& stacks = variant->plan->stacks;
     OpOutputList pointers, shapes;
     OP_REQUIRES_OK(context, context->output_list("row_pointers", &pointers));
@@ -158,8 +163,7 @@ class ToStacksOp : public tensorflow::OpKernel {
     OP_REQUIRES_OK(
         context, CheckLength("features", batch.features.size(), shapes.size()));
     for (size_t k = 0; k < stacks.size(); ++k) {
-      OP_REQUIRES_OK(context,
-                     Write(context, k, stacks[k], batch, variant->batch));
+      OP_REQUIRES_OK(context, Write(context, k, stacks[k], batch, looked_up));
     }
     for (int f = 0; f < shapes.size(); ++f) {
       const std::vector<int64_t>& shape = batch.features[f].output_shape;
@@ -184,9 +188,21 @@ class ToStacksOp : public tensorflow::OpKernel {
     return batch;
   }
 
+  static absl::Status ReadLookedUp(OpKernelContext* context,
+                                   SharedBatch* batch) {
+    OpInputList given;
+    TF_RETURN_IF_ERROR(context->input_list("looked_up", &given));
+    for (const Tensor& tensor : given) {
+      const BatchVariant* variant = nullptr;
+      TF_RETURN_IF_ERROR(Unwrap(tensor, nullptr, &variant));
+      *batch = variant->batch;
+    }
+    return absl::OkStatus();
+  }
+
   static absl::Status Write(OpKernelContext* context, int index,
                             const StackPlan& stack, const PreparedBatch& batch,
-                            const SharedBatch& shared) {
+                            const SharedBatch& looked_up) {
     std::vector<const FeatureCsr*> features;
     int64_t samples = 0;
     int64_t entries = 0;
@@ -212,28 +228,26 @@ class ToStacksOp : public tensorflow::OpKernel {
       return absl::OkStatus();
     };
     StackOutput output;
-    TF_RETURN_IF_ERROR(
-        allocate("row_pointers", samples + 1, &output.row_pointers));
+    Tensor pointers;
+    TF_RETURN_IF_ERROR(context->allocate_temp(
+        tensorflow::DT_INT32, TensorShape({samples + 1}), &pointers));
+    output.row_pointers = pointers.flat<int32_t>().data();
     TF_RETURN_IF_ERROR(allocate("sample_ids", entries, &output.sample_ids));
     TF_RETURN_IF_ERROR(allocate("gains", entries, &output.gains));
-    Tensor tokens;
-    TF_RETURN_IF_ERROR(context->allocate_temp(
-        stack.grows ? tensorflow::DT_INT64 : tensorflow::DT_INT32,
-        TensorShape({entries}), &tokens));
     if (stack.grows) {
-      output.ids = tokens.flat<int64_t>().data();
+      TF_RETURN_IF_ERROR(allocate("token_ids", entries, &output.ids));
     } else {
-      output.token_ids = tokens.flat<int32_t>().data();
+      TF_RETURN_IF_ERROR(allocate("token_ids", entries, &output.token_ids));
     }
     WriteStack(stack.stacked, features, output);
-    if (stack.grows && entries) {
-      tokens = Tensor(tokens.dtype(), tokens.shape(),
-                      tensorflow::core::RefCountPtr<tensorflow::TensorBuffer>(
-                          new IdsOfBatch(shared, tokens)));
+    if (stack.grows && looked_up) {
+      pointers = Tensor(pointers.dtype(), pointers.shape(),
+                        tensorflow::core::RefCountPtr<tensorflow::TensorBuffer>(
+                            new OfLookedUp(looked_up, pointers)));
     }
     OpOutputList list;
-    TF_RETURN_IF_ERROR(context->output_list("token_ids", &list));
-    list.set(index, tokens);
+    TF_RETURN_IF_ERROR(context->output_list("row_pointers", &list));
+    list.set(index, pointers);
     return absl::OkStatus();
   }
 
@@ -301,11 +315,10 @@ class FromStacksOp : public tensorflow::OpKernel {
     }
     const std::vector<StackPlan>& stacks = plan_->stacks;
     std::vector<Error> errors(stacks.size());
-    for (size_t k = 0; k < stacks.size(); ++k) {
-      if (!stacks[k].grows || tokens[k].NumElements() == 0) continue;
-      const auto* ids = dynamic_cast<const IdsOfBatch*>(
-          tensorflow::DMAHelper::buffer(&tokens[k]));
-      if (ids) batch->looked_up = ids->batch;
+    for (const Tensor& values : pointers) {
+      const auto* known = dynamic_cast<const OfLookedUp*>(
+          tensorflow::DMAHelper::buffer(&values));
+      if (known) batch->looked_up = known->batch;
     }
     const auto read = [&](int64_t begin, int64_t end) {
       for (int64_t k = begin; k < end; ++k) {
