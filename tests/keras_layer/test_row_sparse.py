@@ -16,6 +16,7 @@ from keras_layer.version import keras
 from reference.keras_rules import Trained
 
 from tpu_embedding.keras import RowSparseOptimizer, fused_rows
+from tpu_embedding.keras.row_sparse import is_lazy
 
 V, D, STEPS = 7, 3, 8
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
@@ -64,6 +65,16 @@ def train(optimizer: Any, table: Any, slices: list[Any]) -> Any:
 
 def dense(slices: list[tf.IndexedSlices]) -> list[tf.Tensor]:
     return [tf.math.unsorted_segment_sum(g.values, g.indices, V) for g in slices]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_lazy_optimizers_have_other_numbers_than_dense_gradients(name: str):
+    slices = gradients(np.random.default_rng(3))
+    by_rows, plain = (variable(np.random.default_rng(4), V, D) for _ in range(2))
+    optimizer = RowSparseOptimizer(OPTIMIZERS[name]())
+    train(optimizer, by_rows, slices)
+    train(OPTIMIZERS[name](), plain, dense(slices))
+    assert is_lazy(optimizer) is not np.allclose(by_rows.numpy(), plain.numpy(), 1e-5)
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -12,9 +12,14 @@ from tpu_embedding.keras.keras_api import keras_api
 from tpu_embedding.keras.row_sparse import (
     RowSparseOptimizer,
     UpdatesRows,
+    is_lazy,
     plain_optimizer,
 )
 
+_LAZY = (
+    ", whose losses differ somewhat: rows that no id of a batch names wait "
+    '(docs/keras_embedding.md, "What lazy means")'
+)
 _DENSE = ", but the gradient of its regularizer is dense: as costly as in Keras"
 
 
@@ -135,6 +140,7 @@ def _convert_before(
             what, why = f"optimizer {type(self).__name__}", ""
             try:
                 RowSparseOptimizer(self)
+                what += _LAZY if is_lazy(self) else ""
             except (NotImplementedError, ValueError) as error:
                 why = str(error)
             note(what, why)

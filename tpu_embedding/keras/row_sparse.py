@@ -333,6 +333,14 @@ def _check_use(optimizer: Any, rule: str) -> None:
         )
 
 
+def is_lazy(optimizer: Any) -> bool:
+    """Whether its numbers are others than those of Keras with dense gradients."""
+    rule = optimizer._rule.__name__
+    if optimizer.weight_decay is not None:
+        return True
+    return bool(optimizer.momentum) if rule == "SGD" else rule != "Adagrad"
+
+
 def plain_optimizer(optimizer: Any) -> Any:
     """Makes a row-sparse optimizer one of Keras again, and returns it."""
     object.__setattr__(optimizer, "__class__", optimizer._rule)
