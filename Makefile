@@ -2,7 +2,7 @@
 # make test      set up, lint, then the tests of one process, and one of each other kind
 # make test-all  set up, lint, then all tests, as CI does
 #
-# Needs python3 (3.11 to 3.13) with venv, g++ and make. Everything that is installed goes
+# Needs python3 (3.11 to 3.14) with venv, g++ and make. Everything that is installed goes
 # into .venv, everything that is built into build. pip reads its usual settings.
 
 PYTHON ?= python3

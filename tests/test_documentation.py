@@ -89,6 +89,19 @@ def test_the_readme_is_short_and_names_every_example():
     assert [name for name in examples if name not in text] == []
 
 
+def test_extras_are_named_as_pip_looks_for_them():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    known = {*project["optional-dependencies"]}
+    pages = [ROOT / "README.md", *DOCS.glob("*.md")]
+    text = "".join(
+        path.read_text() for path in [*pages, *(ROOT / "tpu_embedding").rglob("*.py")]
+    )
+    named = re.findall(r"'(?:\.|tpu_embedding)\[([a-z_,-]+)\]'", text)
+    assert named
+    assert {extra for each in named for extra in each.split(",")} <= known
+    assert [extra for extra in known if "_" in extra] == []
+
+
 def test_all_pages_together_have_30000_words():
     pages = [ROOT / "README.md", *DOCS.glob("*.md")]
     words = [word for page in pages for word in prose(page).split()]

@@ -22,7 +22,7 @@ def _is_tf_keras() -> bool:
         raise ImportError(
             "TF_USE_LEGACY_KERAS is set, and tf_keras cannot be imported. Install "
             "tf_keras of the version of TensorFlow, as the extra of "
-            "`pip install 'tpu_embedding[tf_keras]'` does, or unset the variable to "
+            "`pip install 'tpu_embedding[tf-keras]'` does, or unset the variable to "
             "use Keras 3."
         ) from error
     return layer.__module__.partition(".")[0] == "tf_keras"
