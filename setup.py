@@ -85,7 +85,8 @@ spec = util.find_spec("tensorflow") or sys.exit("No module named 'tensorflow'")
 sys.modules["tensorflow"] = util.module_from_spec(spec)
 from tensorflow.python.framework.versions import VERSION
 from tensorflow.python.platform import sysconfig
-print(json.dumps([VERSION, sysconfig.get_compile_flags(), sysconfig.get_link_flags()]))
+version = VERSION.replace("-", "")  # As pip writes 2.22.0-rc0.
+print(json.dumps([version, sysconfig.get_compile_flags(), sysconfig.get_link_flags()]))
 """
 
 TENSORFLOWS = ("tensorflow", "tensorflow_cpu")

@@ -40,7 +40,7 @@ def test_it_is_loaded_once():
 
 def test_the_file_names_the_version_that_it_was_compiled_for():
     version = library.built_for(library.PATH)
-    assert version == tf.__version__
+    assert version == tf.__version__.replace("-", "")  # As pip writes 2.22.0-rc0.
     compiled = ctypes.CDLL(str(library.PATH)).TpuEmbeddingTensorFlowVersion
     compiled.restype = ctypes.c_char_p
     assert compiled().decode() == version
