@@ -215,6 +215,15 @@ def test_merge_call(strategy, wrap):
     assert kinds == [(True, True)] * 2
 
 
+def test_summaries_are_written_after_a_call_for_each_replica(strategy, tmp_path):
+    def merge(given):
+        return given.extended.call_for_each_replica(lambda: tf.constant(number()))
+
+    strategy.run(lambda: context().merge_call(merge))
+    with tf.summary.create_file_writer(str(tmp_path)).as_default():
+        assert tf.summary.write("number", 1.0, step=0)
+
+
 def test_merge_call_updates_each_copy_of_a_variable_once(strategy):
     with strategy.scope():
         updated, assigned = tf.Variable(1.0), tf.Variable(1.0)

@@ -136,7 +136,8 @@ def call(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     own_kwargs: Any = distribute_utils.select_replica(context.number, kwargs)
     token = _merging.set(None)
     try:
-        with context:
+        # Another one: a context that is entered twice does not restore what it found.
+        with _ReplicaContext(context.strategy, context.number):
             return fn(*own_args, **own_kwargs)
     finally:
         _merging.reset(token)
