@@ -16,6 +16,7 @@ FIRST_TIER = [f"{FOLDER}/test_models.py"]
 # Those of tf_keras alone, and those that each Keras runs.
 SECOND_TIER = [
     *(FOLDER, f"--ignore={FIRST_TIER[0]}"),
+    "tests/keras_layer/test_catch_up.py",
     "tests/keras_layer/test_fused_rows.py",
     "tests/keras_layer/test_growing.py",
     "tests/keras_layer/test_preprocessing_layers.py",

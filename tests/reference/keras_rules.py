@@ -28,8 +28,6 @@ def adagrad(row: Any, slots: Slots, g: Any, lr: float, t: int, o: Any) -> Any:
 
 
 def adam(row: Any, slots: Slots, g: Any, lr: float, t: int, o: Any) -> Any:
-    if o.weight_decay is not None:
-        row = row - row * o.weight_decay * lr
     slots["m"] = o.beta_1 * slots["m"] + (1 - o.beta_1) * g
     slots["v"] = o.beta_2 * slots["v"] + (1 - o.beta_2) * g**2
     slots["hat"] = np.maximum(slots["hat"], slots["v"])
@@ -110,14 +108,20 @@ class Trained:
             for row in self.rows
         ]
 
-    def step(self, ids: Any, gradients: Any, rate: float) -> None:
-        """Applies the sum of the gradients of each id once."""
+    def step(self, ids: Any, gradients: Any, rate: float, every: bool = False) -> None:
+        """Applies the sum of the gradients of each id once.
+
+        With `every` the other rows take the step, too, with a gradient of zeros.
+        """
         self._steps += 1
         sums: dict[int, Any] = {}
         for row, gradient in zip(ids, gradients, strict=True):
             sums[row] = sums.get(row, 0.0) + np.asarray(gradient, np.float64)
+        for row in range(len(self.rows)) if every else ():
+            sums.setdefault(row, np.zeros_like(self.rows[row]))
         for row, gradient in sums.items():
+            decay = (self._options.weight_decay or 0.0) * rate
             self.rows[row] = self._rule(
-                *(self.rows[row], self._slots[row], gradient),
+                *(self.rows[row] * (1 - decay), self._slots[row], gradient),
                 *(rate, self._steps, self._options),
             )

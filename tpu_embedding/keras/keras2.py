@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 import tf_keras
+from tf_keras.src.engine import base_layer_utils
 from tf_keras.src.saving.legacy.saved_model import utils as saved_model
 
 from tpu_embedding.inputs import InputKind
@@ -129,6 +130,24 @@ def is_stateless() -> bool:
 def value_of(weight: Any) -> Any:
     """See `keras3.value_of`."""
     return weight
+
+
+def built_for(optimizer: Any) -> list[Any]:
+    """See `keras3.built_for`; tf_keras builds an optimizer in each step."""
+    del optimizer
+    return []
+
+
+def is_built(optimizer: Any) -> bool:
+    """See `keras3.is_built`."""
+    return getattr(optimizer, "_built", False)
+
+
+def is_training(layer: Any) -> bool | None:
+    """See `keras3.is_training`."""
+    del layer
+    training = base_layer_utils.call_context().training
+    return None if tf.is_tensor(training) else training
 
 
 def index_of(optimizer: Any, variable: Any) -> int:

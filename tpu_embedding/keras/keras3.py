@@ -174,6 +174,23 @@ def value_of(weight: Any) -> Any:
     return weight.value if isinstance(weight, keras.Variable) else weight
 
 
+def built_for(optimizer: Any) -> list[Any]:
+    """Returns the variables that an optimizer was built for; none before."""
+    return list(optimizer._trainable_variables) if is_built(optimizer) else []
+
+
+def is_built(optimizer: Any) -> bool:
+    """Whether an optimizer has its slots."""
+    return hasattr(optimizer, "_trainable_variables_indices") and bool(
+        optimizer._trainable_variables_indices
+    )
+
+
+def is_training(layer: Any) -> bool | None:
+    """Whether the current call of a layer is for training; None if nobody said so."""
+    return layer._get_call_context().training
+
+
 def index_of(optimizer: Any, variable: Any) -> int:
     """Returns the place of a variable in the lists of slots of a built optimizer."""
     return optimizer._get_variable_index(variable)

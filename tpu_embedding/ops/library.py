@@ -22,6 +22,8 @@ import tensorflow as tf
 _MARKER = re.compile(rb"tpu_embedding built for TensorFlow ([^\0]+)\0")
 # What wheels have libraries for (tools/build_wheel.py).
 SYSTEMS = ("Linux on x86_64", "Linux on aarch64")
+# Reads of variables of Keras (keras/rows/waiting.py).
+_WITH_GRADIENT = ("TpuEmbeddingCaughtUpRows",)
 _FIX = (
     "To fix it, build the library for this TensorFlow: in the source tree of "
     f"tpu_embedding, run `{sys.executable} -m pip install --no-build-isolation "
@@ -149,7 +151,7 @@ def _attempt() -> _Attempt:
     except (OSError, RuntimeError, tf.errors.OpError) as error:
         return _Attempt(reason=f"TensorFlow could not load {PATH}: {error} {_FIX}")
     for name in dir(module):
-        if name.startswith("TpuEmbedding"):
+        if name.startswith("TpuEmbedding") and name not in _WITH_GRADIENT:
             _declare_without_gradient(name)
     return _Attempt(module=module)
 

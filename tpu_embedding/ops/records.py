@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 
@@ -23,11 +24,12 @@ _FIELDS: tuple[tuple[type, str, Callable[[Any], Any]], ...] = (
     (str, "s", lambda value: value.encode()),
     (tf.TensorShape, "shape", lambda value: value.as_proto()),
     (_NameAttrList, "func", lambda value: value),
+    (np.ndarray, "tensor", tf.make_tensor_proto),
 )
 
 
 def record(**fields: Any) -> Any:
-    """Named fields: bool, int, float, str, TensorShape, record, or a list of one kind.
+    """Named fields: bool, int, float, str, TensorShape, record, array, or a list.
 
     >>> record(rows=8, names=["films"]).attr["rows"].i
     8

@@ -303,6 +303,7 @@ struct RowLoop {
         }
         block.rows[k] = row;
         block.weights[k] = parameters.Open(k, row);
+        if (table.waiting) EndWait(table, row, block.weights[k]);
       }
       update.update_rows(&update, &block);
       parameters.template Close<F32xN>(block);

@@ -15,6 +15,7 @@
 namespace tpu_embedding {
 
 struct RowOptions;  // See core/row_options.h.
+class WaitingRows;  // See core/idle.h.
 
 // Whether rows that no entry names are updated too.
 bool UpdatesAllRows(const RowOptions& options);
@@ -26,7 +27,14 @@ struct TableView {
   int64_t dim = 0;
   std::vector<float*> slots;  // each [num_rows, dim], or of width 1 for a
                               // rule with a slot per row
+  // Where rows wait for their gradients: they are caught up before the rule,
+  // and lose `shrinkage` of themselves by weight decay.
+  const WaitingRows* waiting = nullptr;
+  float shrinkage = 0.0f;
 };
+
+// Catches up the row of a table with `waiting`, before its gradient is applied.
+void EndWait(const TableView& table, int64_t row, float* weights);
 
 // One step's gradients for a table.
 struct TableGradients {

@@ -273,7 +273,8 @@ void CountSamples(const BatchQueue::Update& update, const Plan& plan,
 }  // namespace
 
 absl::Status ApplyUpdates(tensorflow::OpKernelContext* context,
-                          StepQueueResource* resource, const NextUpdate& next) {
+                          StepQueueResource* resource, const NextUpdate& next,
+                          WaitingStep* waiting) {
   const Plan& plan = *resource->plan;
   std::vector<Variable> tables, slots;
   TF_RETURN_IF_ERROR(LookUpTables(context, &tables));
@@ -299,6 +300,10 @@ absl::Status ApplyUpdates(tensorflow::OpKernelContext* context,
     for (size_t i = first; i < slot; ++i) {
       resource->huge_pages.Advise(i, *all[i]->tensor());
     }
+  }
+  for (size_t t = 0; waiting && t < views.size(); ++t) {
+    views[t].waiting = &waiting->tables[t];
+    views[t].shrinkage = waiting->steps.matrix<double>()(t, 2);
   }
   // Last, so that whatever fails before leaves the update where it is.
   while (std::optional<BatchQueue::Update> update = next()) {
@@ -326,6 +331,10 @@ absl::Status ApplyUpdates(tensorflow::OpKernelContext* context,
       observers.push_back(std::move(counts));
     }
     Apply(plan, *update, WorkerPool(context), &work, observers);
+    for (size_t t = 0; waiting && t < views.size(); ++t) {
+      AdvanceTable(WorkerPool(context), waiting->steps, t, views[t],
+                   &waiting->tables[t]);
+    }
     if (!counting) continue;
     CountSamples(*update, plan, &counting->tables);
     resource->telemetry.Add(std::move(counting->tables));

@@ -8,6 +8,7 @@
 
 #include "absl/status/status.h"
 #include "kernels/step_queue_resource.h"
+#include "kernels/waiting.h"
 #include "tensorflow/core/framework/op_kernel.h"
 
 namespace tpu_embedding {
@@ -15,10 +16,18 @@ namespace tpu_embedding {
 // The next update to apply, or none; called while the variables are locked.
 using NextUpdate = std::function<std::optional<BatchQueue::Update>()>;
 
+// Tables whose rows wait for their gradients, and the step that they take.
+struct WaitingStep {
+  WaitingTables tables;
+  tensorflow::Tensor steps;  // see AdvanceTable
+};
+
 // Applies updates to the variables behind the resource inputs `tables` and
-// `slots`. What fails before the first one leaves it where it is.
+// `slots`. What fails before the first one leaves it where it is. Each update
+// is a step of `waiting`, if there is one.
 absl::Status ApplyUpdates(tensorflow::OpKernelContext* context,
-                          StepQueueResource* resource, const NextUpdate& next);
+                          StepQueueResource* resource, const NextUpdate& next,
+                          WaitingStep* waiting = nullptr);
 
 }  // namespace tpu_embedding
 

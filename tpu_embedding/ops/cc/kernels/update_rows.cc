@@ -10,6 +10,7 @@
 #include "kernels/kernel_util.h"
 #include "kernels/plan.h"
 #include "kernels/step_queue_resource.h"
+#include "kernels/waiting.h"
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -26,9 +27,15 @@ REGISTER_OP("TpuEmbeddingUpdateRows")
     .Input("rates: float")
     .Input("tables: num_tables * resource")
     .Input("slots: num_slots * resource")
+    .Input("clocks: num_waiting * resource")
+    .Input("sinces: num_waiting * resource")
+    .Input("histories: num_waiting * resource")
+    .Input("steps: double")
     .Attr("num_features: int >= 1")
     .Attr("num_tables: int >= 1")
     .Attr("num_slots: int >= 0")
+    .Attr("num_waiting: int >= 0")
+    .Attr("idle: list(string)")
     .Attr("plan: string")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::NoOutputs)
@@ -39,6 +46,9 @@ batch: from TpuEmbeddingPrepare, for training.
 gradients: by feature.
 rates: [num_tables], the learning rates.
 tables, slots: variables, updated in place; the slots table by table.
+clocks, sinces, histories, idle: as for TpuEmbeddingCaughtUpRows, of all tables;
+  or none, if the rows of none wait.
+steps: as for TpuEmbeddingAdvance.
 plan: the record of the tables (engines/host/batches.py).
 )doc");
 
@@ -52,6 +62,7 @@ class UpdateRowsOp : public tensorflow::OpKernel {
     OP_REQUIRES_OK(context, context->GetAttr("num_slots", &num_slots));
     OP_REQUIRES_OK(
         context, CheckLength("gradients", num_features, plan->features.size()));
+    OP_REQUIRES_OK(context, ReadIdleRules(context, &idle_));
     has_gradient_.assign(num_features, true);
     resource_.reset(new StepQueueResource(std::move(plan), num_slots));
   }
@@ -65,17 +76,37 @@ class UpdateRowsOp : public tensorflow::OpKernel {
     OP_REQUIRES_OK(context,
                    ReadGradients(context, plan, has_gradient_, &gradients));
     OP_REQUIRES_OK(context, CheckGradients(plan, *variant->batch, gradients));
+    WaitingStep waiting;
+    OP_REQUIRES_OK(context, waiting.tables.LookUp(context, idle_, true));
+    const bool waits = !waiting.tables.empty();
+    if (waits) OP_REQUIRES_OK(context, ReadSteps(context, &waiting));
     std::optional<BatchQueue::Update> update{
         {0, {{variant->batch, std::move(gradients)}}}};
-    OP_REQUIRES_OK(context, ApplyUpdates(context, resource_.get(), [&] {
-                     return std::exchange(update, std::nullopt);
-                   }));
+    OP_REQUIRES_OK(context,
+                   ApplyUpdates(
+                       context, resource_.get(),
+                       [&] { return std::exchange(update, std::nullopt); },
+                       waits ? &waiting : nullptr));
   }
 
  private:
+  absl::Status ReadSteps(OpKernelContext* context, WaitingStep* waiting) const {
+    const int64_t tables = resource_->plan->tables.size();
+    waiting->steps = context->input(context->num_inputs() - 1);
+    TF_RETURN_IF_ERROR(CheckLength("idle", idle_.size(), tables));
+    TF_RETURN_IF_ERROR(
+        CheckLength("steps", waiting->steps.NumElements(), 3 * tables));
+    for (int64_t t = 0; t < tables; ++t) {
+      TF_RETURN_IF_ERROR(CheckStep(idle_[t], waiting->tables[t],
+                                   waiting->steps.matrix<double>()(t, 2)));
+    }
+    return absl::OkStatus();
+  }
+
   // For what it keeps of the variables; its queue stays empty.
   QueuePtr resource_;
   std::vector<bool> has_gradient_;
+  std::vector<IdleRule> idle_;
 };
 
 REGISTER_KERNEL_BUILDER(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -9,6 +10,7 @@ import tensorflow as tf
 from tpu_embedding.combiners import COMBINERS
 from tpu_embedding.inputs import InputKind
 from tpu_embedding.keras.keras_api import keras_api
+from tpu_embedding.keras.rows.variable import flush_before, is_recording, make_table
 
 
 class _Bags(NamedTuple):
@@ -78,11 +80,21 @@ class Embedding(keras_api.RowEmbedding):
         """Adds a weight, without a regularizer of strength 0: its gradient is dense."""
         if not regularizes(kwargs.get("regularizer")):
             kwargs["regularizer"] = None
-        return super().add_weight(*args, **kwargs)
+        weight = super().add_weight(*args, **kwargs)
+        make_table(weight)
+        return weight
+
+    def make_tables(self) -> None:
+        """Lets rows wait for their gradients (`optimizer.py`), of a copied layer, too."""
+        for weight in self.trainable_weights:
+            make_table(weight)
 
     def call(self, inputs: Any, weights: Any = None) -> Any:
         """Returns the rows of the ids, combined if the layer has a combiner."""
-        return self._combined(super().call, inputs, weights)
+        self.make_tables()
+        exports = keras_api.is_training(self) is None and not is_recording()
+        with flush_before() if exports else contextlib.nullcontext():
+            return self._combined(super().call, inputs, weights)
 
     def quantized_call(self, inputs: Any, weights: Any = None) -> Any:
         """Does what `call` does, of a table that Keras has quantized."""

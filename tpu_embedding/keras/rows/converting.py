@@ -7,23 +7,19 @@ from collections.abc import Callable
 from typing import Any
 
 from tpu_embedding.errors import type_name
-from tpu_embedding.keras.embedding import Embedding, regularizes
+from tpu_embedding.keras.rows.embedding import Embedding, regularizes
 from tpu_embedding.keras.keras_api import keras_api
-from tpu_embedding.keras.row_sparse import (
+from tpu_embedding.keras.rows.optimizer import (
     RowSparseOptimizer,
     UpdatesRows,
-    is_lazy,
     plain_optimizer,
 )
+from tpu_embedding.keras.rows.variable import make_plain
 
-_LAZY = (
-    ", whose losses differ somewhat: rows that no id of a batch names wait "
-    '(docs/keras_embedding.md, "What lazy means")'
-)
 _DENSE = ", but the gradient of its regularizer is dense: as costly as in Keras"
 
 
-def convert(model: Any) -> Any:
+def convert(model: Any, lazy: bool = False) -> Any:
     """Makes the Embedding layers and the optimizer of a Keras model work by rows.
 
     Each `keras.layers.Embedding` becomes a `te.keras.Embedding`, and the optimizer of a
@@ -38,6 +34,7 @@ def convert(model: Any) -> Any:
 
     Args:
       model: A model of the Keras of this process, built or loaded, compiled or not.
+      lazy: As for `RowSparseOptimizer`.
 
     Returns:
       `model`.
@@ -51,9 +48,12 @@ def convert(model: Any) -> Any:
     layers = _layers(model, keras_api.Embedding)
     optimizer = _innermost(getattr(model, "optimizer", None))
     if optimizer is not None and not isinstance(optimizer, UpdatesRows):
-        RowSparseOptimizer(optimizer)
+        RowSparseOptimizer(optimizer, lazy)
     for layer in layers:
         keras_api.change_class(layer, Embedding)
+        layer.make_tables()
+    if optimizer is not None:
+        optimizer.wait_for(model.trainable_variables)
     _forget_traces(model)
     return model
 
@@ -85,6 +85,8 @@ def unconvert(model: Any) -> Any:
     if isinstance(optimizer, UpdatesRows):
         plain_optimizer(optimizer)
     for layer in layers:
+        for weight in layer.trainable_weights:
+            make_plain(weight)
         keras_api.change_class(layer, keras_api.Embedding)
     _forget_traces(model)
     return model
@@ -140,7 +142,6 @@ def _convert_before(
             what, why = f"optimizer {type(self).__name__}", ""
             try:
                 RowSparseOptimizer(self)
-                what += _LAZY if is_lazy(self) else ""
             except (NotImplementedError, ValueError) as error:
                 why = str(error)
             note(what, why)

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
-from tensorflow.python.ops import control_flow_util
 
 from tpu_embedding import distribution
 from tpu_embedding.config import FeatureConfig, TableConfig
@@ -20,13 +19,11 @@ from tpu_embedding.engines.base import EngineOptions
 from tpu_embedding.engines.host.batches import HostBatches, plan_record
 from tpu_embedding.engines.rates import evaluate_rate
 from tpu_embedding.inputs import IdBatch, InputKind
+from tpu_embedding.keras.rows.waiting import Waiting, kernels_for
 from tpu_embedding.layout.output_shapes import OutputShapes
 from tpu_embedding.layout.plan import make_plan
 from tpu_embedding.ops import library
 from tpu_embedding.optimizers import Optimizer
-
-# Where variables are unless told otherwise, and this process has the op.
-_DEVICE = "/job:localhost/replica:0/task:0/device:CPU:0"
 
 
 class Rows(NamedTuple):
@@ -36,11 +33,13 @@ class Rows(NamedTuple):
       gradient: float32 values [n, D] of the rows `indices` [n], which may repeat.
       variable: float32 [V, D].
       slots: Variables of the same shape, in the order of the rule.
+      waiting: What the rows wait for; None if they do not.
     """
 
     gradient: tf.IndexedSlices
     variable: Any
     slots: Sequence[Any]
+    waiting: Waiting | None
 
     def fits(self, rule: Optimizer) -> bool:
         """Whether the op can update them by a rule."""
@@ -51,31 +50,21 @@ class Rows(NamedTuple):
             and all(shape)  # Rows and columns are known, and not 0.
             and self.gradient.indices.shape.rank == 1
             and self.gradient.indices.dtype in (tf.int32, tf.int64)
-            and all(v.dtype.base_dtype == tf.float32 for v in variables)
-            and all(v.device == _DEVICE for v in variables)
+            and kernels_for(variables) is not None
             and self.gradient.dtype == tf.float32
         )
 
 
-def is_possible() -> bool:
-    """Whether the library can update what is run or traced now."""
-    graph = tf.compat.v1.get_default_graph()
-    return (
-        not tf.distribute.has_strategy()
-        and tf.compat.v1.executing_eagerly_outside_functions()
-        and not control_flow_util.GraphOrParentsInXlaContext(graph)
-        and library.unavailable_reason() is None
-        and distribution.current().engine == "host"
-    )
-
-
-def update(rule: Optimizer, tables: Sequence[Rows], updates: Any) -> None:
+def update(
+    rule: Optimizer, tables: Sequence[Rows], updates: Any, steps: Sequence[tf.Tensor]
+) -> None:
     """Sums the gradients of equal rows, and applies a rule to each row once.
 
     Args:
       rule: Its learning rate is a callable.
-      tables: What fits the rule.
+      tables: What fits the rule; the rows of all wait, or of none.
       updates: How many there were before, of which the rate may be a function.
+      steps: For tables whose rows wait, what `Waiting.advance` takes.
     """
     plan = _updates(
         dataclasses.replace(rule, learning_rate=0.0),
@@ -83,7 +72,7 @@ def update(rule: Optimizer, tables: Sequence[Rows], updates: Any) -> None:
     )
     assert callable(rule.learning_rate)
     rate = evaluate_rate(rule.learning_rate, updates)
-    plan.update(tables, tf.fill([len(tables)], rate))
+    plan.update(tables, tf.fill([len(tables)], rate), steps)
 
 
 class _Updates:
@@ -104,7 +93,10 @@ class _Updates:
         self._device, self._record = options.topology.device, plan_record(options)
         self._batches = HostBatches(options, self._device, self._record, groups=True)
 
-    def update(self, tables: Sequence[Rows], rates: tf.Tensor) -> None:
+    def update(
+        self, tables: Sequence[Rows], rates: tf.Tensor, steps: Sequence[tf.Tensor]
+    ) -> None:
+        waiting = [rows.waiting for rows in tables if rows.waiting is not None]
         ids = [rows.gradient.indices for rows in tables]
         batch = self._batches.prepare(
             [IdBatch(InputKind.DENSE, i, None, i.shape) for i in ids], training=True
@@ -116,6 +108,11 @@ class _Updates:
                 rates=rates,
                 tables=[rows.variable.handle for rows in tables],
                 slots=[slot.handle for rows in tables for slot in rows.slots],
+                clocks=[each.clock.handle for each in waiting],
+                sinces=[each.since.handle for each in waiting],
+                histories=[each.history.handle for each in waiting],
+                idle=[each.record() for each in waiting],
+                steps=tf.stack(steps) if steps else tf.zeros([0, 3], tf.float64),
                 plan=self._record,
             )
 

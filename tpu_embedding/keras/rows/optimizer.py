@@ -1,0 +1,479 @@
+"""Keras optimizers that update the rows of a table that a batch names, once each.
+
+The rule of an optimizer is the `update_step` of its Keras class. It runs here with
+`TouchedRows` in place of the variable and the slots, so there is no second copy of it.
+"""
+
+from __future__ import annotations
+
+import collections
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from tpu_embedding.errors import type_name
+from tpu_embedding.keras.keras_api import keras_api
+from tpu_embedding.keras.rows import fused
+from tpu_embedding.keras.rows.rules import SLOTS, idle_of, rule_of, step_of
+from tpu_embedding.keras.rows.variable import (
+    TableVariable,
+    components,
+    local,
+    make_plain,
+    make_table,
+    take_over,
+)
+from tpu_embedding.keras.rows.waiting import Waiting, gather, new_owner, scatter
+from tpu_embedding.optimizers.idle import Idle
+
+_LOSS_SCALE = (
+    "Leave it at None and use keras.optimizers.LossScaleOptimizer("
+    "te.keras.RowSparseOptimizer(...))."
+)
+_STRATEGIES = (tf.distribute.OneDeviceStrategy, tf.distribute.MirroredStrategy)
+
+
+class TouchedRows:
+    """The rows of a variable that a gradient names, as the optimizers of Keras use it.
+
+    Has what an `update_step` takes of a variable. The variable does not change.
+    """
+
+    def __init__(self, value: tf.Tensor, key: Any) -> None:
+        self.value = value
+        self._unique_id = key  # By which optimizers find the slots of a variable.
+        self.dtype = value.dtype
+
+    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
+        return tf.convert_to_tensor(self.value, dtype, name=name)
+
+    def assign(self, value: Any) -> None:
+        self.value = tf.cast(value, self.dtype)
+
+    def assign_add(self, value: Any) -> None:
+        self.assign(self.value + value)
+
+    def assign_sub(self, value: Any) -> None:
+        self.assign(self.value - value)
+
+
+def _operator(name: str) -> Any:
+    return lambda self, *others: getattr(self.value, name)(*others)
+
+
+_tensor: Any = tf.Tensor
+for _name in _tensor.OVERLOADABLE_OPERATORS:
+    setattr(TouchedRows, _name, _operator(_name))
+
+
+class _OnTouchedRows:
+    """An optimizer, as its `update_step` sees it, whose slots are touched rows."""
+
+    def __init__(self, optimizer: Any, slots: Mapping[str, Any]) -> None:
+        self.__dict__.update(slots, _optimizer=optimizer)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._optimizer, name, value)  # Nadam of tf_keras counts.
+
+
+class UpdatesRows:
+    """Mixin; must precede the Keras class in the bases."""
+
+    _rule: Any  # The class of Keras.
+    lazy: bool = False
+    _owner: int | None = None
+    _ways: dict[str, str]
+
+    @property
+    def updates_rows_by(self: Any) -> dict[str, str]:
+        """How the last traced step updates each table: "op", "rows" or "dense"."""
+        return dict(self.__dict__.get("_ways", {}))
+
+    def build(self: Any, variables: Any) -> None:
+        """Creates the slots: by now options or the strategy may be others."""
+        _check_use(self, self._rule.__name__)
+        self._rule.build(self, variables)
+        self.wait_for(variables)
+
+    def get_config(self: Any) -> dict[str, Any]:
+        """Returns the configuration of Keras's class, and `lazy` if it is set."""
+        config = self._rule.get_config(self)
+        return {**config, "lazy": True} if self.lazy else config
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], **kwargs: Any) -> Any:
+        """Creates the optimizer of what `get_config` returned."""
+        config = dict(config)
+        lazy = config.pop("lazy", False)
+        optimizer = cls._rule.from_config.__func__(cls, config, **kwargs)
+        optimizer.__dict__["lazy"] = lazy
+        return optimizer
+
+    def wait_for(self: Any, variables: Any) -> None:
+        """Lets rows of tables wait, once there are slots."""
+        if keras_api.is_built(self):
+            for variable in variables:
+                self._wait(variable)
+
+    def _wait(self: Any, variable: Any) -> None:
+        """Lets the rows of a table wait, if they do anything while they wait."""
+        parts = components(variable)
+        if self.lazy or not all(isinstance(part, TableVariable) for part in parts):
+            return
+        decays = self._decays(variable)
+        idle, why = self._idle(decays)
+        if idle is None or why:
+            return
+        slots = self._slots(keras_api.index_of(self, variable)).values()
+        if not all([make_table(slot) for slot in slots]):
+            return
+        if self._owner is None:
+            self.__dict__["_owner"] = new_owner()
+        for part, *own in zip(parts, *(components(slot) for slot in slots)):
+            if part.waiting is not None and part.waiting.owner == self._owner:
+                continue
+            take_over(part, Waiting(idle, (part, *own), self._owner, decays))
+
+    def _idle(self: Any, decays: bool) -> tuple[Idle | None, str]:
+        """What a step does to rows without a gradient; None for nothing.
+
+        The second result says why that cannot be made up for.
+        """
+        try:
+            idle = idle_of(self, self._rule)
+        except ValueError as error:
+            return None, str(error)
+        return (idle if decays or not idle.changes_nothing else None), ""
+
+    def _decays(self: Any, variable: Any) -> bool:
+        return self.weight_decay is not None and self._use_weight_decay(variable)
+
+    def update_step(self: Any, gradient: Any, variable: Any, *rate: Any) -> None:
+        """Updates a variable, or the rows that an IndexedSlices names."""
+        if isinstance(gradient, _Applied):
+            return
+        waiting = getattr(variable, "waiting", None)
+        if waiting is not None and waiting.owner != self._owner:
+            raise RuntimeError(
+                f"RowSparseOptimizer: {variable.name} is trained by another optimizer, "
+                "which was built later. Use one optimizer for a table."
+            )
+        is_sparse = isinstance(gradient, tf.IndexedSlices)
+        by_rows = is_sparse and self._steps_by_rows(variable)
+        if is_sparse:
+            gradient = sum_duplicates(gradient) if by_rows else _dense(gradient)
+        if waiting is None:
+            if by_rows:
+                self._update_touched(gradient, variable, None, *rate)
+            else:
+                self._decay(variable, variable)
+                self._rule.update_step(self, gradient, variable, *rate)
+            return
+        with tf.control_dependencies(
+            [waiting.check_step(self._shrinkage(waiting, *rate))]
+        ):
+            gradient = tf.nest.map_structure(
+                tf.identity, gradient, expand_composites=True
+            )
+        if by_rows:
+            self._update_touched(gradient, variable, waiting, *rate)
+        else:
+            waiting.flush()
+            with waiting.quiet():
+                self._decay(variable, variable)
+                self._rule.update_step(self, gradient, variable, *rate)
+        waiting.advance(self._step(waiting, *rate), dense=not by_rows)
+
+    def _steps_by_rows(self: Any, variable: Any) -> bool:
+        """Whether the rows of a gradient are all that a step has to update."""
+        if self.lazy or getattr(variable, "waiting", None) is not None:
+            self._note(variable, "rows")
+            return True
+        idle, why = self._idle(self._decays(variable))
+        if idle is None and not why:
+            self._note(variable, "rows")
+            return True
+        if self.updates_rows_by.get(variable.name) == "dense":
+            return False  # Said before.
+        self._note(variable, "dense")
+        warnings.warn(
+            f"RowSparseOptimizer updates all rows of {variable.name} in each step, as "
+            f"Keras does: {why or 'it is not the table of a te.keras.Embedding'}. "
+            "`lazy=True` updates the rows of the batch only, with other numbers.",
+            stacklevel=2,
+        )
+        return False
+
+    def _note(self: Any, variable: Any, way: str) -> None:
+        self.__dict__.setdefault("_ways", {})[variable.name] = way
+
+    def _update_touched(
+        self: Any, gradient: Any, variable: Any, waiting: Any, *rate: Any
+    ) -> None:
+        key, index = self._var_key(variable), keras_api.index_of(self, variable)
+        whole = self._slots(index)
+        variables = [variable, *(local(slot) for slot in whole.values())]
+        if waiting is None:
+            stored = [gather(v, gradient.indices) for v in variables]
+        else:
+            stored = waiting.caught_up(gradient.indices)
+        touched = [TouchedRows(value, key) for value in stored]
+        slots = {
+            name: {index: rows} for name, rows in zip(whole, touched[1:], strict=True)
+        }
+        self._decay(touched[0], variable)
+        self._rule.update_step(
+            _OnTouchedRows(self, slots), gradient.values, touched[0], *rate
+        )
+        if waiting is None:
+            for each, rows in zip(variables, touched, strict=True):
+                scatter(each, gradient.indices, rows.value)
+            return
+        waiting.write(gradient.indices, [rows.value for rows in touched])
+
+    def _shrinkage(self: Any, waiting: Waiting, *rate: Any) -> tf.Tensor:
+        if not waiting.decays:
+            return tf.zeros([], tf.float64)
+        used = rate[0] if rate else self.learning_rate
+        return tf.cast(self.weight_decay, tf.float64) * tf.cast(used, tf.float64)
+
+    def _step(self: Any, waiting: Waiting, *rate: Any) -> tf.Tensor:
+        """What `Waiting.advance` takes, after the update of a step."""
+        used = rate[0] if rate else self.learning_rate
+        step = (*step_of(self, self._rule, used), self._shrinkage(waiting, *rate))
+        return tf.stack([tf.cast(part, tf.float64) for part in step])
+
+    def update_rows(
+        self: Any, gradients_and_variables: Any, rate: Any
+    ) -> list[tuple[Any, Any]]:
+        """Updates what the library can in one op; `update_step` does the others.
+
+        A variable that is named twice is for `update_step`, which keeps the order.
+
+        Returns:
+          The same pairs, in which a gradient that was applied is an `_Applied`.
+        """
+        pairs = list(gradients_and_variables)
+        sparse = [
+            n for n, (g, _) in enumerate(pairs) if isinstance(g, tf.IndexedSlices)
+        ]
+        rule = rule_of(self, self._rule, rate) if sparse else None
+        if rule is None:
+            return pairs
+        named = collections.Counter(self._var_key(variable) for _, variable in pairs)
+        tables: dict[int, fused.Rows] = {}
+        for n in sparse:
+            gradient, variable = pairs[n]
+            slots = self._slots(keras_api.index_of(self, variable)).values()
+            table, *slots = (keras_api.value_of(v) for v in (variable, *slots))
+            waiting = getattr(table, "waiting", None)
+            rows = fused.Rows(gradient, table, slots, waiting)
+            once = named[self._var_key(variable)] == 1
+            if once and rows.fits(rule) and self._steps_by_rows(table):
+                tables[n] = rows
+        for waits in (True, False):
+            some = [rows for rows in tables.values() if bool(rows.waiting) is waits]
+            steps = [self._step(rows.waiting, rate) for rows in some if waits]
+            if some:
+                fused.update(rule, some, self.iterations, steps)
+        for n, rows in tables.items():
+            gradient = rows.gradient
+            applied = _Applied(gradient.values, gradient.indices, gradient.dense_shape)
+            pairs[n] = (applied, rows.variable)
+            self._note(rows.variable, "op")
+        return pairs
+
+    def _slots(self: Any, index: int) -> dict[str, Any]:
+        """The slots of a variable by the attribute that has them."""
+        return {
+            name: getattr(self, name)[index]
+            for name in SLOTS[self._rule.__name__]
+            if getattr(self, name, None)
+        }
+
+    def _decay(self: Any, target: Any, variable: Any) -> None:
+        if self._decays(variable):
+            rate = tf.cast(self.learning_rate, target.dtype)
+            decay = tf.cast(self.weight_decay, target.dtype)
+            target.assign_sub(target * decay * rate)
+
+    def _apply_weight_decay(self, variables: Any) -> None:
+        """Does nothing: `update_step` decays what it updates."""
+
+    def _deduplicate_sparse_grad(self, gradients: Any) -> Any:
+        """Does nothing: `update_step` sums the duplicates, not tf_keras."""
+        return gradients
+
+    def _clip_gradients(self: Any, gradients: Any) -> list[Any]:
+        """Clips as if every gradient were dense: the other rows are zeros."""
+        if not (self.clipnorm or self.global_clipnorm or self.clipvalue):
+            return gradients
+        summed = [
+            sum_duplicates(g) if isinstance(g, tf.IndexedSlices) else g
+            for g in gradients
+        ]
+        clipped = self._rule._clip_gradients(
+            self, [g.values if isinstance(g, tf.IndexedSlices) else g for g in summed]
+        )
+        return [
+            _Summed(values, g.indices, g.dense_shape)
+            if isinstance(g, tf.IndexedSlices)
+            else values
+            for g, values in zip(summed, clipped, strict=True)
+        ]
+
+
+class _Applied(tf.IndexedSlices):
+    """A gradient whose rows are updated."""
+
+
+class _Summed(tf.IndexedSlices):
+    """Names each row once. XLA's tf.unique of what tf.unique returned is wrong."""
+
+
+def sum_duplicates(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
+    """Sums the values of equal indices."""
+    if isinstance(gradient, _Summed):
+        return gradient
+    rows, positions = tf.unique(gradient.indices)
+    values = tf.math.unsorted_segment_sum(gradient.values, positions, tf.size(rows))
+    return _Summed(values, rows, gradient.dense_shape)
+
+
+def _dense(gradient: tf.IndexedSlices) -> tf.Tensor:
+    return tf.math.unsorted_segment_sum(
+        gradient.values, gradient.indices, gradient.dense_shape[0]
+    )
+
+
+def _row_sparse_class(rule: Any) -> Any:
+    name = f"RowSparse{rule.__name__}"
+    step = keras_api.ALL_VARIABLES_STEP
+
+    def update_all(self: Any, strategy: Any, pairs: Any, *rate: Any) -> Any:
+        (used,) = rate or (self.learning_rate,)  # tf_keras evaluates it before.
+        return getattr(rule, step)(self, strategy, self.update_rows(pairs, used), *rate)
+
+    members = {
+        "__doc__": f"{rule.__name__} of Keras, by rows.",
+        "_rule": rule,
+        step: update_all,
+    }
+    return keras_api.register(type(name, (UpdatesRows, rule), members))
+
+
+_CLASSES = {
+    rule: _row_sparse_class(rule)
+    for rule in (getattr(keras_api.optimizers, name) for name in SLOTS)
+}
+globals().update({cls.__name__: cls for cls in _CLASSES.values()})  # For pickle.
+
+
+def RowSparseOptimizer(inner: Any, lazy: bool = False) -> Any:  # noqa: N802
+    """Makes a Keras optimizer update only the rows of a table that a batch names.
+
+    The gradient of `te.keras.Embedding` names the rows of its batch (it is a
+    tf.IndexedSlices). The gradients of equal ids are summed, and the rule of the
+    optimizer is applied once to each of these rows and to its slots. Dense gradients,
+    such as those of other layers, of tied logits or with a regularizer, are applied as
+    by the optimizer itself.
+
+    The numbers are those of Keras with dense gradients, for every optimizer. Momenta
+    and weight decay move a row also in the steps that do not name it; the row is caught
+    up on these steps when it is read or updated next. Whatever reads a whole table or
+    slot first catches all rows up.
+
+    `inner` stays the same object, of a subclass of its class, so slots, learning rates,
+    callbacks and files are those of Keras. Clipping sees the summed gradients. Where
+    rows cannot be caught up, a step updates all rows as in Keras, with one warning:
+    tables of other layers than `te.keras.Embedding`, betas whose product of steps is
+    no short sum (such as beta_1 = beta_2 = 0.9), and Ftrl with l2 shrinkage. Options
+    that read all rows in each step, such as `use_ema`, constraints and
+    `gradient_accumulation_steps`, cost what they cost in Keras.
+
+    >>> import keras
+    >>> optimizer = RowSparseOptimizer(keras.optimizers.Adagrad(0.1))
+    >>> table = keras.Variable([[1.0], [2.0], [3.0]])
+    >>> gradient = tf.IndexedSlices(tf.ones([2, 1]), tf.constant([1, 1]))
+    >>> optimizer.apply([gradient], [table])
+    >>> table.numpy().ravel().round(3)
+    array([1.   , 1.901, 3.   ], dtype=float32)
+
+    Args:
+      inner: An Adadelta, Adagrad, Adam, AdamW, Ftrl, Lion, Nadam, RMSprop or SGD of the
+        Keras of this process; it may be built and trained already. Or its name, as
+        `compile` takes it: "adam".
+      lazy: Leaves rows and slots as they are in the steps that do not name them, as
+        LazyAdam of TensorFlow Addons does. It is cheaper, and rare rows learn less than
+        in Keras. SGD without momentum and Adagrad are the same either way.
+
+    Returns:
+      `inner`; of a name the optimizer.
+
+    Raises:
+      TypeError: If it is not an optimizer of Keras.
+      ValueError: If its class has no rule for rows, if it updates rows already with
+        another value of `lazy`, if Keras does not know the name, or for
+        `loss_scale_factor`.
+      NotImplementedError: Under a strategy other than MirroredStrategy.
+    """
+    if isinstance(inner, str):
+        inner = keras_api.optimizers.get(inner)
+    if not isinstance(inner, keras_api.Optimizer):
+        raise TypeError(
+            "RowSparseOptimizer takes an optimizer of Keras, such as "
+            f"keras.optimizers.Adagrad(0.1). Received: {inner!r} of type "
+            f"{type_name(inner)}."
+        )
+    if isinstance(inner, UpdatesRows):
+        if inner.lazy == lazy:
+            return inner
+        raise ValueError(
+            f"RowSparseOptimizer: this {inner._rule.__name__} updates rows already, with "
+            f"lazy={inner.lazy}. Create another one for lazy={lazy}."
+        )
+    if type(inner) not in _CLASSES:
+        wraps = hasattr(inner, "inner_optimizer")
+        raise ValueError(
+            f"RowSparseOptimizer does not know the rule of {type(inner).__module__}."
+            f"{type(inner).__qualname__}. It knows {', '.join(SLOTS)} of "
+            f"{keras_api.optimizers.__name__}, but not their subclasses. "
+            + (
+                "Wrap the inner optimizer: LossScaleOptimizer(RowSparseOptimizer(...))."
+                if wraps
+                else "Use one of them, or this optimizer as it is."
+            )
+        )
+    _check_use(inner, type(inner).__name__)
+    object.__setattr__(inner, "__class__", _CLASSES[type(inner)])
+    inner.__dict__["lazy"] = lazy
+    inner.wait_for(keras_api.built_for(inner))
+    return inner
+
+
+def _check_use(optimizer: Any, rule: str) -> None:
+    scale = getattr(optimizer, "loss_scale_factor", None)
+    if scale is not None:
+        raise ValueError(
+            f"RowSparseOptimizer: `loss_scale_factor={scale!r}` of {rule} works on all "
+            f"rows. {_LOSS_SCALE}"
+        )
+    strategy = type(tf.distribute.get_strategy())
+    if tf.distribute.has_strategy() and strategy not in _STRATEGIES:
+        raise NotImplementedError(
+            f"RowSparseOptimizer under {strategy.__name__} is not supported. Use one "
+            "device, MirroredStrategy, or te.keras.TPUEmbedding."
+        )
+
+
+def plain_optimizer(optimizer: Any) -> Any:
+    """Makes a row-sparse optimizer one of Keras again, and returns it."""
+    for variable in keras_api.built_for(optimizer):
+        make_plain(variable)
+    object.__setattr__(optimizer, "__class__", optimizer._rule)
+    return optimizer

@@ -1,0 +1,266 @@
+"""What is known of the rules of Keras's optimizers, beside their `update_step`.
+
+`rule_of` has the rules that the kernels have, and `idle_of` what each does to rows
+without a gradient.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import tensorflow as tf
+
+from tpu_embedding import optimizers as rules
+from tpu_embedding.keras.optimizers import BiasCorrectedRate
+from tpu_embedding.optimizers import base
+from tpu_embedding.optimizers.idle import Idle
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KerasAdagrad(base.KeywordOptimizer):
+    """a += G^2; T -= lr * G / sqrt(a + epsilon)."""
+
+    rule: ClassVar[str] = "keras_adagrad"
+    hyperparameter_names: ClassVar[tuple[str, ...]] = ("epsilon",)
+
+    learning_rate: base.Rate
+    epsilon: float
+
+    @property
+    def slots(self) -> tuple[base.Slot, ...]:
+        return (base.Slot("accumulators", 0.1),)
+
+    def update(self, ops, gradient, row, slots, rate):
+        accumulator = slots[0] + gradient * gradient
+        root = ops.sqrt(accumulator + self.epsilon)
+        return row - rate * gradient / root, accumulator
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KerasAdam(base.KeywordOptimizer):
+    """m += (G - m) * take_1; v += (G^2 - v) * take_2; T -= lr * m / (sqrt(v) + eps).
+
+    Attributes:
+      learning_rate: With the bias correction.
+      take_1: 1 - beta_1 in double precision, as Keras forms it.
+      take_2: 1 - beta_2.
+      epsilon: Of Keras.
+    """
+
+    rule: ClassVar[str] = "keras_adam"
+    hyperparameter_names: ClassVar[tuple[str, ...]] = ("take_1", "take_2", "epsilon")
+
+    learning_rate: base.Rate
+    take_1: float
+    take_2: float
+    epsilon: float
+
+    @property
+    def slots(self) -> tuple[base.Slot, ...]:
+        return (base.Slot("momenta", 0.0), base.Slot("velocities", 0.0))
+
+    def update(self, ops, gradient, row, slots, rate):
+        momentum, velocity = slots
+        momentum = momentum + (gradient - momentum) * self.take_1
+        velocity = velocity + (gradient * gradient - velocity) * self.take_2
+        divisor = ops.sqrt(velocity) + self.epsilon
+        return row - rate * momentum / divisor, momentum, velocity
+
+
+def _adagrad(rate: base.Rate, epsilon: float) -> base.Optimizer:
+    return KerasAdagrad(learning_rate=rate, epsilon=epsilon)
+
+
+def _adam(
+    rate: base.Rate, beta_1: float, beta_2: float, epsilon: float
+) -> base.Optimizer:
+    return KerasAdam(
+        learning_rate=BiasCorrectedRate(rate, beta_1, beta_2),
+        take_1=1 - beta_1,
+        take_2=1 - beta_2,
+        epsilon=epsilon,
+    )
+
+
+def _ftrl(
+    rate: base.Rate, initial_accumulator_value: float, beta: float, **options: Any
+) -> base.Optimizer | None:
+    if initial_accumulator_value <= 0 or beta < 0:
+        return None  # Keras divides 0 by 0.
+    return rules.FTRL(rate, beta=beta, **options)
+
+
+class _Rule(NamedTuple):
+    """How to make the rule of a class of Keras.
+
+    Attributes:
+      make: Takes a callable learning rate, and `options` by name.
+      options: Options of the class that are numbers.
+      unset: Options that the kernels do not have.
+    """
+
+    make: Callable[..., base.Optimizer | None]
+    options: tuple[str, ...] = ()
+    unset: tuple[str, ...] = ()
+
+
+_RULES: dict[str, _Rule] = {
+    "SGD": _Rule(rules.SGD, unset=("momentum",)),
+    "Adagrad": _Rule(_adagrad, ("epsilon",)),
+    "Adam": _Rule(_adam, ("beta_1", "beta_2", "epsilon"), unset=("amsgrad",)),
+    "AdamW": _Rule(_adam, ("beta_1", "beta_2", "epsilon"), unset=("amsgrad",)),
+    "Ftrl": _Rule(
+        _ftrl,
+        (
+            "initial_accumulator_value",
+            "beta",
+            "learning_rate_power",
+            "l1_regularization_strength",
+            "l2_regularization_strength",
+        ),
+        unset=("l2_shrinkage_regularization_strength",),
+    ),
+}
+
+
+def rule_of(optimizer: Any, cls: type, rate: Any) -> base.Optimizer | None:
+    """The rule of the `update_step` of a class of Keras, with an optimizer's options.
+
+    Keras carries out what comes before and after it, such as clipping.
+
+    Args:
+      optimizer: Has the options.
+      cls: Has the rule.
+      rate: The learning rate of this step, as Keras has evaluated it.
+
+    Returns:
+      A rule whose learning rate is a callable; None if the kernels do not have it.
+    """
+    rule = _RULES.get(cls.__name__)
+    if rule is None:
+        return None
+    if any(getattr(optimizer, name) for name in rule.unset):
+        return None
+    options = {name: getattr(optimizer, name) for name in rule.options}
+    if not all(isinstance(value, numbers.Real) for value in options.values()):
+        return None  # Such as a tensor.
+    return rule.make(lambda: rate, **options)
+
+
+# The attributes of Keras's classes that hold slots, one for each variable. Lion's name
+# differs between Keras 3 and tf_keras.
+SLOTS: dict[str, tuple[str, ...]] = {
+    "Adadelta": ("_accumulated_grads", "_accumulated_delta_vars"),
+    "Adagrad": ("_accumulators",),
+    "Adam": ("_momentums", "_velocities", "_velocity_hats"),
+    "AdamW": ("_momentums", "_velocities", "_velocity_hats"),
+    "Ftrl": ("_accumulators", "_linears"),
+    "Lion": ("_momentums", "momentums"),
+    "Nadam": ("_momentums", "_velocities"),
+    "RMSprop": ("_velocities", "_momentums", "_average_gradients"),
+    "SGD": ("momentums",),
+}
+
+
+class _Waits(NamedTuple):
+    """How rows of a class of Keras wait.
+
+    Attributes:
+      idle: Of an optimizer.
+      weight: Of an optimizer and the rate of a step: c_s of `optimizers/idle.py`.
+      note: Likewise, what else is known of the step.
+    """
+
+    idle: Callable[[Any], Idle]
+    weight: Callable[[Any, tf.Tensor], Any] = lambda optimizer, rate: 0.0
+    note: Callable[[Any, tf.Tensor], Any] = lambda optimizer, rate: 0.0
+
+
+def _adam_waits(o: Any) -> Idle:
+    fades = (o.beta_1, o.beta_2, 1.0) if o.amsgrad else (o.beta_1, o.beta_2)
+    square = len(fades) - 1  # The largest velocity, which does not fade.
+    return Idle(fades, "root", square=square, epsilon=o.epsilon)
+
+
+def _nadam_waits(o: Any) -> Idle:
+    fades = (o.beta_1, o.beta_2)
+    return Idle(
+        fades, "root", square=1, epsilon=o.epsilon, epsilon_beta=float(o.beta_2)
+    )
+
+
+def _rmsprop_waits(o: Any) -> Idle:
+    moves = o.momentum > 0
+    fades = (o.rho, *([o.momentum] if moves else []), *([o.rho] if o.centered else []))
+    return Idle(fades, "momentum" if moves else "", moment=1)
+
+
+def _sgd_waits(o: Any) -> Idle:
+    return Idle((o.momentum,), "momentum") if o.momentum else Idle()
+
+
+def _ftrl_waits(o: Any) -> Idle:
+    if o.l2_shrinkage_regularization_strength:
+        raise ValueError("l2_shrinkage_regularization_strength changes its slots")
+    l1, l2 = o.l1_regularization_strength, o.l2_regularization_strength
+    return Idle((1.0, 1.0), "follow", follow=(-o.learning_rate_power, l1, l2, o.beta))
+
+
+def _powers(optimizer: Any, *bases: Any) -> list[tf.Tensor]:
+    """Powers to the number of this step, in float32 as Keras forms them."""
+    step = tf.cast(optimizer.iterations + 1, tf.float32)
+    return [tf.pow(tf.cast(base, tf.float32), step) for base in bases]
+
+
+def _adam_weight(optimizer: Any, rate: tf.Tensor) -> Any:
+    power_1, power_2 = _powers(optimizer, optimizer.beta_1, optimizer.beta_2)
+    return tf.cast(rate, tf.float32) * tf.sqrt(1.0 - power_2) / (1.0 - power_1)
+
+
+def _nadam_weight(optimizer: Any, rate: tf.Tensor) -> Any:
+    power_2, decay = _powers(optimizer, optimizer.beta_2, 0.96)
+    ahead = tf.cast(optimizer.beta_1, tf.float32) * (1.0 - 0.5 * decay * 0.96)
+    product = tf.cast(optimizer._u_product, tf.float32) * ahead
+    return tf.cast(rate, tf.float32) * ahead / (1.0 - product) * tf.sqrt(1.0 - power_2)
+
+
+_ADAM = _Waits(_adam_waits, _adam_weight)
+_WAITS: dict[str, _Waits] = {
+    "Adadelta": _Waits(lambda o: Idle((o.rho, o.rho))),
+    "Adagrad": _Waits(lambda o: Idle((1.0,))),
+    "Adam": _ADAM,
+    "AdamW": _ADAM,
+    "Ftrl": _Waits(_ftrl_waits, note=lambda optimizer, rate: rate),
+    "Lion": _Waits(lambda o: Idle((o.beta_2,), "sign"), lambda optimizer, rate: rate),
+    "Nadam": _Waits(
+        _nadam_waits, _nadam_weight, lambda optimizer, rate: optimizer.iterations + 1
+    ),
+    "RMSprop": _Waits(_rmsprop_waits, lambda optimizer, rate: 1.0),
+    "SGD": _Waits(
+        _sgd_waits, lambda o, rate: -o.momentum if o.nesterov else -1.0
+    ),
+}
+
+
+def idle_of(optimizer: Any, cls: type) -> Idle:
+    """What an optimizer of a class of Keras does to a row without a gradient.
+
+    Raises:
+      ValueError: If that cannot be made up for; the text says why.
+    """
+    idle = _WAITS[cls.__name__].idle(optimizer)
+    options = (*idle.fades, idle.epsilon, *idle.follow)
+    if not all(isinstance(option, numbers.Real) for option in options):
+        raise ValueError("its options are tensors")
+    _ = idle.quadrature
+    return idle
+
+
+def step_of(optimizer: Any, cls: type, rate: Any) -> tuple[Any, Any]:
+    """The weight and the note of a step that begins, for `Waiting.advance`."""
+    waits = _WAITS[cls.__name__]
+    rate = tf.convert_to_tensor(rate)
+    return waits.weight(optimizer, rate), waits.note(optimizer, rate)

@@ -1,0 +1,210 @@
+"""Variables of Keras whose readers see the rows of a table caught up."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager import record
+from tensorflow.python.framework import func_graph
+from tensorflow.python.ops import resource_variable_ops
+
+from tpu_embedding.keras.keras_api import keras_api
+from tpu_embedding.keras.rows.waiting import Waiting
+
+_Variable = resource_variable_ops.ResourceVariable
+_flushes_before: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "flushes_before", default=False
+)
+
+
+class TableVariable(_Variable):
+    """A table, or a slot of one, that an optimizer may leave behind.
+
+    The class of a tf.Variable is changed to it. Whoever reads the whole variable gets
+    rows that were caught up and written; a read of some rows (`tf.gather`) writes
+    nothing. Ops that take its `handle` see what is stored.
+    """
+
+    waiting: Waiting | None = None  # Once an optimizer is built.
+
+    def sparse_read(self, indices: Any, name: str | None = None) -> Any:
+        """Reads rows, caught up."""
+        waiting = self.waiting
+        before = waiting is None or _flushes_before.get()
+        graph = _outermost_graph()
+        if graph is not None and (before or not is_recording()):
+            _flush_before_calls(graph, self, None if before else waiting)
+        elif waiting is not None and before:
+            waiting.flush()
+        if waiting is None or before or waiting.is_quiet:
+            return super().sparse_read(indices, name)
+        return waiting.read(tf.convert_to_tensor(indices))
+
+    def gather_nd(self, indices: Any, name: str | None = None) -> Any:
+        """Reads values, after a flush."""
+        self._flush()
+        return super().gather_nd(indices, name)
+
+    def _read_variable_op(self, no_copy: bool = False) -> Any:
+        self._flush()
+        return super()._read_variable_op(no_copy)
+
+    def _restore_from_tensors(self, restored_tensors: Any) -> Any:
+        self._flush()  # The others of the table keep what they are worth now.
+        return super()._restore_from_tensors(restored_tensors)
+
+    def _flush(self) -> None:
+        if self.waiting is not None:
+            self.waiting.flush()
+
+    @property
+    def _handle(self) -> Any:
+        # TensorFlow's eager ops that take a variable for a tensor read its handle in
+        # C++, in place of `_read_variable_op`: the caller is then a generated function.
+        if self.waiting is not None and _is_called_by_generated_op():
+            self.waiting.flush()
+        return self.__dict__["_handle"]
+
+    @_handle.setter
+    def _handle(self, value: Any) -> None:
+        self.__dict__["_handle"] = value
+
+
+def _flushed(name: str) -> Any:
+    method = getattr(_Variable, name)
+
+    @functools.wraps(method)
+    def flush_and_write(self: TableVariable, *args: Any, **kwargs: Any) -> Any:
+        self._flush()
+        return method(self, *args, **kwargs)
+
+    return flush_and_write
+
+
+for _name in (
+    *("assign", "assign_add", "assign_sub", "batch_scatter_update"),
+    *(f"scatter_{what}" for what in ("add", "sub", "update", "max", "min", "mul")),
+    *(f"scatter_{what}" for what in ("div", "nd_add", "nd_sub", "nd_update")),
+):
+    setattr(TableVariable, _name, _flushed(_name))
+
+
+def components(variable: Any) -> tuple[Any, ...]:
+    """The tf.Variables of a weight: one, or one for each replica."""
+    value = keras_api.value_of(variable)
+    return tuple(getattr(value, "values", (value,)))
+
+
+def make_table(variable: Any) -> bool:
+    """Makes a weight one whose rows may wait; returns whether it is one now."""
+    parts = components(variable)
+    for part in parts:
+        cls = type(part)
+        reads_as_usual = (
+            issubclass(cls, resource_variable_ops.BaseResourceVariable)
+            and cls.sparse_read is _Variable.sparse_read
+            and cls._read_variable_op is _Variable._read_variable_op
+        )
+        if reads_as_usual and part.shape.rank == 2 and part.dtype.is_floating:
+            part.__class__ = TableVariable
+    return all(isinstance(part, TableVariable) for part in parts)
+
+
+def make_plain(variable: Any) -> None:
+    """Makes a weight and its slots plain variables again, with all rows caught up."""
+    for component in components(variable):
+        waiting = getattr(component, "waiting", None)
+        if waiting is not None:
+            waiting.flush()
+            for each in waiting.variables:
+                each.waiting = None
+                each.__class__ = _Variable
+        if isinstance(component, TableVariable):
+            component.__class__ = _Variable
+
+
+def local(variable: Any) -> Any:
+    """The tf.Variable of a weight in the replica whose variable is updated."""
+    value = keras_api.value_of(variable)
+    return value._get() if hasattr(value, "values") else value
+
+
+def take_over(variable: TableVariable, waiting: Waiting) -> None:
+    """Gives a table and its slots to an optimizer; what waited before is caught up."""
+    if variable.waiting is not None:
+        variable.waiting.flush()
+        variable.waiting.revoke()
+    for each in waiting.variables:
+        each.waiting = waiting
+
+
+def is_recording() -> bool:
+    """Whether a tape may ask for gradients."""
+    return record.could_possibly_record()
+
+
+@contextlib.contextmanager
+def flush_before() -> Iterator[None]:
+    """Makes reads of rows flush before the graph is called, and read what is stored.
+
+    Such a graph has nothing of the optimizer, so that it can be exported.
+    """
+    token = _flushes_before.set(True)
+    try:
+        yield
+    finally:
+        _flushes_before.reset(token)
+
+
+def _is_called_by_generated_op() -> bool:
+    module = sys._getframe(2).f_globals.get("__name__", "")
+    return module.startswith("tensorflow.python.ops.gen_")
+
+
+def _outermost_graph() -> Any:
+    """The graph of the tf.function that is traced; None if none is."""
+    graph: Any = tf.compat.v1.get_default_graph()
+    if tf.executing_eagerly() or not isinstance(graph, func_graph.FuncGraph):
+        return None
+    while graph.is_control_flow_graph:
+        graph = graph.outer_graph
+    return graph
+
+
+# By graph, the variables that it reads, each with the Waiting that it catches up by.
+_reads: weakref.WeakKeyDictionary[Any, list[tuple[TableVariable, Waiting | None]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _flush_before_calls(
+    graph: Any, variable: TableVariable, traced: Waiting | None
+) -> None:
+    """Flushes before each call of a graph, unless it catches the rows up itself.
+
+    The optimizer may be built, or another one may train the table, after the graph was
+    traced.
+    """
+    if graph in _reads:
+        _reads[graph].append((variable, traced))
+        return
+    reads = _reads[graph] = [(variable, traced)]
+
+    def flush() -> tf.Tensor:
+        with tf.init_scope():
+            for read, known in reads:
+                if read.waiting is not None and read.waiting is not known:
+                    read.waiting.flush()
+            return tf.constant(0)
+
+    with graph.as_default():
+        graph.capture_call_time_value(
+            flush, tf.TensorSpec([], tf.int32), ("tpu_embedding", id(reads)), 0
+        )

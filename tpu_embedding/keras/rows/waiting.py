@@ -1,0 +1,419 @@
+"""The rows of a table that wait for their next gradient, and what they are by now.
+
+A `Waiting` belongs to a table and its slots. It counts the steps that an optimizer has
+taken with the table (`clock`), knows for each row the step at which it was written last
+(`since`), and for each of these steps what waiting from it to now does (`history`; see
+`tpu_embedding/optimizers/idle.py`). A row that is read or updated is caught up by them;
+a `flush` catches all rows up, after which none waits.
+
+The work is done by ops of the library, or by those of TensorFlow where it cannot be
+loaded, under a strategy and in XLA. Both have the same variables.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.eager import context, record
+from tensorflow.python.ops import control_flow_util, resource_variable_ops
+
+from tpu_embedding import distribution
+from tpu_embedding.ops import library, records
+from tpu_embedding.optimizers.idle import Idle
+
+# A pass over all rows follows when the history is full. The passes add less than one
+# row to each step, and the history at most an eighth of the bytes of a table.
+_ROWS_FOR_EACH_STEP = 8
+_LONGEST_HISTORY = 65_536
+# Rows that TensorFlow's ops catch up at one time, and values, which bound the memory.
+_VALUES_AT_ONCE = 1 << 20
+
+# Where variables are unless told otherwise, and this process has the ops.
+_DEVICE = "/job:localhost/replica:0/task:0/device:CPU:0"
+
+_owners = itertools.count(1)
+
+
+def new_owner() -> int:
+    """Returns a number for an optimizer, of which `Waiting.clock` has the last one."""
+    return next(_owners)
+
+
+def kernels_for(variables: Sequence[Any]) -> Any:
+    """Returns the ops of the library if they can be run or traced now, else None."""
+    graph = tf.compat.v1.get_default_graph()
+    possible = (
+        all(v.dtype.base_dtype == tf.float32 and v.device == _DEVICE for v in variables)
+        and not tf.distribute.has_strategy()
+        and tf.compat.v1.executing_eagerly_outside_functions()
+        and not control_flow_util.GraphOrParentsInXlaContext(graph)
+        and library.unavailable_reason() is None
+        and distribution.current().engine == "host"
+    )
+    return library.load() if possible else None
+
+
+def gather(variable: Any, rows: tf.Tensor) -> tf.Tensor:
+    """Reads rows as they are stored."""
+    return tf.raw_ops.ResourceGather(
+        resource=variable.handle, indices=rows, dtype=variable.dtype.base_dtype
+    )
+
+
+def scatter(variable: Any, rows: tf.Tensor, values: tf.Tensor) -> None:
+    """Writes rows; each is named once."""
+    tf.raw_ops.ResourceScatterUpdate(
+        resource=variable.handle, indices=rows, updates=values
+    )
+
+
+def _read(variable: Any) -> tf.Tensor:
+    return tf.raw_ops.ReadVariableOp(
+        resource=variable.handle, dtype=variable.dtype.base_dtype
+    )
+
+
+class Waiting:
+    """What the rows of one table wait for.
+
+    Attributes:
+      idle: What a step does to a row without a gradient.
+      variables: The table and its slots, each [V, D].
+      owner: The number of the optimizer.
+      decays: Whether the optimizer decays the table.
+      is_quiet: Whether reads do not catch up, as the reader has done so.
+    """
+
+    def __init__(
+        self, idle: Idle, variables: Sequence[Any], owner: int, decays: bool
+    ) -> None:
+        self.idle, self.variables, self.owner = idle, tuple(variables), owner
+        self.decays, self.is_quiet = decays, False
+        self._quadrature = idle.quadrature
+        rows = int(variables[0].shape[0])
+        horizon = self._quadrature.horizon if self._quadrature else 1
+        self._ages = np.arange(1, horizon + 1)
+        self.capacity = min(
+            max(rows // _ROWS_FOR_EACH_STEP, 2 * horizon + 2, 512), _LONGEST_HISTORY
+        )
+        terms = len(self._quadrature.nodes) if self._quadrature else 1
+        with tf.init_scope(), tf.device(variables[0].device):
+            # The number of steps, the step at which all rows were caught up, the owner.
+            self.clock = _variable(np.array([0, 0, owner], np.int64))
+            self.since = _variable(np.zeros(rows, np.int32))
+            # Of each step: the logarithm of all decay factors so far, a number that the
+            # rule needs, and the weights of a row that waits since then.
+            self.history = _variable(np.zeros([self.capacity, 2 + terms]))
+
+    def arguments(self) -> dict[str, list[Any]]:
+        """The arguments that the ops of the library have in common."""
+        return {
+            "tables": [self.variables[0].handle],
+            "slots": [slot.handle for slot in self.variables[1:]],
+            "clocks": [self.clock.handle],
+            "sinces": [self.since.handle],
+            "histories": [self.history.handle],
+        }
+
+    def read(self, rows: tf.Tensor) -> tf.Tensor:
+        """Reads rows of the table, caught up; their gradient is that of a gather."""
+        table, kernels = self.variables[0], kernels_for(self.variables)
+        if kernels is not None:
+            resource_variable_ops.variable_accessed(table)
+            return self._read_by(kernels, rows, outputs=1)[0]
+        stored = resource_variable_ops.ResourceVariable.sparse_read(table, rows)
+        with record.stop_recording():
+            caught_up = self._caught_up(rows, [stored])[0]
+        return _instead(stored, caught_up)
+
+    def caught_up(self, rows: tf.Tensor) -> list[tf.Tensor]:
+        """Reads rows of the table and of each slot, caught up.
+
+        Args:
+          rows: Integers of any shape.
+
+        Returns:
+          Each [*rows.shape, D].
+        """
+        with record.stop_recording():
+            kernels = kernels_for(self.variables)
+            if kernels is not None:
+                return self._read_by(kernels, rows, outputs=len(self.variables))
+            return self._caught_up(rows, [])
+
+    def _read_by(self, kernels: Any, rows: tf.Tensor, outputs: int) -> list[tf.Tensor]:
+        return kernels.tpu_embedding_caught_up_rows(
+            **self.arguments(),
+            rows=rows,
+            num_outputs=outputs,
+            dim=int(self.variables[0].shape[1]),
+            idle=[self._record(with_weights=False)],
+        )
+
+    def _caught_up(
+        self, rows: tf.Tensor, stored: Sequence[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        unread = self.variables[len(stored) :]
+        stored = [*stored, *(gather(variable, rows) for variable in unread)]
+        values = [tf.cast(s, _precision(s.dtype)) for s in stored]
+        values = self._idled(values, gather(self.since, rows))
+        return [tf.cast(v, s.dtype) for v, s in zip(values, stored, strict=True)]
+
+    def _idled(self, values: list[tf.Tensor], since: tf.Tensor) -> list[tf.Tensor]:
+        """Takes the steps since then, all at once."""
+        idle, dtype = self.idle, values[0].dtype
+        now, floor, _ = tf.unstack(_read(self.clock))
+        since = tf.maximum(tf.cast(since, tf.int64), floor)
+        steps = tf.cast(now - since, tf.float64)[..., tf.newaxis]
+        start = gather(self.history, since % self.capacity)
+        end = gather(self.history, now % self.capacity)
+        row, slots = values[0], values[1:]
+        weights = start[..., 2:]
+        if idle.move == "sign":  # Sums from the first step on.
+            weights = (end[2:] - weights) * tf.exp(start[..., :1])
+        factors = [tf.cast(w, dtype) for w in tf.split(weights, weights.shape[-1], -1)]
+        if idle.move == "follow":
+            rate = tf.cast(end[1], dtype)
+            row = tf.where(steps > 0, self._followed(slots, rate), row)
+        elif idle.move:
+            following = gather(self.history, (since + 1) % self.capacity)
+            moved = self._moved(slots, factors, following[..., 1:2] - 1.0)
+            row -= tf.where(steps > 0, moved, tf.zeros_like(moved))
+        if self.decays and idle.move != "follow":
+            row *= tf.cast(tf.exp(end[0] - start[..., :1]), dtype)
+        faded = [
+            slot if fade == 1.0 else slot * tf.cast(_power(fade, steps), dtype)
+            for slot, fade in zip(slots, idle.fades, strict=True)
+        ]
+        return [row, *faded]
+
+    def _moved(
+        self, slots: list[tf.Tensor], factors: list[tf.Tensor], updates: tf.Tensor
+    ) -> tf.Tensor:
+        idle, moment = self.idle, slots[self.idle.moment]
+        if idle.move == "sign":
+            return tf.sign(moment) * factors[0]
+        if idle.move == "momentum":
+            return moment * factors[0]
+        assert self._quadrature is not None
+        square, divided = slots[idle.square], tf.zeros([], moment.dtype)
+        root = square if idle.epsilon_inside else tf.sqrt(square)
+        for node, factor in zip(self._quadrature.nodes, factors, strict=True):
+            fade = idle.root_fade**node
+            epsilon: Any = tf.constant(idle.epsilon, moment.dtype)
+            if idle.epsilon_beta:
+                left = 1.0 - tf.cast(idle.epsilon_beta, tf.float64) ** (updates + node)
+                epsilon *= tf.cast(tf.sqrt(left), moment.dtype)
+            if idle.epsilon_inside:
+                divisor = tf.sqrt(root * fade**2 + epsilon**2)
+            else:
+                divisor = root * fade + epsilon
+            divided += factor / divisor
+        return moment * divided
+
+    def _followed(self, slots: list[tf.Tensor], rate: tf.Tensor) -> tf.Tensor:
+        power, l1, l2, beta = self.idle.follow
+        squares, linear = slots
+        l2 += beta / (2.0 * rate)
+        quadratic = squares**power / rate + 2.0 * l2
+        return (tf.clip_by_value(linear, -l1, l1) - linear) / quadratic
+
+    def write(self, rows: tf.Tensor, values: Sequence[tf.Tensor]) -> None:
+        """Writes rows of the table and the slots, as they are after the next step.
+
+        `advance` ends the step.
+        """
+        for variable, value in zip(self.variables, values, strict=True):
+            scatter(variable, rows, value)
+        now = tf.cast(_read(self.clock)[0], tf.int32)
+        scatter(self.since, rows, tf.fill(tf.shape(rows), now + 1))
+
+    def advance(self, step: tf.Tensor, *, dense: bool = False) -> None:
+        """Counts a step.
+
+        Args:
+          step: float64 [3]: c_s of `idle.py`, what the rule needs to know of the step,
+            and the part of itself that a row loses by weight decay.
+          dense: Whether the step has updated all rows, which were caught up before.
+        """
+        kernels = kernels_for(self.variables)
+        if kernels is not None:
+            kernels.tpu_embedding_advance(
+                **self.arguments(),
+                steps=step[tf.newaxis],
+                idle=[self.record()],
+                updated_all=dense,
+            )
+            return
+        weight, note, shrinkage = tf.unstack(step)
+        now, floor, owner = tf.unstack(_read(self.clock))
+        last = gather(self.history, now % self.capacity)
+        log = last[0] + (tf.math.log1p(-shrinkage) if self.decays else 0.0)
+        own: Any = tf.zeros([self.history.shape[1] - 2], tf.float64)
+        if self.idle.move == "sign":
+            own = last[2:] + weight * tf.exp(-log)
+        elif self._quadrature is not None:
+            starts = (now + 1 - self._ages) % self.capacity
+            terms = weight * self._quadrature.weights
+            if self.decays:
+                terms *= tf.exp(gather(self.history, starts)[:, :1] - log)
+            added = tf.pad(terms, [[0, 0], [2, 0]])
+            tf.raw_ops.ResourceScatterAdd(
+                resource=self.history.handle, indices=starts, updates=added
+            )
+        scatter(
+            self.history,
+            [(now + 1) % self.capacity],
+            tf.concat([[log, note], own], 0)[tf.newaxis],
+        )
+        floor = now + 1 if dense else floor
+        _assign(self.clock, tf.stack([now + 1, floor, owner]))
+        # Sums of a sign grow with the decay, and must not overflow.
+        is_full = (now + 2 - floor >= self.capacity) | (log < -300.0)
+        _when(is_full, self._catch_up_all)
+
+    def revoke(self) -> None:
+        """Refuses the steps that are taken from now on, of functions traced before."""
+        with tf.init_scope():
+            now = _read(self.clock)[0]
+            _assign(self.clock, tf.stack([now, now, tf.zeros_like(now)]))
+
+    def check_step(self, shrinkage: tf.Tensor) -> Any:
+        """Returns an op that refuses a step, before anything has changed."""
+        name = self.variables[0].name
+        owned = tf.debugging.assert_equal(
+            _read(self.clock)[2],
+            tf.constant(self.owner, tf.int64),
+            f"Another optimizer was built for {name} after this train function was "
+            "traced. Train a table with one RowSparseOptimizer, or use lazy=True.",
+        )
+        shrinks = tf.debugging.assert_less(
+            shrinkage,
+            tf.ones([], tf.float64),
+            f"weight_decay * learning_rate must be below 1 for {name}. Use a smaller "
+            "weight_decay, or lazy=True.",
+        )
+        return tf.group(owned, shrinks)
+
+    def flush(self) -> None:
+        """Catches all rows up, if there may be one that waits."""
+        if self.is_quiet:
+            return
+        graph = tf.compat.v1.get_default_graph()
+        if not tf.executing_eagerly() and not hasattr(graph, "outer_graph"):
+            # A graph of TensorFlow 1, as of the writer of SavedModels.
+            with context.eager_mode():
+                self._flush()
+        else:
+            self._flush()
+
+    def _flush(self) -> None:
+        with record.stop_recording():
+            kernels = kernels_for(self.variables)
+            if kernels is not None:
+                kernels.tpu_embedding_catch_up(
+                    **self.arguments(), idle=[self._record(with_weights=False)]
+                )
+                return
+            now, floor, _ = tf.unstack(_read(self.clock))
+            _when(now > floor, self._catch_up_all)
+
+    def _catch_up_all(self) -> None:
+        count, width = (int(n) for n in self.variables[0].shape)
+        size = min(count, max(_VALUES_AT_ONCE // width, 1))
+
+        def catch_up(begin: tf.Tensor) -> list[tf.Tensor]:
+            # The last slice may begin in the one before; its rows no longer wait.
+            rows = tf.range(size) + tf.minimum(begin, count - size)
+            values = self._caught_up(rows, [])
+            for variable, value in zip(self.variables, values, strict=True):
+                scatter(variable, rows, value)
+            now = tf.cast(_read(self.clock)[0], tf.int32)
+            scatter(self.since, rows, tf.fill([size], now))
+            return [begin + size]
+
+        tf.while_loop(lambda begin: begin < count, catch_up, [0], parallel_iterations=1)
+        now, _, owner = tf.unstack(_read(self.clock))
+        _assign(self.clock, tf.stack([now, now, owner]))
+        scatter(self.history, [now % self.capacity], tf.zeros_like(self.history[:1]))
+
+    def record(self) -> bytes:
+        """What a step does to a row, for ops that count steps."""
+        return self._record(with_weights=True)
+
+    def _record(self, with_weights: bool) -> bytes:
+        idle, quadrature = self.idle, self._quadrature
+        weights = quadrature.weights if quadrature and with_weights else np.zeros(0)
+        options = (idle.epsilon_beta, idle.root_fade, idle.epsilon, *idle.follow)
+        return records.serialize(
+            name=self.variables[0].name,
+            owner=self.owner,
+            move=idle.move,
+            moment=idle.moment,
+            square=idle.square,
+            epsilon_inside=idle.epsilon_inside,
+            decays=self.decays,
+            options=np.array(options, np.float64),
+            fades=np.array(idle.fades, np.float64),
+            nodes=quadrature.nodes if quadrature else np.ones(1),
+            node_weights=weights,
+        )
+
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Reads and writes the variables as they are stored."""
+        self.is_quiet = True
+        try:
+            yield
+        finally:
+            self.is_quiet = False
+
+
+@tf.custom_gradient
+def _instead(rows: tf.Tensor, caught_up: tf.Tensor) -> Any:
+    """Returns the rows that were caught up, with the gradient of the stored ones."""
+    return tf.identity(caught_up), lambda gradient: (gradient, None)
+
+
+@tf.RegisterGradient("TpuEmbeddingCaughtUpRows")
+def _gradient_of_read(op: Any, *gradients: tf.Tensor) -> list[Any]:
+    handle, rows = op.inputs[0], op.inputs[-1]
+    shape = tf.raw_ops.VariableShape(input=handle, out_type=tf.int64)
+    values = tf.reshape(gradients[0], [-1, gradients[0].shape[-1]])
+    slices = tf.IndexedSlices(values, tf.reshape(rows, [-1]), shape)
+    return [slices, *[None] * (len(op.inputs) - 1)]
+
+
+def _precision(dtype: tf.DType) -> tf.DType:
+    return dtype if dtype.size >= 4 else tf.float32
+
+
+def _power(base: float, exponents: tf.Tensor) -> tf.Tensor:
+    return tf.constant(base, tf.float64) ** exponents
+
+
+def _variable(value: np.ndarray) -> Any:
+    # Not by tf.Variable, whose creators a strategy and a tf.function replace.
+    return resource_variable_ops.ResourceVariable(value, trainable=False)
+
+
+def _assign(variable: Any, value: tf.Tensor) -> None:
+    tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)
+
+
+def _when(condition: Any, do: Any) -> None:
+    if tf.executing_eagerly():
+        if condition:
+            do()
+        return
+
+    def done() -> tf.Tensor:
+        do()
+        return tf.constant(0)
+
+    tf.cond(condition, done, lambda: tf.constant(0))

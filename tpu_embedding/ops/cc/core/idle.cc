@@ -1,0 +1,247 @@
+#include "core/idle.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "core/simd.h"
+#include "core/update.h"
+
+namespace tpu_embedding {
+namespace {
+
+// Sums of a sign grow with the decay, and must not overflow.
+constexpr double kSmallestLog = -300.0;
+
+// What the loops over columns need. The loops are compiled for each number of
+// nodes, so that the nodes are unrolled and the columns vectorized.
+struct Columns {
+  const float* row;
+  const float* moment;
+  const float* square;
+  int64_t dim;
+  float* out;
+};
+
+template <int kNodes>
+struct MoveByRoot {
+  template <class F32xN>
+  TPU_EMBEDDING_INLINE static void Run(const Columns& columns, const Wait& wait,
+                                       const float* fades) {
+    const float* const row = columns.row;
+    const float* const moment = columns.moment;
+    const float* const square = columns.square;
+    float* const out = columns.out;
+    std::array<float, kNodes> factor, fade, epsilon;
+    for (int i = 0; i < kNodes; ++i) {
+      factor[i] = wait.factors[i];
+      fade[i] = fades[i];
+      epsilon[i] = wait.epsilons[i];
+    }
+    const float keep = wait.keep;
+    for (int64_t d = 0; d < columns.dim; ++d) {
+      const float root = std::sqrt(square[d]);
+      float divided = 0.0f;
+      for (int i = 0; i < kNodes; ++i) {
+        divided += factor[i] / (root * fade[i] + epsilon[i]);
+      }
+      out[d] = (row[d] - moment[d] * divided) * keep;
+    }
+  }
+};
+
+// With epsilon^2 inside of the root.
+template <int kNodes>
+struct MoveByRootInside {
+  template <class F32xN>
+  TPU_EMBEDDING_INLINE static void Run(const Columns& columns, const Wait& wait,
+                                       const float* fades) {
+    const float* const row = columns.row;
+    const float* const moment = columns.moment;
+    const float* const square = columns.square;
+    float* const out = columns.out;
+    std::array<float, kNodes> factor, fade, epsilon;
+    for (int i = 0; i < kNodes; ++i) {
+      factor[i] = wait.factors[i];
+      fade[i] = fades[i] * fades[i];
+      epsilon[i] = wait.epsilons[i] * wait.epsilons[i];
+    }
+    const float keep = wait.keep;
+    for (int64_t d = 0; d < columns.dim; ++d) {
+      float divided = 0.0f;
+      for (int i = 0; i < kNodes; ++i) {
+        divided += factor[i] / std::sqrt(square[d] * fade[i] + epsilon[i]);
+      }
+      out[d] = (row[d] - moment[d] * divided) * keep;
+    }
+  }
+};
+
+template <template <int> class Body, int kNodes = kMostNodes>
+void RunForNodes(int64_t nodes, const Columns& columns, const Wait& wait,
+                 const float* fades) {
+  if (nodes == kNodes) {
+    RunOnThisCpu<Body<kNodes>>(columns, wait, fades);
+  } else if constexpr (kNodes > 1) {
+    RunForNodes<Body, kNodes - 1>(nodes, columns, wait, fades);
+  }
+}
+
+struct Scale {
+  template <class F32xN>
+  TPU_EMBEDDING_INLINE static void Run(const float* values, float factor,
+                                       int64_t dim, float* out) {
+    for (int64_t d = 0; d < dim; ++d) out[d] = values[d] * factor;
+  }
+};
+
+float Sign(float x) { return x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : x; }
+
+}  // namespace
+
+WaitingRows::WaitingRows(const IdleRule& rule, const WaitingState& state)
+    : rule_(rule), state_(state), width_(2 + rule.num_terms()) {
+  for (size_t i = 0; i < rule.nodes.size(); ++i) {
+    root_fades_[i] = std::pow(rule.root_fade, rule.nodes[i]);
+  }
+  for (size_t k = 0; k < rule.fades.size(); ++k) {
+    logs_[k] = std::log(rule.fades[k]);
+  }
+}
+
+Wait WaitingRows::Find(int64_t row) const {
+  Wait wait;
+  const int64_t now = state_.clock[0];
+  const int64_t since = std::max<int64_t>(state_.since[row], state_.clock[1]);
+  wait.steps = now - since;
+  if (wait.steps == 0) return wait;
+  const double* const start = Start(since);
+  const double* const end = Start(now);
+  if (rule_.decays) wait.keep = std::exp(end[0] - start[0]);
+  for (size_t k = 0; k < rule_.fades.size(); ++k) {
+    wait.fades[k] =
+        rule_.fades[k] == 1.0 ? 1.0f : std::exp(logs_[k] * wait.steps);
+  }
+  wait.rate = end[1];
+  for (int64_t i = 0; i < rule_.num_terms(); ++i) {
+    const double weight = start[2 + i];
+    wait.factors[i] = rule_.move == IdleRule::Move::kSign
+                          ? (end[2 + i] - weight) * std::exp(start[0])
+                          : weight;
+    wait.epsilons[i] = rule_.epsilon;
+    if (rule_.epsilon_beta == 0.0) continue;
+    const double updates = Start(since + 1)[1] - 1.0;
+    wait.epsilons[i] *= static_cast<float>(std::sqrt(
+        1.0 - std::pow(rule_.epsilon_beta, updates + rule_.nodes[i])));
+  }
+  return wait;
+}
+
+void WaitingRows::CatchUp(const Wait& wait, const float* row,
+                          const float* const* slots, int64_t dim,
+                          float* row_out, float* const* slots_out) const {
+  using Move = IdleRule::Move;
+  if (wait.steps == 0) {
+    if (row_out != row) std::copy_n(row, dim, row_out);
+    for (size_t k = 0; slots_out && k < rule_.fades.size(); ++k) {
+      if (slots_out[k] != slots[k]) std::copy_n(slots[k], dim, slots_out[k]);
+    }
+    return;
+  }
+  const float* const moment = rule_.fades.empty() ? row : slots[rule_.moment];
+  const float* const square = rule_.fades.empty() ? row : slots[rule_.square];
+  const Columns columns{row, moment, square, dim, row_out};
+  const float factor = wait.factors[0];
+  switch (rule_.move) {
+    case Move::kNone:
+      RunOnThisCpu<Scale>(row, wait.keep, dim, row_out);
+      break;
+    case Move::kMomentum:
+      for (int64_t d = 0; d < dim; ++d) {
+        row_out[d] = (row[d] - moment[d] * factor) * wait.keep;
+      }
+      break;
+    case Move::kSign:
+      for (int64_t d = 0; d < dim; ++d) {
+        row_out[d] = (row[d] - Sign(moment[d]) * factor) * wait.keep;
+      }
+      break;
+    case Move::kRoot:
+      if (rule_.epsilon_inside) {
+        RunForNodes<MoveByRootInside>(rule_.num_terms(), columns, wait,
+                                      root_fades_.data());
+      } else {
+        RunForNodes<MoveByRoot>(rule_.num_terms(), columns, wait,
+                                root_fades_.data());
+      }
+      break;
+    case Move::kFollow: {
+      const auto [power, l1, l2, beta] = rule_.follow;
+      const float twice_l2 = 2.0f * (l2 + beta / (2.0f * wait.rate));
+      for (int64_t d = 0; d < dim; ++d) {
+        const float linear = slots[1][d];
+        const float quadratic =
+            std::pow(slots[0][d], power) / wait.rate + twice_l2;
+        row_out[d] = (std::min(std::max(linear, -l1), l1) - linear) / quadratic;
+      }
+      break;
+    }
+  }
+  for (size_t k = 0; slots_out && k < rule_.fades.size(); ++k) {
+    if (wait.fades[k] != 1.0f || slots_out[k] != slots[k]) {
+      RunOnThisCpu<Scale>(slots[k], wait.fades[k], dim, slots_out[k]);
+    }
+  }
+}
+
+void WaitingRows::Begin(int64_t row, float* values, float* const* slots,
+                        int64_t dim, float shrinkage) const {
+  CatchUp(Find(row), values, slots, dim, values, slots);
+  if (rule_.decays) {
+    for (int64_t d = 0; d < dim; ++d) values[d] -= values[d] * shrinkage;
+  }
+  state_.since[row] = state_.clock[0] + 1;
+}
+
+void WaitingRows::Advance(double weight, double note, double shrinkage) {
+  const int64_t next = ++state_.clock[0];
+  const int64_t terms = rule_.num_terms();
+  const double* const last = Start(next - 1);
+  double* const own = Start(next);
+  own[0] = last[0] + (rule_.decays ? std::log1p(-shrinkage) : 0.0);
+  own[1] = note;
+  if (rule_.move == IdleRule::Move::kSign) {
+    own[2] = last[2] + weight * std::exp(-own[0]);
+    return;
+  }
+  std::fill_n(own + 2, terms, 0.0);
+  if (rule_.node_weights.empty()) return;
+  // No row waits from a step before the last flush.
+  const int64_t horizon = std::min(rule_.horizon(), next - state_.clock[1]);
+  for (int64_t age = 1; age <= horizon; ++age) {
+    double* const start = Start(next - age);
+    const double term =
+        rule_.decays ? weight * std::exp(start[0] - own[0]) : weight;
+    const double* const weights = &rule_.node_weights[(age - 1) * terms];
+    for (int64_t i = 0; i < terms; ++i) start[2 + i] += term * weights[i];
+  }
+}
+
+bool WaitingRows::is_full() const {
+  return state_.clock[0] + 1 - state_.clock[1] >= state_.capacity ||
+         Start(state_.clock[0])[0] < kSmallestLog;
+}
+
+void WaitingRows::Restart() {
+  state_.clock[1] = state_.clock[0];
+  std::fill_n(Start(state_.clock[0]), width_, 0.0);
+}
+
+void EndWait(const TableView& table, int64_t row, float* weights) {
+  std::array<float*, kMostSlots> slots = {};
+  for (size_t k = 0; k < table.slots.size(); ++k) {
+    slots[k] = table.slots[k] + row * table.dim;
+  }
+  table.waiting->Begin(row, weights, slots.data(), table.dim, table.shrinkage);
+}
+
+}  // namespace tpu_embedding

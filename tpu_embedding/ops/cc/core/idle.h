@@ -1,0 +1,107 @@
+// Rows that wait for their next gradient, and what they are by now: the C++
+// side of tpu_embedding/optimizers/idle.py, which has the mathematics, and of
+// tpu_embedding/keras/rows/waiting.py, which does the same by TensorFlow's ops.
+
+#ifndef TPU_EMBEDDING_OPS_CC_CORE_IDLE_H_
+#define TPU_EMBEDDING_OPS_CC_CORE_IDLE_H_
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace tpu_embedding {
+
+constexpr int kMostNodes = 16;
+constexpr int kMostSlots = 4;
+
+// What a step with a gradient of zeros does to a row; `Idle` of idle.py.
+struct IdleRule {
+  enum class Move { kNone, kMomentum, kSign, kRoot, kFollow };
+
+  Move move = Move::kNone;
+  int moment = 0;
+  int square = 0;
+  float epsilon = 0.0f;
+  bool epsilon_inside = false;
+  double epsilon_beta = 0.0;
+  double root_fade = 1.0;
+  std::vector<double> fades;         // by slot
+  std::array<float, 4> follow = {};  // power, l1, l2 and beta of Ftrl
+  std::vector<double> nodes;         // one, if the move needs none
+  std::vector<double> node_weights;  // [horizon, nodes], row-major
+  bool decays = false;
+  std::string name;   // of the table
+  int64_t owner = 0;  // the optimizer that this is of
+
+  int64_t num_terms() const { return nodes.size(); }
+  // After how many steps the weights are final; 0 if there are none.
+  int64_t horizon() const { return node_weights.size() / nodes.size(); }
+};
+
+// How a row is caught up.
+struct Wait {
+  int64_t steps = 0;
+  float keep = 1.0f;  // of weight decay
+  std::array<float, kMostNodes> factors = {};
+  std::array<float, kMostNodes> epsilons;
+  std::array<float, kMostSlots> fades;
+  float rate = 0.0f;  // of the last step
+};
+
+// The variables of a `Waiting`.
+struct WaitingState {
+  int64_t* clock = nullptr;   // [3]: steps, the last flush, the owner
+  int32_t* since = nullptr;   // by row
+  double* history = nullptr;  // [capacity, 2 + terms]
+  int64_t capacity = 0;
+  int64_t num_rows = 0;
+};
+
+// The rows of a table. Reading may go on in several threads, as may writing of
+// rows that differ.
+class WaitingRows {
+ public:
+  WaitingRows(const IdleRule& rule, const WaitingState& state);
+
+  int64_t owner() const { return state_.clock[2]; }
+  int64_t num_rows() const { return state_.num_rows; }
+  bool none_waits() const { return state_.clock[0] <= state_.clock[1]; }
+
+  // What waiting did to a row.
+  Wait Find(int64_t row) const;
+
+  // Applies it: `row` and `slots` are read, `row_out` and `slots_out` written,
+  // which may be the same. Without `slots_out` the slots are only read.
+  void CatchUp(const Wait& wait, const float* row, const float* const* slots,
+               int64_t dim, float* row_out, float* const* slots_out) const;
+
+  // Catches a row up, which the step that begins now updates, and shrinks it.
+  void Begin(int64_t row, float* values, float* const* slots, int64_t dim,
+             float shrinkage) const;
+  // Notes that a row is caught up.
+  void CaughtUp(int64_t row) const { state_.since[row] = state_.clock[0]; }
+
+  // Counts a step; see `Waiting.advance`. A decayed row loses `shrinkage` of
+  // itself.
+  void Advance(double weight, double note, double shrinkage);
+  // Whether a pass over all rows is due.
+  bool is_full() const;
+  // After all rows were caught up.
+  void Restart();
+
+ private:
+  double* Start(int64_t step) const {
+    return state_.history + step % state_.capacity * width_;
+  }
+
+  const IdleRule& rule_;
+  const WaitingState state_;
+  const int64_t width_;
+  std::array<float, kMostNodes> root_fades_;
+  std::array<double, kMostSlots> logs_;  // of the factors of the slots
+};
+
+}  // namespace tpu_embedding
+
+#endif  // TPU_EMBEDDING_OPS_CC_CORE_IDLE_H_

@@ -1,0 +1,508 @@
+// TpuEmbeddingCaughtUpRows, TpuEmbeddingCatchUp and TpuEmbeddingAdvance: reads
+// of rows that wait for their gradients, passes over all of them, and the steps
+// that they wait.
+
+#include "kernels/waiting.h"
+
+#include <algorithm>
+#include <map>
+#include <unordered_map>
+#include <utility>
+
+#include "core/pieces.h"
+#include "kernels/plan.h"
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/shape_inference.h"
+
+namespace tpu_embedding {
+namespace {
+
+using tensorflow::OpInputList;
+using tensorflow::OpKernelConstruction;
+using tensorflow::OpKernelContext;
+using tensorflow::Tensor;
+using tensorflow::shape_inference::InferenceContext;
+using tensorflow::shape_inference::ShapeHandle;
+
+// Rough cycles to catch a row up, without those for its columns.
+constexpr int64_t kCyclesPerWait = 150;
+
+absl::Status GetDoubles(const Record& record, const char* name,
+                        std::vector<double>* values) {
+  Tensor tensor;
+  TF_RETURN_IF_ERROR(record.Get(name, &tensor));
+  if (tensor.dtype() != tensorflow::DT_DOUBLE) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("A malformed graph: `", name, "` is not of float64."));
+  }
+  const auto flat = tensor.flat<double>();
+  values->assign(flat.data(), flat.data() + flat.size());
+  return absl::OkStatus();
+}
+
+absl::Status ReadIdleRule(const Record& record, IdleRule* rule) {
+  using Move = IdleRule::Move;
+  static const auto* moves =
+      new std::map<std::string, Move>{{"", Move::kNone},
+                                      {"momentum", Move::kMomentum},
+                                      {"sign", Move::kSign},
+                                      {"root", Move::kRoot},
+                                      {"follow", Move::kFollow}};
+  std::string move;
+  TF_RETURN_IF_ERROR(record.Get("move", &move));
+  const auto found = moves->find(move);
+  if (found == moves->end()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("A malformed graph: `move` is ", move, "."));
+  }
+  rule->move = found->second;
+  std::vector<double> options;  // epsilon_beta, root_fade, epsilon, follow
+  TF_RETURN_IF_ERROR(record.Get("name", &rule->name));
+  TF_RETURN_IF_ERROR(record.Get("owner", &rule->owner));
+  TF_RETURN_IF_ERROR(record.Get("moment", &rule->moment));
+  TF_RETURN_IF_ERROR(record.Get("square", &rule->square));
+  TF_RETURN_IF_ERROR(record.Get("epsilon_inside", &rule->epsilon_inside));
+  TF_RETURN_IF_ERROR(record.Get("decays", &rule->decays));
+  TF_RETURN_IF_ERROR(GetDoubles(record, "options", &options));
+  TF_RETURN_IF_ERROR(GetDoubles(record, "fades", &rule->fades));
+  TF_RETURN_IF_ERROR(GetDoubles(record, "nodes", &rule->nodes));
+  TF_RETURN_IF_ERROR(GetDoubles(record, "node_weights", &rule->node_weights));
+  TF_RETURN_IF_ERROR(CheckLength("options", options.size(), 7));
+  const int slots = rule->fades.size();
+  if (slots > kMostSlots || rule->nodes.empty() ||
+      rule->nodes.size() > kMostNodes ||
+      rule->node_weights.size() % rule->nodes.size() != 0) {
+    return absl::InvalidArgumentError(
+        "A malformed graph: `idle` has too many slots or nodes.");
+  }
+  if (slots > 0) {
+    TF_RETURN_IF_ERROR(
+        CheckIndices("idle", {rule->moment, rule->square}, slots));
+  }
+  rule->epsilon_beta = options[0];
+  rule->root_fade = options[1];
+  rule->epsilon = options[2];
+  std::copy_n(options.begin() + 3, 4, rule->follow.begin());
+  return absl::OkStatus();
+}
+
+absl::Status LookUpList(OpKernelContext* context, const char* name,
+                        tensorflow::DataType dtype, int dims,
+                        std::vector<Variable>* variables) {
+  OpInputList handles;
+  TF_RETURN_IF_ERROR(context->input_list(name, &handles));
+  for (const Tensor& handle : handles) {
+    TF_RETURN_IF_ERROR(CheckScalar(name, handle));
+    Variable variable;
+    TF_RETURN_IF_ERROR(tensorflow::LookupResource(
+        context, handle.scalar<tensorflow::ResourceHandle>()(), &variable));
+    const tensorflow::tf_shared_lock lock(*variable->mu());
+    const Tensor& value = *variable->tensor();
+    if (value.dtype() != dtype || value.dims() != dims) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("A malformed graph: `", name, "` has a variable of ",
+                       value.DeviceSafeDebugString()));
+    }
+    variables->push_back(std::move(variable));
+  }
+  return absl::OkStatus();
+}
+
+// The tables of an op, locked, and what waits in them.
+struct LockedTables {
+  WaitingTables waiting;
+  std::vector<Variable> variables;  // the tables, then the slots
+  std::unique_ptr<ReadLocks> read_locks;
+  std::unique_ptr<WriteLocks> write_locks;
+  std::vector<TableView> views;
+
+  absl::Status LookUp(OpKernelContext* context,
+                      const std::vector<IdleRule>& rules, bool writes) {
+    TF_RETURN_IF_ERROR(waiting.LookUp(context, rules, writes));
+    TF_RETURN_IF_ERROR(LookUpTables(context, &variables));
+    TF_RETURN_IF_ERROR(CheckLength("tables", variables.size(), rules.size()));
+    TF_RETURN_IF_ERROR(LookUpSlots(context, &variables));
+    if (writes) {
+      std::vector<tensorflow::Var*> all;
+      for (const Variable& variable : variables) all.push_back(variable.get());
+      write_locks = std::make_unique<WriteLocks>(all);
+      TF_RETURN_IF_ERROR(write_locks->MakeWritable(context));
+    } else {
+      read_locks = std::make_unique<ReadLocks>(variables);
+    }
+    return MakeViews(rules);
+  }
+
+ private:
+  absl::Status MakeViews(const std::vector<IdleRule>& rules) {
+    size_t next = rules.size();
+    for (size_t t = 0; t < rules.size(); ++t) {
+      TableView& view = views.emplace_back();
+      Tensor* const table = variables[t]->tensor();
+      if (table->dtype() != tensorflow::DT_FLOAT) {
+        return absl::InvalidArgumentError(
+            "A malformed graph: a table whose rows wait is not of float32.");
+      }
+      view.parameters = DataOf(table);
+      view.num_rows = table->dim_size(0);
+      view.dim = table->dim_size(1);
+      TF_RETURN_IF_ERROR(
+          CheckLength("sinces", waiting[t].num_rows(), view.num_rows));
+      for (size_t k = 0; k < rules[t].fades.size(); ++k, ++next) {
+        if (next >= variables.size() ||
+            variables[next]->tensor()->shape() != table->shape()) {
+          return absl::InvalidArgumentError(
+              "A slot is missing or is not of the shape of its table. Do not "
+              "change the shape of a slot.");
+        }
+        view.slots.push_back(variables[next]->tensor()->flat<float>().data());
+      }
+    }
+    return absl::OkStatus();
+  }
+};
+
+// What each distinct row is read into, at the first of its places.
+class FirstPlaces {
+ public:
+  explicit FirstPlaces(int64_t count) { places_.reserve(count); }
+  // The first place of a row, which is `place` if the row is new.
+  int64_t Of(int64_t row, int64_t place) {
+    return places_.emplace(row, place).first->second;
+  }
+
+ private:
+  std::unordered_map<int64_t, int64_t> places_;
+};
+
+REGISTER_OP("TpuEmbeddingCaughtUpRows")
+    .Input("tables: num_tables * resource")
+    .Input("slots: num_slots * resource")
+    .Input("clocks: num_tables * resource")
+    .Input("sinces: num_tables * resource")
+    .Input("histories: num_tables * resource")
+    .Input("rows: row_type")
+    .Output("values: num_outputs * float")
+    .Attr("num_tables: int >= 1 = 1")
+    .Attr("num_slots: int >= 0")
+    .Attr("num_outputs: int >= 1")
+    .Attr("row_type: {int32, int64}")
+    .Attr("dim: int >= 1")
+    .Attr("idle: list(string)")
+    .SetIsStateful()
+    .SetShapeFn([](InferenceContext* context) {
+      int64_t dim = 0;
+      TF_RETURN_IF_ERROR(context->GetAttr("dim", &dim));
+      ShapeHandle shape;
+      TF_RETURN_IF_ERROR(
+          context->Concatenate(context->input(context->num_inputs() - 1),
+                               context->Vector(dim), &shape));
+      for (int i = 0; i < context->num_outputs(); ++i) {
+        context->set_output(i, shape);
+      }
+      return absl::OkStatus();
+    })
+    .Doc(R"doc(
+Reads rows as they would be if no step had left them out. Writes nothing.
+
+tables, slots: one table, float32 [rows, dim], and its slots.
+clocks, sinces, histories: of keras/rows/waiting.py.
+rows: of any shape, in [0, rows).
+values: [rows..., dim]: of the table, then of each slot if there are outputs.
+idle: what a step without a gradient does, a record.
+)doc");
+
+class CaughtUpRowsOp : public tensorflow::OpKernel {
+ public:
+  explicit CaughtUpRowsOp(OpKernelConstruction* context) : OpKernel(context) {
+    OP_REQUIRES_OK(context, ReadIdleRules(context, &rules_));
+    OP_REQUIRES_OK(context, CheckLength("idle", rules_.size(), 1));
+    OP_REQUIRES_OK(context, context->GetAttr("num_outputs", &num_outputs_));
+    const int most = 1 + rules_[0].fades.size();
+    OP_REQUIRES_OK(context, CheckIndices("outputs", {num_outputs_ - 1}, most));
+  }
+
+  void Compute(OpKernelContext* context) override {
+    LockedTables tables;
+    OP_REQUIRES_OK(context, tables.LookUp(context, rules_, false));
+    const TableView& view = tables.views[0];
+    const Tensor& rows = context->input(context->num_inputs() - 1);
+    std::vector<int64_t> numbers(rows.NumElements());
+    for (size_t i = 0; i < numbers.size(); ++i) {
+      numbers[i] = rows.dtype() == tensorflow::DT_INT32
+                       ? rows.flat<int32_t>()(i)
+                       : rows.flat<int64_t>()(i);
+      OP_REQUIRES(context, numbers[i] >= 0 && numbers[i] < view.num_rows,
+                  absl::InvalidArgumentError(
+                      absl::StrCat("indices[", i, "] = ", numbers[i],
+                                   " is not in [0, ", view.num_rows, ")")));
+    }
+    tensorflow::TensorShape shape = rows.shape();
+    OP_REQUIRES_OK(context, shape.AddDimWithStatus(view.dim));
+    std::vector<float*> outputs;
+    for (int i = 0; i < num_outputs_; ++i) {
+      Tensor* output = nullptr;
+      OP_REQUIRES_OK(context, context->allocate_output(i, shape, &output));
+      outputs.push_back(output->flat<float>().data());
+    }
+    Read(WorkerPool(context), view, tables.waiting[0], numbers, outputs);
+  }
+
+ private:
+  // Rows that repeat are caught up once.
+  static void Read(const ParallelFor& parallel_for, const TableView& view,
+                   const WaitingRows& waiting, const std::vector<int64_t>& rows,
+                   const std::vector<float*>& outputs) {
+    const int64_t count = rows.size();
+    std::vector<int64_t> first(count), distinct;
+    FirstPlaces places(count);
+    for (int64_t i = 0; i < count; ++i) {
+      first[i] = places.Of(rows[i], i);
+      if (first[i] == i) distinct.push_back(i);
+    }
+    const int64_t width = view.dim * (1 + view.slots.size());
+    const int64_t num_distinct = distinct.size();
+    ForEachPiece(
+        parallel_for, {{num_distinct, num_distinct * (kCyclesPerWait + width)}},
+        [&](const Piece& piece) {
+          for (int64_t i = piece.begin; i < piece.end; ++i) {
+            ReadRow(view, waiting, rows[distinct[i]], distinct[i], outputs);
+          }
+        });
+    for (int64_t i = 0; i < count; ++i) {
+      if (first[i] == i) continue;
+      for (float* const output : outputs) {
+        std::copy_n(output + first[i] * view.dim, view.dim,
+                    output + i * view.dim);
+      }
+    }
+  }
+
+  static void ReadRow(const TableView& view, const WaitingRows& waiting,
+                      int64_t row, int64_t place,
+                      const std::vector<float*>& outputs) {
+    std::array<const float*, kMostSlots> slots = {};
+    std::array<float*, kMostSlots> slots_out = {};
+    for (size_t k = 0; k < view.slots.size(); ++k) {
+      slots[k] = view.slots[k] + row * view.dim;
+      if (outputs.size() > 1) slots_out[k] = outputs[1 + k] + place * view.dim;
+    }
+    waiting.CatchUp(waiting.Find(row),
+                    std::get<float*>(view.parameters) + row * view.dim,
+                    slots.data(), view.dim, outputs[0] + place * view.dim,
+                    outputs.size() > 1 ? slots_out.data() : nullptr);
+  }
+
+  std::vector<IdleRule> rules_;
+  int num_outputs_ = 1;
+};
+
+REGISTER_OP("TpuEmbeddingCatchUp")
+    .Input("tables: num_tables * resource")
+    .Input("slots: num_slots * resource")
+    .Input("clocks: num_tables * resource")
+    .Input("sinces: num_tables * resource")
+    .Input("histories: num_tables * resource")
+    .Attr("num_tables: int >= 1")
+    .Attr("num_slots: int >= 0")
+    .Attr("idle: list(string)")
+    .SetIsStateful()
+    .SetShapeFn(tensorflow::shape_inference::NoOutputs)
+    .Doc(R"doc(
+Catches all rows of tables and slots up, unless none waits.
+
+tables, slots, clocks, sinces, histories, idle: as for
+  TpuEmbeddingCaughtUpRows.
+)doc");
+
+class CatchUpOp : public tensorflow::OpKernel {
+ public:
+  explicit CatchUpOp(OpKernelConstruction* context) : OpKernel(context) {
+    OP_REQUIRES_OK(context, ReadIdleRules(context, &rules_));
+  }
+
+  void Compute(OpKernelContext* context) override {
+    bool waits = false;
+    OP_REQUIRES_OK(context, AnyWaits(context, &waits));
+    if (!waits) return;
+    LockedTables tables;
+    OP_REQUIRES_OK(context, tables.LookUp(context, rules_, true));
+    for (size_t t = 0; t < rules_.size(); ++t) {
+      if (tables.waiting[t].none_waits()) continue;
+      CatchUpAll(WorkerPool(context), tables.views[t], &tables.waiting[t]);
+    }
+  }
+
+ private:
+  // Without locks that would keep readers out.
+  absl::Status AnyWaits(OpKernelContext* context, bool* waits) const {
+    WaitingTables waiting;
+    TF_RETURN_IF_ERROR(waiting.LookUp(context, rules_, false));
+    for (size_t t = 0; t < rules_.size(); ++t) {
+      *waits = *waits || !waiting[t].none_waits();
+    }
+    return absl::OkStatus();
+  }
+
+  std::vector<IdleRule> rules_;
+};
+
+REGISTER_OP("TpuEmbeddingAdvance")
+    .Input("tables: num_tables * resource")
+    .Input("slots: num_slots * resource")
+    .Input("clocks: num_tables * resource")
+    .Input("sinces: num_tables * resource")
+    .Input("histories: num_tables * resource")
+    .Input("steps: double")
+    .Attr("num_tables: int >= 1")
+    .Attr("num_slots: int >= 0")
+    .Attr("idle: list(string)")
+    .Attr("updated_all: bool")
+    .SetIsStateful()
+    .SetShapeFn(tensorflow::shape_inference::NoOutputs)
+    .Doc(R"doc(
+Counts a step of each table. Tables whose history is full are caught up.
+
+tables, slots, clocks, sinces, histories, idle: as for
+  TpuEmbeddingCaughtUpRows.
+steps: [num_tables, 3]: weight, note and shrinkage of the step.
+updated_all: whether the step has updated all rows.
+)doc");
+
+class AdvanceOp : public tensorflow::OpKernel {
+ public:
+  explicit AdvanceOp(OpKernelConstruction* context) : OpKernel(context) {
+    OP_REQUIRES_OK(context, ReadIdleRules(context, &rules_));
+    OP_REQUIRES_OK(context, context->GetAttr("updated_all", &updated_all_));
+  }
+
+  void Compute(OpKernelContext* context) override {
+    LockedTables tables;
+    const Tensor& steps = context->input(context->num_inputs() - 1);
+    OP_REQUIRES_OK(
+        context, CheckLength("steps", steps.NumElements(), 3 * rules_.size()));
+    OP_REQUIRES_OK(context, tables.LookUp(context, rules_, true));
+    for (size_t t = 0; t < rules_.size(); ++t) {
+      if (updated_all_) {
+        const double* const step = steps.flat<double>().data() + 3 * t;
+        tables.waiting[t].Advance(step[0], step[1], step[2]);
+        tables.waiting[t].Restart();
+      } else {
+        AdvanceTable(WorkerPool(context), steps, t, tables.views[t],
+                     &tables.waiting[t]);
+      }
+    }
+  }
+
+ private:
+  std::vector<IdleRule> rules_;
+  bool updated_all_ = false;
+};
+
+REGISTER_KERNEL_BUILDER(
+    Name("TpuEmbeddingCaughtUpRows").Device(tensorflow::DEVICE_CPU),
+    CaughtUpRowsOp);
+REGISTER_KERNEL_BUILDER(
+    Name("TpuEmbeddingCatchUp").Device(tensorflow::DEVICE_CPU), CatchUpOp);
+REGISTER_KERNEL_BUILDER(
+    Name("TpuEmbeddingAdvance").Device(tensorflow::DEVICE_CPU), AdvanceOp);
+
+}  // namespace
+
+absl::Status ReadIdleRules(OpKernelConstruction* context,
+                           std::vector<IdleRule>* rules) {
+  std::vector<std::string> texts;
+  TF_RETURN_IF_ERROR(context->GetAttr("idle", &texts));
+  for (const std::string& text : texts) {
+    Record record;
+    TF_RETURN_IF_ERROR(record.Parse(text));
+    TF_RETURN_IF_ERROR(ReadIdleRule(record, &rules->emplace_back()));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status WaitingTables::LookUp(OpKernelContext* context,
+                                   const std::vector<IdleRule>& rules,
+                                   bool writes) {
+  std::vector<Variable> clocks, sinces, histories;
+  TF_RETURN_IF_ERROR(
+      LookUpList(context, "clocks", tensorflow::DT_INT64, 1, &clocks));
+  TF_RETURN_IF_ERROR(
+      LookUpList(context, "sinces", tensorflow::DT_INT32, 1, &sinces));
+  TF_RETURN_IF_ERROR(
+      LookUpList(context, "histories", tensorflow::DT_DOUBLE, 2, &histories));
+  if (clocks.empty()) return absl::OkStatus();
+  for (const auto* list : {&clocks, &sinces, &histories}) {
+    TF_RETURN_IF_ERROR(CheckLength("idle", rules.size(), list->size()));
+  }
+  std::vector<tensorflow::Var*> all;
+  for (auto* list : {&clocks, &sinces, &histories}) {
+    for (Variable& variable : *list) {
+      all.push_back(variable.get());
+      variables_.push_back(std::move(variable));
+    }
+  }
+  if (writes) {
+    write_locks_ = std::make_unique<WriteLocks>(all);
+    TF_RETURN_IF_ERROR(write_locks_->MakeWritable(context));
+  } else {
+    read_locks_ = std::make_unique<ReadLocks>(variables_);
+  }
+  const size_t count = rules.size();
+  for (size_t t = 0; t < count; ++t) {
+    Tensor* const history = variables_[2 * count + t]->tensor();
+    TF_RETURN_IF_ERROR(
+        CheckLength("clocks", variables_[t]->tensor()->NumElements(), 3));
+    TF_RETURN_IF_ERROR(CheckLength("histories", history->dim_size(1),
+                                   2 + rules[t].num_terms()));
+    rows_.push_back(std::make_unique<WaitingRows>(
+        rules[t],
+        WaitingState{variables_[t]->tensor()->flat<int64_t>().data(),
+                     variables_[count + t]->tensor()->flat<int32_t>().data(),
+                     history->flat<double>().data(), history->dim_size(0),
+                     variables_[count + t]->tensor()->NumElements()}));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckStep(const IdleRule& rule, const WaitingRows& waiting,
+                       double shrinkage) {
+  if (waiting.owner() != rule.owner) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "Another optimizer was built for ", rule.name,
+        " after this train function was traced. Train a table with one "
+        "RowSparseOptimizer, or use lazy=True."));
+  }
+  if (shrinkage < 1.0) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(
+      "weight_decay * learning_rate must be below 1 for ", rule.name,
+      ". Use a smaller weight_decay, or lazy=True."));
+}
+
+void AdvanceTable(const ParallelFor& parallel_for, const Tensor& steps,
+                  size_t table, const TableView& view, WaitingRows* waiting) {
+  const double* const step = steps.flat<double>().data() + 3 * table;
+  waiting->Advance(step[0], step[1], step[2]);
+  if (waiting->is_full()) CatchUpAll(parallel_for, view, waiting);
+}
+
+void CatchUpAll(const ParallelFor& parallel_for, const TableView& view,
+                WaitingRows* waiting) {
+  const int64_t width = view.dim * (1 + view.slots.size());
+  const int64_t cycles = view.num_rows * (kCyclesPerWait + width);
+  ForEachPiece(parallel_for, {{view.num_rows, cycles}}, [&](const Piece& p) {
+    std::array<float*, kMostSlots> slots = {};
+    for (int64_t row = p.begin; row < p.end; ++row) {
+      for (size_t k = 0; k < view.slots.size(); ++k) {
+        slots[k] = view.slots[k] + row * view.dim;
+      }
+      float* const values = std::get<float*>(view.parameters) + row * view.dim;
+      waiting->CatchUp(waiting->Find(row), values, slots.data(), view.dim,
+                       values, slots.data());
+      waiting->CaughtUp(row);
+    }
+  });
+  waiting->Restart();
+}
+
+}  // namespace tpu_embedding

@@ -1,0 +1,58 @@
+// The variables of tables whose rows wait for their gradients, as the ops take
+// them: `clocks`, `sinces` and `histories` beside `tables` and `slots`.
+
+#ifndef TPU_EMBEDDING_OPS_CC_KERNELS_WAITING_H_
+#define TPU_EMBEDDING_OPS_CC_KERNELS_WAITING_H_
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/idle.h"
+#include "core/update.h"
+#include "kernels/kernel_util.h"
+#include "tensorflow/core/framework/op_kernel.h"
+
+namespace tpu_embedding {
+
+// The rules in the string attribute `idle`, a list of records of
+// keras/rows/waiting.py, one for each table.
+absl::Status ReadIdleRules(tensorflow::OpKernelConstruction* context,
+                           std::vector<IdleRule>* rules);
+
+// What waits in the tables of one op. Its variables are locked from `LookUp`
+// on, and before the tables and the slots: all ops lock in this order.
+class WaitingTables {
+ public:
+  // One for each rule, or none if the op was given no variables.
+  absl::Status LookUp(tensorflow::OpKernelContext* context,
+                      const std::vector<IdleRule>& rules, bool writes);
+
+  bool empty() const { return rows_.empty(); }
+  WaitingRows& operator[](size_t table) { return *rows_[table]; }
+
+ private:
+  std::vector<Variable> variables_;
+  std::unique_ptr<ReadLocks> read_locks_;
+  std::unique_ptr<WriteLocks> write_locks_;
+  std::vector<std::unique_ptr<WaitingRows>> rows_;
+};
+
+// Refuses a step of an optimizer that no longer trains the table, or of a decay
+// that leaves nothing of it.
+absl::Status CheckStep(const IdleRule& rule, const WaitingRows& waiting,
+                       double shrinkage);
+
+// Counts a step of a table, which is locked: a row of `steps`, [tables, 3], has
+// its weight, note and shrinkage. Catches all rows up if the history is full.
+void AdvanceTable(const ParallelFor& parallel_for,
+                  const tensorflow::Tensor& steps, size_t table,
+                  const TableView& view, WaitingRows* waiting);
+
+// Catches all rows of a table up, which is locked.
+void CatchUpAll(const ParallelFor& parallel_for, const TableView& view,
+                WaitingRows* waiting);
+
+}  // namespace tpu_embedding
+
+#endif  // TPU_EMBEDDING_OPS_CC_KERNELS_WAITING_H_

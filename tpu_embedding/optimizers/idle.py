@@ -1,0 +1,182 @@
+"""What steps with a gradient of zeros do to a row, made up for at once.
+
+An optimizer with momenta moves a row in each step, also where the gradient of the row
+is 0. A step s multiplies a slot by a constant, may shrink the row by a factor keep_s
+(weight decay), and moves it by
+
+    row -= c_s * direction(slots),
+
+in which c_s is one number for the whole table, such as the learning rate with its bias
+correction. A row that has waited from step t to step n = t + k is therefore
+
+    row_n = K * (row_t - sum_{j=1..k} w_j * f(j) * m),    slot_n = fade^k * slot_t,
+    w_j = fade_m^j * c_{t+j} / prod_{i<=j} keep_{t+i},     K = prod_{i<=k} keep_{t+i}.
+
+The weights w_j are the same for all rows with this t. f(j) is 1 for momenta; for Adam it
+is 1 / (sqrt(v) * r^j + epsilon) with r = sqrt(beta_2), a smooth function of j that
+differs by value. A polynomial through a few nodes x_i replaces it (Lagrange's formula),
+so that the sum needs f at these nodes only:
+
+    sum_j w_j * f(j) = sum_i g_i * f(x_i),    g_i = sum_j w_j * L_i(j).
+
+The g_i of each t grow by one term in each step, and are final after `horizon` steps,
+when fade_m^j is below 4e-12.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import numpy as np
+
+# What is left of a momentum when it no longer moves a row, and the largest error of the
+# sum over the nodes, both relative to the whole move; float32 has 6e-8.
+_REST = 4e-12
+_LARGEST_ERROR = 1e-8
+_MOST_NODES = 16
+_LONGEST_HORIZON = 4096
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Quadrature:
+    """Nodes at which f is evaluated, and the polynomials through them.
+
+    Attributes:
+      nodes: [n] ages in steps, not whole numbers.
+      weights: [horizon, n], L_i(j) * fade^j of the ages j = 1 to horizon.
+    """
+
+    nodes: np.ndarray
+    weights: np.ndarray
+
+    @property
+    def horizon(self) -> int:
+        return len(self.weights)
+
+
+@dataclasses.dataclass(frozen=True)
+class Idle:
+    """What a step with a gradient of zeros does to a row of an optimizer.
+
+    Attributes:
+      fades: By slot, the factor of a step.
+      move: How a row moves: "" (not at all), "momentum" (by a slot), "sign" (by the
+        sign of a slot), "root" (by a slot over the root of another plus epsilon) or
+        "follow" (the row is a function of the slots and the rate, as in Ftrl).
+      moment: The slot that moves the row.
+      square: The slot under the root.
+      epsilon: Beside the root; inside of it if `epsilon_inside`.
+      epsilon_inside: As TPUs have it.
+      epsilon_beta: Not 0 where epsilon stands beside a root with a bias correction, as
+        in Nadam: the beta of the correction.
+      follow: For "follow": power, l1, l2 and beta of Ftrl.
+    """
+
+    fades: tuple[float, ...] = ()
+    move: str = ""
+    moment: int = 0
+    square: int = 0
+    epsilon: float = 0.0
+    epsilon_inside: bool = False
+    epsilon_beta: float = 0.0
+    follow: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether a row without weight decay stays as it is, and its slots, too."""
+        return not self.move and all(fade == 1.0 for fade in self.fades)
+
+    @property
+    def root_fade(self) -> float:
+        """The factor of the root in a step."""
+        return math.sqrt(self.fades[self.square]) if self.move == "root" else 1.0
+
+    @property
+    def quadrature(self) -> Quadrature | None:
+        """The nodes; None for a move without momenta that fade, which needs none.
+
+        Raises:
+          ValueError: If no small number of nodes does.
+        """
+        if self.move not in ("momentum", "root"):
+            return None
+        return quadrature(self.fades[self.moment], self.root_fade)
+
+
+@functools.cache
+def quadrature(fade: float, root_fade: float) -> Quadrature:
+    """Chooses the fewest nodes for momenta that fade over a root that fades.
+
+    Args:
+      fade: Of the momentum in a step, 0 <= fade < 1.
+      root_fade: Of the root in a step, 0 < root_fade <= 1.
+
+    Raises:
+      ValueError: If momenta fade too slowly, or the roots too fast.
+    """
+    ratio = fade / root_fade
+    if ratio <= 0.0:
+        return Quadrature(np.ones(1), np.zeros([1, 1]))
+    horizon = math.ceil(math.log(_REST) / math.log(ratio)) if ratio < 1.0 else math.inf
+    if horizon > _LONGEST_HORIZON:
+        raise ValueError(
+            f"momenta that keep {fade} of themselves in a step, over roots that keep "
+            f"{root_fade:.6g}, move a row for more than {_LONGEST_HORIZON} steps"
+        )
+    ages = np.arange(1.0, max(horizon, 1) + 1.0)
+    fading = fade**ages
+    if root_fade == 1.0:
+        return Quadrature(np.ones(1), fading[:, np.newaxis])
+    # Half as wide as the weights: rows that waited a few steps count as well.
+    for count in range(1, min(_MOST_NODES, len(ages)) + 1):
+        nodes = _gauss_nodes(fading**2, ages, count)
+        polynomials = _lagrange(nodes, ages)
+        if _error(nodes, polynomials, ages, fading, root_fade) <= _LARGEST_ERROR:
+            return Quadrature(nodes, fading[:, np.newaxis] * polynomials)
+    raise ValueError(
+        f"momenta that keep {fade} of themselves in a step, over roots that keep "
+        f"{root_fade:.6g}, need more than {_MOST_NODES} nodes"
+    )
+
+
+def _gauss_nodes(weights: np.ndarray, ages: np.ndarray, count: int) -> np.ndarray:
+    """The nodes of Gauss's quadrature: eigenvalues of the Jacobi matrix (Lanczos)."""
+    vector = np.sqrt(weights / weights.sum())
+    basis, diagonal, beside = [vector], [], []
+    for _ in range(count):
+        product = ages * basis[-1]
+        diagonal.append(basis[-1] @ product)
+        for known in (*basis, *basis):  # Twice: else rounding leaves a rest.
+            product = product - known * (known @ product)
+        beside.append(np.linalg.norm(product))
+        basis.append(product / (beside[-1] or 1.0))
+    matrix = np.diag(diagonal)
+    if count > 1:
+        matrix += np.diag(beside[:-1], 1) + np.diag(beside[:-1], -1)
+    return np.linalg.eigvalsh(matrix)
+
+
+def _lagrange(nodes: np.ndarray, ages: np.ndarray) -> np.ndarray:
+    """[ages, nodes]: the polynomial that is 1 at a node and 0 at the others."""
+    values = np.ones([len(ages), len(nodes)])
+    for i, node in enumerate(nodes):
+        for other in np.delete(nodes, i):
+            values[:, i] *= (ages - other) / (node - other)
+    return values
+
+
+def _error(
+    nodes: np.ndarray,
+    polynomials: np.ndarray,
+    ages: np.ndarray,
+    fading: np.ndarray,
+    root_fade: float,
+) -> float:
+    """The largest error of a move relative to it, over waits and roots."""
+    roots = 10.0 ** np.arange(-4.0, 9.0, 0.5)[:, np.newaxis]  # In units of epsilon.
+    exact = 1.0 / (roots * root_fade**ages + 1.0)
+    through = (1.0 / (roots * root_fade**nodes + 1.0)) @ polynomials.T
+    moves = np.cumsum(fading * exact, axis=1)
+    return float((np.cumsum(fading * np.abs(through - exact), axis=1) / moves).max())
