@@ -157,12 +157,7 @@ class UpdatesRows:
         """Updates a variable, or the rows that an IndexedSlices names."""
         if isinstance(gradient, _Applied):
             return
-        waiting = getattr(variable, "waiting", None)
-        if waiting is not None and waiting.owner != self._owner:
-            raise RuntimeError(
-                f"RowSparseOptimizer: {variable.name} is trained by another optimizer, "
-                "which was built later. Use one optimizer for a table."
-            )
+        waiting = self._waiting(variable)
         is_sparse = isinstance(gradient, tf.IndexedSlices)
         by_rows = is_sparse and self._steps_by_rows(variable)
         if is_sparse:
@@ -188,6 +183,16 @@ class UpdatesRows:
                 self._decay(variable, variable)
                 self._rule.update_step(self, gradient, variable, *rate)
         waiting.advance(self._step(waiting, *rate), dense=not by_rows)
+
+    def _waiting(self: Any, variable: Any) -> Waiting | None:
+        """What the rows of a tf.Variable wait for, if they wait for this optimizer."""
+        waiting = getattr(variable, "waiting", None)
+        if waiting is not None and waiting.owner != self._owner:
+            raise RuntimeError(
+                f"RowSparseOptimizer: {variable.name} is trained by another optimizer, "
+                "which was built later. Use one optimizer for a table."
+            )
+        return waiting
 
     def _steps_by_rows(self: Any, variable: Any) -> bool:
         """Whether the rows of a gradient are all that a step has to update."""
@@ -271,7 +276,7 @@ class UpdatesRows:
             gradient, variable = pairs[n]
             slots = self._slots(keras_api.index_of(self, variable)).values()
             table, *slots = (keras_api.value_of(v) for v in (variable, *slots))
-            waiting = getattr(table, "waiting", None)
+            waiting = self._waiting(table)
             rows = fused.Rows(gradient, table, slots, waiting)
             once = named[self._var_key(variable)] == 1
             if once and rows.fits(rule) and self._steps_by_rows(table):

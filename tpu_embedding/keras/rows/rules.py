@@ -195,7 +195,7 @@ def _nadam_waits(o: Any) -> Idle:
 def _rmsprop_waits(o: Any) -> Idle:
     moves = o.momentum > 0
     fades = (o.rho, *([o.momentum] if moves else []), *([o.rho] if o.centered else []))
-    return Idle(fades, "momentum" if moves else "", moment=1)
+    return Idle(fades, "momentum", moment=1) if moves else Idle(fades)
 
 
 def _sgd_waits(o: Any) -> Idle:

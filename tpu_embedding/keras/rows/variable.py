@@ -37,12 +37,10 @@ class TableVariable(_Variable):
     def sparse_read(self, indices: Any, name: str | None = None) -> Any:
         """Reads rows, caught up."""
         waiting = self.waiting
-        before = waiting is None or _flushes_before.get()
         graph = _outermost_graph()
+        before = waiting is None or (graph is not None and _flushes_before.get())
         if graph is not None and (before or not is_recording()):
             _flush_before_calls(graph, self, None if before else waiting)
-        elif waiting is not None and before:
-            waiting.flush()
         if waiting is None or before or waiting.is_quiet:
             return super().sparse_read(indices, name)
         return waiting.read(tf.convert_to_tensor(indices))
@@ -204,7 +202,9 @@ def _flush_before_calls(
                     read.waiting.flush()
             return tf.constant(0)
 
+    with tf.init_scope():
+        saved = tf.constant(0)  # What a SavedModel has in place of the flush.
     with graph.as_default():
         graph.capture_call_time_value(
-            flush, tf.TensorSpec([], tf.int32), ("tpu_embedding", id(reads)), 0
+            flush, tf.TensorSpec([], tf.int32), ("tpu_embedding", id(reads)), saved
         )
