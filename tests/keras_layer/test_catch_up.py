@@ -94,13 +94,14 @@ def steps_of(optimizer: Any, table: Any, is_dense: bool = False) -> Callable[...
     rows = int(table.shape[0])
 
     @tf.function(
-        input_signature=[tf.TensorSpec([4], tf.int64), tf.TensorSpec([4, D], tf.float32)]
+        input_signature=[
+            tf.TensorSpec([4], tf.int64),
+            tf.TensorSpec([4, D], tf.float32),
+        ]
     )
     def step(ids: Any, values: Any) -> None:
         gradient = tf.IndexedSlices(values, ids, tf.constant([rows, D], tf.int64))
-        optimizer.apply_gradients(
-            [(dense(gradient) if is_dense else gradient, table)]
-        )
+        optimizer.apply_gradients([(dense(gradient) if is_dense else gradient, table)])
 
     return lambda gradient: step(gradient.indices, gradient.values)
 
@@ -120,8 +121,10 @@ def test_tables_and_slots_are_those_of_dense_gradients(name: str, way: str):
     ours, theirs = OPTIMIZERS[name](), OPTIMIZERS[name]()
     ours = te_keras.RowSparseOptimizer(ours)
     layer, table = layer_of(first_table()), plain_table(first_table())
-    rate = float(keras.backend.get_value(ours.learning_rate)) if not IS_KERAS_3 else (
-        float(ours.learning_rate)
+    rate = (
+        float(keras.backend.get_value(ours.learning_rate))
+        if not IS_KERAS_3
+        else (float(ours.learning_rate))
     )
     exact = Trained(first_table(), OPTIMIZERS[name]())
     updates = steps_of(ours, layer.embeddings), steps_of(theirs, table, is_dense=True)
@@ -187,8 +190,10 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "operator": lambda layer: layer.embeddings + 0.0,
     "slice": lambda layer: layer.embeddings[:],
     "generated op": lambda layer: tf.multiply(layer.embeddings, 1.0),
-    "raw op": lambda layer: tf.raw_ops.Relu(features=layer.embeddings)
-    - tf.raw_ops.Relu(features=-tf.convert_to_tensor(layer.embeddings)),
+    "raw op": lambda layer: (
+        tf.raw_ops.Relu(features=layer.embeddings)
+        - tf.raw_ops.Relu(features=-tf.convert_to_tensor(layer.embeddings))
+    ),
     "stack": lambda layer: tf.concat([layer.embeddings, layer.embeddings], 0)[:V],
     "matmul": lambda layer: tf.matmul(tf.eye(V), layer.embeddings),
     "gather": lambda layer: tf.gather(layer.embeddings, tf.range(V)),

@@ -16,7 +16,9 @@ import tensorflow as tf
 from keras_layer.version import keras
 
 from tpu_embedding.engines.rates import evaluate_rate
-from tpu_embedding.keras import RowSparseOptimizer, fused_rows, keras_rules
+from tpu_embedding.keras import RowSparseOptimizer
+from tpu_embedding.keras.rows import fused
+from tpu_embedding.keras.rows import rules as keras_rules
 from tpu_embedding.ops import library
 
 # The SGD of tf_keras keeps momenta that it does not use, so its rule has a slot more.
@@ -58,13 +60,13 @@ class Calls:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.tables: list[int] = []
-        update = fused_rows.update
+        update = fused.update
 
-        def counted(rule: Any, tables: Sequence[Any], updates: Any) -> None:
+        def counted(rule: Any, tables: Sequence[Any], *others: Any) -> None:
             self.tables.append(len(tables))
-            update(rule, tables, updates)
+            update(rule, tables, *others)
 
-        monkeypatch.setattr(fused_rows, "update", counted)
+        monkeypatch.setattr(fused, "update", counted)
 
 
 @pytest.fixture
@@ -106,7 +108,7 @@ def train(
 
 def without_the_op(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> Any:
     with monkeypatch.context() as patch:
-        patch.setattr(fused_rows, "is_possible", lambda: False)
+        patch.setattr(fused, "kernels_for", lambda variables: None)
         return run()
 
 
@@ -123,7 +125,7 @@ def test_one_op_has_the_numbers_of_keras(
     make = OPTIMIZERS[name]
 
     def run() -> Any:
-        return train(RowSparseOptimizer(make()), tables(), ids=ids)
+        return train(RowSparseOptimizer(make(), lazy=True), tables(), ids=ids)
 
     found = run()
     assert calls.tables == (
@@ -138,7 +140,9 @@ def test_what_keras_does_around_the_rule(
     name: str, around: dict[str, Any], calls: Calls, monkeypatch: pytest.MonkeyPatch
 ):
     def run() -> Any:
-        return train(RowSparseOptimizer(OPTIMIZERS[name](**around)), tables())
+        return train(
+            RowSparseOptimizer(OPTIMIZERS[name](**around), lazy=True), tables()
+        )
 
     found = run()
     assert calls.tables == (
@@ -149,7 +153,7 @@ def test_what_keras_does_around_the_rule(
 
 @pytest.mark.parametrize("name", NO_RULE)
 def test_other_rules_run_in_tensorflow(name: str, calls: Calls):
-    train(RowSparseOptimizer(NO_RULE[name]()), tables(), steps=1)
+    train(RowSparseOptimizer(NO_RULE[name](), lazy=True), tables(), steps=1)
     assert not calls.tables
 
 
@@ -161,7 +165,7 @@ def test_other_dtypes_ranks_and_dense_gradients_stand_beside(
         (cube,) = tables(shapes=[(4, 2, 3)])
         (dense,) = tables(shapes=[(2,)])
         trained = [*ours, cube, dense]
-        optimizer = RowSparseOptimizer(OPTIMIZERS["adam"]())
+        optimizer = RowSparseOptimizer(OPTIMIZERS["adam"](), lazy=True)
         rng = np.random.default_rng(7)
         slices = tf.IndexedSlices(tf.ones([3, 2, 3]), tf.constant([1, 1, 2]))
         for _ in range(3):
@@ -173,8 +177,14 @@ def test_other_dtypes_ranks_and_dense_gradients_stand_beside(
     found = run()
     assert calls.tables == [len(SHAPES)] * 3
     assert_close(found, without_the_op(monkeypatch, run))
-    train(RowSparseOptimizer(OPTIMIZERS["adam"]()), tables("float64"), steps=1)
-    train(RowSparseOptimizer(OPTIMIZERS["adam"]()), tables(shapes=[(4, 0)]), steps=1)
+    train(
+        RowSparseOptimizer(OPTIMIZERS["adam"](), lazy=True), tables("float64"), steps=1
+    )
+    train(
+        RowSparseOptimizer(OPTIMIZERS["adam"](), lazy=True),
+        tables(shapes=[(4, 0)]),
+        steps=1,
+    )
     assert calls.tables == [len(SHAPES)] * 3
 
 
@@ -184,7 +194,7 @@ SCHEDULE = keras.optimizers.schedules.PiecewiseConstantDecay([0], [0.5, 2.0])
 @pytest.mark.parametrize("rate", [0.5, SCHEDULE], ids=["number", "schedule"])
 def test_a_rate_changes_between_steps(rate: Any, calls: Calls):
     (table,) = tables(shapes=[(4, 2)])
-    optimizer = RowSparseOptimizer(keras.optimizers.Adagrad(rate, 0.25, 0.0))
+    optimizer = RowSparseOptimizer(keras.optimizers.Adagrad(rate, 0.25, 0.0), lazy=True)
     optimizer.build([table])
     one = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([3]))
 
@@ -215,7 +225,7 @@ class Rising(keras.optimizers.schedules.LearningRateSchedule):
 
 def test_a_schedule_is_evaluated_as_often_as_by_keras(calls: Calls):
     first, plain = Rising(), Rising()
-    train(RowSparseOptimizer(keras.optimizers.Adagrad(first)), tables())
+    train(RowSparseOptimizer(keras.optimizers.Adagrad(first), lazy=True), tables())
     train(keras.optimizers.Adagrad(plain), tables())
     assert first.evaluated == plain.evaluated
     assert len(calls.tables) == 6
@@ -224,7 +234,7 @@ def test_a_schedule_is_evaluated_as_often_as_by_keras(calls: Calls):
 def test_a_refused_step_changes_nothing():
     """Of an id beyond the last table, while the gradients of the others are right."""
     trained = tables()
-    optimizer = RowSparseOptimizer(OPTIMIZERS["adam"]())
+    optimizer = RowSparseOptimizer(OPTIMIZERS["adam"](), lazy=True)
     before = train(optimizer, trained, steps=1)
     rng = np.random.default_rng(0)
     gradients = [gradient(table, rng) for table in trained]
@@ -246,7 +256,7 @@ def test_two_gradients_of_one_variable(
 
     def run() -> Any:
         table, other = tables(shapes=[(6, 4), (5, 2)])
-        optimizer = RowSparseOptimizer(OPTIMIZERS["adam"]())
+        optimizer = RowSparseOptimizer(OPTIMIZERS["adam"](), lazy=True)
         optimizer.build([table, other])
         rng = np.random.default_rng(1)
         rows = gradient(table, rng)
@@ -267,7 +277,9 @@ def test_threads_that_train_one_table(calls: Calls):
     one = tf.IndexedSlices(tf.ones([2, 4]), tf.constant([2, 2]))
 
     def run(_: int) -> None:
-        optimizer = RowSparseOptimizer(keras.optimizers.Adagrad(0.5, 0.25, 0.0))
+        optimizer = RowSparseOptimizer(
+            keras.optimizers.Adagrad(0.5, 0.25, 0.0), lazy=True
+        )
         for _ in range(50):
             optimizer.apply_gradients([(one, table)])
 
@@ -296,7 +308,7 @@ def test_where_the_op_is_not_used(
 ):
     (table,) = tables(shapes=[(6, 4)])
     expected = table.numpy().copy()
-    optimizer = RowSparseOptimizer(keras.optimizers.Adagrad(0.5, 0.25, 0.0))
+    optimizer = RowSparseOptimizer(keras.optimizers.Adagrad(0.5, 0.25, 0.0), lazy=True)
     optimizer.build([table])
     one = tf.IndexedSlices(tf.ones([2, 4]), tf.constant([2, 2]))
 
@@ -319,7 +331,9 @@ def test_where_the_op_is_not_used(
         strategy = tf.distribute.OneDeviceStrategy("/cpu:0")
         with strategy.scope():
             (table,) = tables(shapes=[(6, 4)])
-            optimizer = RowSparseOptimizer(keras.optimizers.Adagrad(0.5, 0.25, 0.0))
+            optimizer = RowSparseOptimizer(
+                keras.optimizers.Adagrad(0.5, 0.25, 0.0), lazy=True
+            )
             optimizer.build([table])
         strategy.run(step)
     assert not calls.tables
@@ -338,7 +352,7 @@ def test_the_rules_in_numpy(name: str):
     (table,) = tables(shapes=[(1, 8)])
     row = table.numpy()
     slots = [np.full_like(row, slot.initial_value) for slot in rule.slots]
-    optimizer = RowSparseOptimizer(OPTIMIZERS[name]())
+    optimizer = RowSparseOptimizer(OPTIMIZERS[name](), lazy=True)
     rng = np.random.default_rng(11)
     for step in range(4):
         g = rng.normal(size=(1, 8)).astype(np.float32)

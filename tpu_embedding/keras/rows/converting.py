@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from tpu_embedding.errors import type_name
-from tpu_embedding.keras.rows.embedding import Embedding, regularizes
 from tpu_embedding.keras.keras_api import keras_api
+from tpu_embedding.keras.rows.embedding import Embedding, regularizes
 from tpu_embedding.keras.rows.optimizer import (
     RowSparseOptimizer,
     UpdatesRows,

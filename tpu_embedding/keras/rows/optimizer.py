@@ -279,7 +279,8 @@ class UpdatesRows:
             waiting = self._waiting(table)
             rows = fused.Rows(gradient, table, slots, waiting)
             once = named[self._var_key(variable)] == 1
-            if once and rows.fits(rule) and self._steps_by_rows(table):
+            decays = waiting is None and self._decays(table)  # The op decays no table.
+            if once and not decays and rows.fits(rule) and self._steps_by_rows(table):
                 tables[n] = rows
         for waits in (True, False):
             some = [rows for rows in tables.values() if bool(rows.waiting) is waits]

@@ -239,9 +239,7 @@ _WAITS: dict[str, _Waits] = {
         _nadam_waits, _nadam_weight, lambda optimizer, rate: optimizer.iterations + 1
     ),
     "RMSprop": _Waits(_rmsprop_waits, lambda optimizer, rate: 1.0),
-    "SGD": _Waits(
-        _sgd_waits, lambda o, rate: -o.momentum if o.nesterov else -1.0
-    ),
+    "SGD": _Waits(_sgd_waits, lambda o, rate: -o.momentum if o.nesterov else -1.0),
 }
 
 
