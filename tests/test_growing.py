@@ -317,6 +317,82 @@ def test_full_table_shares_a_row() -> None:
     assert embedding.vocabularies[table].refused == 2
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"eviction": "age", "max_age": 1000}, {"eviction": "lru", "min_rows": 2}, {}],
+)
+def test_full_table_trains_the_row_that_lookups_read(options: dict[str, Any]) -> None:
+    vocabulary = te.GrowingVocabulary(
+        3, unknown="shared_row", when_full="shared_row", **options
+    )
+    embedding, table = _embedding(vocabulary)
+    assert _step(embedding, [1, 2]) == [1, 1]
+    assert _step(embedding, [7]) == [1]
+    assert _step(embedding, [7, 8, 1]) == [0.5, 0.5, 0.5]
+    assert _step(embedding, [7]) == [-0.5]
+    assert _look_up(embedding, [7, 9, 1, 2]) == [-1, -1, 0, 0.5]
+    assert embedding.vocabularies[table].ids.tolist() == [1, 2]
+
+
+def test_lookups_promise_the_rows_that_are_free() -> None:
+    vocabulary = te.GrowingVocabulary(4, unknown="shared_row", when_full="shared_row")
+    table = te.TableConfig(vocabulary, 2, "ones", combiner="sum")
+    embedding = te.TPUEmbedding(te.FeatureConfig(table), te.SGD(0.5))
+    core, gradients = embedding.core, [tf.ones([2, 2])]
+
+    def look_up(ids: list[int]) -> tuple[list[float], Any]:
+        (found,), looked_up = core.look_up([tf.constant(ids)])
+        return found[:, 0].numpy().tolist(), looked_up
+
+    core.update(look_up([1, 0])[1], gradients)  # One row of three is left.
+    core.update(look_up([0, 0])[1], gradients)
+    values, promised = look_up([2, 3])
+    assert values == [1, 1]
+    values, other = look_up([4, 2])  # 2 is promised already.
+    assert values == [1, 1]
+    core.update(other, gradients)
+    assert embedding.vocabularies[table].ids.tolist() == [0, 1, 2]
+    core.update(promised, gradients)
+    contents = embedding.vocabularies[table]
+    assert contents.ids.tolist() == [0, 1, 2]
+    rows = embedding.embedding_tables[table].numpy()[:, 0]
+    assert rows[contents.rows].tolist() == [-0.5, 0.5, 0]
+    assert rows[0] == 0  # 3 and 4 have read the shared row.
+
+
+@pytest.mark.parametrize("unknown", ["zeros", "shared_row"])
+def test_pending_update_admits_what_was_looked_up(unknown: str) -> None:
+    vocabulary = te.GrowingVocabulary(
+        10, min_count=2, unknown=unknown, eviction="lru", min_rows=5
+    )
+    embedding, table = _embedding(vocabulary, pipeline_execution_with_tensor_core=True)
+    shared = unknown == "shared_row"
+    # The shared row is one update old in each lookup.
+    expected = [1, 1, 0.5] if shared else [0, 0, 0]
+    assert [_step(embedding, [7])[0] for _ in range(3)] == expected
+    embedding.flush()
+    contents = embedding.vocabularies[table]
+    assert contents.hits.tolist() == [3]  # An occurrence counts, whatever it trains.
+    assert contents.last_updates.tolist() == [3]
+    rows = embedding.embedding_tables[table].numpy()[:, 0]
+    assert rows[contents.rows].tolist() == [1]
+    assert rows.tolist() == ([-0.5, 1] if shared else [1])
+
+
+def test_weight_gradients_have_the_row_that_the_lookup_read() -> None:
+    vocabulary = te.GrowingVocabulary(3, unknown="shared_row", when_full="shared_row")
+    embedding, _ = _embedding(vocabulary)
+    _step(embedding, [1])
+    features = {"film": tf.constant([[2, 3, 1]])}
+    weights = {"film": tf.ones([1, 3])}
+    for expected in ([2, 2, 1], [1, 1, 0]):
+        embedding.enqueue(features, weights)
+        gradients = {"film": tf.ones_like(embedding.dequeue()["film"])}
+        found = embedding.weight_gradients(gradients, features, weights)["film"]
+        assert found.numpy().tolist() == [expected]
+        embedding.apply_gradients(gradients)
+
+
 def test_rows_that_were_not_used_are_given_up() -> None:
     vocabulary = te.GrowingVocabulary(4, eviction="lru", min_rows=2)
     embedding, table = _embedding(vocabulary)

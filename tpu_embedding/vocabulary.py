@@ -52,10 +52,10 @@ class GrowingVocabulary:
         or 0 with eviction="age".
       unknown: What an id without a row looks up: "zeros"; "initializer": its first
         values; "shared_row": one row, of those in `max_rows`, that all of them train.
-        Where an update is about to give the id a row, it looks up the first values.
+        Where its update is sure to give the id a row, a lookup reads the first values.
       when_full: What happens to a new id if no row is left or may be evicted: "error":
-        the update fails, and nothing has changed; "shared_row": it trains the shared
-        row, for which `unknown` must be "shared_row".
+        the update fails, and nothing has changed; "shared_row": it reads and trains
+        the shared row, for which `unknown` must be "shared_row".
       seed: Seed of the first values.
 
     Raises:

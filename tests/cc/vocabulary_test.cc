@@ -42,7 +42,9 @@ class Table {
       }
     };
     Decision decision;
-    if (Error error = vocabulary.Decide(unknown, hold, &decision)) return error;
+    if (Error error = vocabulary.Decide(unknown, IdMap(0), hold, &decision)) {
+      return error;
+    }
     std::vector<int32_t> taken;
     created.clear();
     vocabulary.Take(unknown, decision, hold, &taken, &created);
@@ -97,13 +99,41 @@ void TestFullTableShares() {
   options.unknown = Unknown::kShared;
   options.shares_when_full = true;
   Table table(options);
-  CHECK_TRUE(table.vocabulary.Missing(true) == Unknown::kInitializer);
   CHECK_TRUE(!table.Update({1, 2, 3, 4}));
   CHECK_TRUE(table.Rows({1, 2, 3, 4}) ==
              (std::vector<int32_t>{1, 2, kNoRow, kNoRow}));
   CHECK_EQ(table.created[0].row, 0);
   CHECK_EQ(table.vocabulary.counts().refused, 2);
-  CHECK_TRUE(table.vocabulary.Missing(true) == Unknown::kShared);
+}
+
+// Rows for two ids are left, of which that of 5 is promised.
+void TestLookupsPromiseRows() {
+  VocabularyOptions options = Options(5);
+  options.unknown = Unknown::kShared;
+  options.shares_when_full = true;
+  Table table(options);
+  CHECK_TRUE(!table.Update({1, 6}));
+  IdMap promised(3);
+  promised.Reserve(1);
+  promised.Insert(5, 0);
+  const UnknownIds unknown = {{2, 5, 3}, {1, 1, 1}};
+  constexpr Unknown kFirst = Unknown::kInitializer;
+  constexpr Unknown kShared = Unknown::kShared;
+  CHECK_TRUE(table.vocabulary.Give(unknown, true, promised) ==
+             (std::vector<Unknown>{kFirst, kFirst, kShared}));
+  CHECK_TRUE(table.vocabulary.Give(unknown, false, promised) ==
+             (std::vector<Unknown>{kShared, kShared, kShared}));
+  Decision decision;
+  const auto hold = [](RowSet*) {};
+  // An update leaves the row that is promised, or takes it for this id.
+  CHECK_TRUE(
+      !table.vocabulary.Decide({{2, 3}, {1, 1}}, promised, hold, &decision));
+  CHECK_TRUE(decision.admitted == (std::vector<bool>{true, false}));
+  CHECK_EQ(decision.num_promised, 1);
+  CHECK_TRUE(!table.vocabulary.Decide({{2, 3, 5}, {1, 1, 1}}, promised, hold,
+                                      &decision));
+  CHECK_TRUE(decision.admitted == (std::vector<bool>{true, false, true}));
+  CHECK_EQ(decision.num_promised, 0);
 }
 
 void TestAdmissionAfterHits() {
@@ -271,6 +301,7 @@ int main() {
   tpu_embedding::TestRowsInOrderOfFirstSight();
   tpu_embedding::TestFullTableRefuses();
   tpu_embedding::TestFullTableShares();
+  tpu_embedding::TestLookupsPromiseRows();
   tpu_embedding::TestAdmissionAfterHits();
   tpu_embedding::TestLeastRecentGoes();
   tpu_embedding::TestLeastFrequentGoes();

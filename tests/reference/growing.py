@@ -38,16 +38,31 @@ class Row:
 
 
 @dataclasses.dataclass
+class Lookup:
+    """A lookup, for an update or not.
+
+    Attributes:
+      ids: Of all entries, in order.
+      given: What each id without a row read: "zeros", its "first" values, or the
+        "shared" row.
+    """
+
+    ids: list[int]
+    given: dict[int, str]
+
+
+@dataclasses.dataclass
 class Update:
     """What one update does.
 
     Attributes:
       created: (row, id) whose first values a row gets, in order.
-      rows: The row that each id trains; None: its gradients are dropped.
+      rows: For each lookup the row that each entry trains; None: its gradients are
+        dropped.
     """
 
     created: list[tuple[int, int]]
-    rows: dict[int, int | None]
+    rows: list[list[int | None]]
 
 
 class Vocabulary:
@@ -84,40 +99,80 @@ class Vocabulary:
         """The row of an id, or None."""
         return next((number for number, r in self.rows.items() if r.id == id_), None)
 
-    def look_up(self, id_: int, *, training: bool) -> int | str:
-        """The row that a lookup reads, or "zeros", "first" values, or "shared" ones.
-
-        "shared": the first values of the row that is shared, which is not there yet.
-        """
-        row = self.row_of(id_)
-        if row is not None:
-            return row
-        opts = self.options
-        is_next = opts.min_count == 1 and (self._room > 0 or opts.eviction is not None)
-        if opts.unknown == "initializer" or (training and is_next):
-            return "first"
-        if opts.unknown == "zeros":
-            return "zeros"
-        return 0 if self.num_rows else "shared"
-
-    def update(self, ids: Sequence[int], awaited: Iterable[int] = ()) -> Update:
-        """Counts the entries of an update, admits and evicts.
+    def look_up(
+        self, ids: Sequence[int], *, training: bool, awaited: Sequence[Lookup] = ()
+    ) -> Lookup:
+        """What a lookup gives.
 
         Args:
           ids: Of all entries, in order.
-          awaited: Ids of other lookups whose updates will come.
+          training: Whether an update will come.
+          awaited: Earlier lookups whose updates have not come.
+        """
+        opts = self.options
+        unknown = [i for i in dict.fromkeys(ids) if self.row_of(i) is None]
+        declared = {"initializer": "first", "shared_row": "shared"}.get(
+            opts.unknown, "zeros"
+        )
+        if not training or opts.min_count > 1:
+            return Lookup([*ids], dict.fromkeys(unknown, declared))
+        given = dict.fromkeys(unknown, "first")
+        if opts.when_full == "shared_row":
+            promised = self._promised(awaited)
+            free = max(0, self._room - len(promised))
+            new = [i for i in unknown if i not in promised]
+            given.update(dict.fromkeys(new[free:], "shared"))
+        return Lookup([*ids], given)
+
+    def read(self, lookup: Lookup, id_: int) -> int | str:
+        """What an entry of a lookup reads now: a row, or as in `Lookup.given`.
+
+        "shared": the first values of the row that is shared, which is not there yet.
+        """
+        given = lookup.given.get(id_)
+        if given == "shared" and self.num_rows:
+            return 0
+        if given is not None:
+            return given
+        row = self.row_of(id_)
+        assert row is not None
+        return row
+
+    def _promised(self, lookups: Iterable[Lookup]) -> set[int]:
+        """The ids that these lookups expect to get rows, and have none."""
+        if self.options.when_full == "error" or self.options.min_count > 1:
+            return set()
+        return {
+            i
+            for lookup in lookups
+            for i, given in lookup.given.items()
+            if given == "first" and self.row_of(i) is None
+        }
+
+    def update(
+        self, lookups: Sequence[Lookup], awaited: Sequence[Lookup] = ()
+    ) -> Update:
+        """Counts the entries of an update, admits and evicts.
+
+        Args:
+          lookups: By replica the lookups whose gradients it applies.
+          awaited: Other lookups whose updates will come.
 
         Raises:
           FullError: If the table is full; then nothing has changed.
         """
         opts = self.options
+        ids = [i for lookup in lookups for i in lookup.ids]
         hits = collections.Counter(ids)
-        held = {self.row_of(i) for i in (*hits, *awaited)}
+        others = [i for lookup in awaited for i in lookup.ids]
+        held = {self.row_of(i) for i in (*hits, *others)}
         unknown = [i for i in dict.fromkeys(ids) if self.row_of(i) is None]
         before = {i: self._hits_before(i) for i in unknown}
         admitted = [i for i in unknown if before[i] + hits[i] >= opts.min_count]
+        promised = self._promised([*lookups, *awaited])
+        left = len(promised.difference(unknown))
         self._updates += 1
-        most = self._room
+        most = self._room - left
         if len(admitted) > most and opts.eviction is not None:
             old = sum(self._is_evictable(n, held) for n in self.rows)
             most += max(0, min(old, len(self.rows) - opts.min_rows))
@@ -125,14 +180,14 @@ class Vocabulary:
             if opts.when_full == "error":
                 self._updates -= 1
                 raise FullError
-            del admitted[most:]
+            first = [i for i in admitted if i in promised]
+            rest = [i for i in admitted if i not in promised][: most - len(first)]
+            admitted = [i for i in admitted if i in first or i in rest]
         created: list[tuple[int, int]] = []
         if self._has_shared and self.num_rows == 0:
             self.num_rows = 1
             created.append((0, SHARED_ID))
-        self._make_room(len(admitted), held)
-        trains_admitted = opts.min_count == 1 or opts.unknown == "initializer"
-        rows = {i: self.row_of(i) for i in hits}
+        self._make_room(len(admitted), left, held)
         for id_ in unknown:
             if id_ not in admitted:
                 self._remember(id_, hits[id_])
@@ -141,20 +196,26 @@ class Vocabulary:
             self.rows[number] = Row(id_, before[id_], self._updates)
             self._forget(id_)
             created.append((number, id_))
-            if trains_admitted:
-                rows[id_] = number
-            else:
-                self.rows[number].hits += hits[id_]
-        for id_, number in rows.items():
+        for id_, count in hits.items():
+            number = self.row_of(id_)
             if number is not None:
-                self.rows[number].hits += hits[id_]
+                self.rows[number].hits += count
                 self.rows[number].last = self._updates
-            elif self._has_shared:
-                rows[id_] = 0
         self.counts["unknown"] += len(unknown)
         self.counts["admitted"] += len(admitted)
         self.counts["refused"] += len(unknown) - len(admitted)
-        return Update(created, rows)
+        return Update(created, [self._trained(lookup) for lookup in lookups])
+
+    def _trained(self, lookup: Lookup) -> list[int | None]:
+        """The row that each entry trains: what it has read."""
+        rows: list[int | None] = []
+        for id_ in lookup.ids:
+            given = lookup.given.get(id_, "first")
+            row = self.row_of(id_) if given == "first" else None
+            if row is None and self._has_shared:
+                row = 0
+            rows.append(row)
+        return rows
 
     def _hits_before(self, id_: int) -> int:
         return sum(hits for known, hits in self._candidates if known == id_)
@@ -185,17 +246,16 @@ class Vocabulary:
         age = self._updates - self.rows[number].last
         return self.options.eviction != "age" or age > self.options.max_age
 
-    def _make_room(self, needed: int, held: set[int | None]) -> None:
+    def _make_room(self, needed: int, left: int, held: set[int | None]) -> None:
+        """Evicts for `needed` rows now; `left` other ones are promised."""
         opts = self.options
         capacity = opts.max_rows - self._has_shared
+        early = needed + (capacity - opts.min_rows) // 2
         if opts.eviction == "age":
             self._search(self._cursor, held)
-            if self._room < needed:
+            if self._room < needed + left:
                 self._search(self._cursor, held)
-        elif (
-            opts.eviction is not None
-            and self._room < needed + (capacity - opts.min_rows) // 2
-        ):
+        elif opts.eviction is not None and self._room < max(early, needed + left):
             self._evict_first(held)
 
     def evict(self, awaited: Iterable[int] = ()) -> int:

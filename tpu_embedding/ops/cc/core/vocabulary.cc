@@ -44,29 +44,39 @@ int64_t Vocabulary::Find(const int64_t* ids, int64_t size,
   return missing;
 }
 
-Unknown Vocabulary::Missing(bool training) const {
-  if (!training || options_.unknown == Unknown::kInitializer) {
-    return options_.unknown;
+std::vector<Unknown> Vocabulary::Give(const UnknownIds& unknown, bool training,
+                                      const IdMap& promised) const {
+  const bool admits = training && options_.min_count == 1;
+  std::vector<Unknown> given(unknown.ids.size(),
+                             admits ? Unknown::kInitializer : options_.unknown);
+  if (!admits || !options_.Promises()) return given;
+  int64_t free = room() - promised.size();
+  for (size_t i = 0; i < given.size(); ++i) {
+    if (promised.Find(unknown.ids[i]) >= 0) continue;
+    if (--free < 0) given[i] = options_.unknown;
   }
-  const bool may_be_admitted =
-      options_.min_count == 1 && (room() > 0 || Evicts());
-  return may_be_admitted ? Unknown::kInitializer : options_.unknown;
+  return given;
 }
 
-Error Vocabulary::Decide(const UnknownIds& unknown, const Hold& hold,
-                         Decision* decision) {
+Error Vocabulary::Decide(const UnknownIds& unknown, const IdMap& promised,
+                         const Hold& hold, Decision* decision) {
   const int64_t size = unknown.ids.size();
+  const auto is_promised = [&](int64_t i) {
+    return promised.Find(unknown.ids[i]) >= 0;
+  };
   decision->admitted.assign(size, false);
   decision->hits_before.resize(size);
   decision->num_admitted = 0;
+  decision->num_promised = promised.size();
   for (int64_t i = 0; i < size; ++i) {
+    decision->num_promised -= is_promised(i);
     const int64_t before = HitsOfCandidate(unknown.ids[i]);
     decision->hits_before[i] = before;
     if (before + unknown.hits[i] < options_.min_count) continue;
     decision->admitted[i] = true;
     ++decision->num_admitted;
   }
-  int64_t most = room();
+  int64_t most = room() - decision->num_promised;
   if (decision->num_admitted > most && Evicts()) {
     most += CountEvictable(decision->num_admitted - most, hold);
   }
@@ -80,10 +90,13 @@ Error Vocabulary::Decide(const UnknownIds& unknown, const Hold& hold,
           " can be had. Nothing has changed. Raise max_rows, set `eviction` or "
           "lower its min_rows, or set when_full=\"shared_row\".");
     }
-    for (int64_t i = size - 1; decision->num_admitted > most; --i) {
-      if (!decision->admitted[i]) continue;
-      decision->admitted[i] = false;
-      --decision->num_admitted;
+    for (const bool keeps_promises : {true, false}) {
+      for (int64_t i = size - 1; decision->num_admitted > most && i >= 0; --i) {
+        if (!decision->admitted[i]) continue;
+        if (keeps_promises && is_promised(i)) continue;
+        decision->admitted[i] = false;
+        --decision->num_admitted;
+      }
     }
   }
   map_.Reserve(decision->num_admitted);
@@ -108,7 +121,7 @@ void Vocabulary::Take(const UnknownIds& unknown, const Decision& decision,
   if (num_rows_ == 0 && num_shared()) {
     created->push_back({static_cast<int32_t>(num_rows_++), kSharedId});
   }
-  MakeRoom(decision.num_admitted, hold);
+  MakeRoom(decision.num_admitted, decision.num_promised, hold);
   const int64_t size = unknown.ids.size();
   rows->assign(size, kNoRow);
   for (int64_t i = 0; i < size; ++i) {
@@ -118,10 +131,7 @@ void Vocabulary::Take(const UnknownIds& unknown, const Decision& decision,
       AddCandidate(id, unknown.hits[i]);
       continue;
     }
-    // Where the gradients of this update train the row, its hits are counted
-    // with those of all rows.
-    const int64_t counted = options_.TrainsAdmitted() ? 0 : unknown.hits[i];
-    const int32_t row = NewRow(id, decision.hits_before[i] + counted);
+    const int32_t row = NewRow(id, decision.hits_before[i]);
     ForgetCandidate(id);
     (*rows)[i] = row;
     created->push_back({row, id});
@@ -133,15 +143,18 @@ void Vocabulary::Take(const UnknownIds& unknown, const Decision& decision,
 
 void Vocabulary::CountHits(const RowGroups& groups, int64_t begin,
                            int64_t end) {
-  if (!Evicts()) return;
   for (int64_t g = begin; g < end; ++g) {
-    Use& use = use_of(groups.rows[g]);
-    if (use.last == 0) continue;  // the shared row
-    const int64_t hits = groups.starts[g + 1] - groups.starts[g];
-    use.hits = std::min<int64_t>(use.hits + hits,
-                                 std::numeric_limits<uint32_t>::max());
-    use.last = step_;
+    CountHits(groups.rows[g], groups.starts[g + 1] - groups.starts[g]);
   }
+}
+
+void Vocabulary::CountHits(int32_t row, int64_t hits) {
+  if (!Evicts()) return;
+  Use& use = use_of(row);
+  if (use.last == 0) return;  // the shared row
+  use.hits =
+      std::min<int64_t>(use.hits + hits, std::numeric_limits<uint32_t>::max());
+  use.last = step_;
 }
 
 VocabularySnapshot Vocabulary::Save() const {
@@ -259,7 +272,8 @@ int64_t Vocabulary::CountEvictable(int64_t most, const Hold& hold) const {
   return count;
 }
 
-void Vocabulary::MakeRoom(int64_t needed, const Hold& hold) {
+void Vocabulary::MakeRoom(int64_t needed, int64_t num_promised,
+                          const Hold& hold) {
   const bool by_age = options_.eviction == Eviction::kAge;
   // Begun early, a sweep has made room before it is needed.
   const int64_t reserve = (capacity() - options_.min_rows) / 2;
@@ -273,6 +287,7 @@ void Vocabulary::MakeRoom(int64_t needed, const Hold& hold) {
   const int64_t stride = num_rows_ / kRowsPerSample + 1;
   if (begins) begin(stride);
   if (sweeping_) SweepSlice(held);
+  needed += num_promised;
   // What the sweep has still to look at may all have been used since.
   for (const int64_t each : {stride, int64_t{1}}) {
     if (room() >= needed) return;
@@ -382,7 +397,8 @@ int32_t Vocabulary::NewRow(int64_t id, int64_t hits) {
   map_.Insert(id, row);
   id_of(row) = id;
   if (Evicts()) {
-    use_of(row) = {static_cast<uint32_t>(hits), static_cast<uint32_t>(step_)};
+    use_of(row) = {0, static_cast<uint32_t>(step_)};
+    CountHits(row, hits);
   }
   return row;
 }

@@ -1,7 +1,7 @@
 // The vocabulary of a growing table: which id has which row, which ids get a
 // row, and which rows are given up.
 //
-//   lookup    Find                                 ids -> rows, or none
+//   lookup    Find, Give                           ids -> rows, or none
 //   update    Find, Decide, Take, CountHits        in this order
 //
 // Everything is a function of the updates so far: threads, memory and the salt
@@ -29,8 +29,9 @@ namespace tpu_embedding {
 
 constexpr int32_t kNoRow = -1;
 
-// What an id without a row looks up: zeros, its first values, or row 0, which
-// all of them train.
+// What a lookup gives for an id without a row, which is what its gradients
+// train: zeros, which nothing trains; the first values of the row that the id
+// may get; or row 0, which all such ids share.
 enum class Unknown { kZeros, kInitializer, kShared };
 
 // Which rows are given up: none; those whose last update is the longest ago;
@@ -49,17 +50,16 @@ struct VocabularyOptions {
   bool shares_when_full = false;  // else an error
   FirstValues first_values;
 
-  // Whether the lookup of an update gives an id without a row its first values:
-  // then the gradients of the update that admits it train its row.
-  bool TrainsAdmitted() const {
-    return min_count == 1 || unknown == Unknown::kInitializer;
-  }
+  // Whether lookups promise rows: the update of a lookup that gave first values
+  // creates the row, and leaves the rows that were promised to others.
+  bool Promises() const { return shares_when_full && min_count == 1; }
 };
 
-// The ids of one update that have no row, in the order of first sight.
+// The ids of a lookup or of an update that have no row, each once, in the order
+// of first sight.
 struct UnknownIds {
   std::vector<int64_t> ids;
-  std::vector<int64_t> hits;
+  std::vector<int64_t> hits;  // the entries of each
 };
 
 // Which of them get a row.
@@ -67,6 +67,7 @@ struct Decision {
   std::vector<bool> admitted;
   std::vector<int64_t> hits_before;  // in earlier updates
   int64_t num_admitted = 0;
+  int64_t num_promised = 0;  // rows that are left for updates to come
 };
 
 struct VocabularyCounts {
@@ -119,12 +120,18 @@ class Vocabulary {
   // Whether `count` ids may get rows without evictions.
   bool HasRoomFor(int64_t count) const { return room() >= count; }
 
-  // What an id without a row looks up now, in a lookup for an update or not.
-  Unknown Missing(bool training) const;
+  // What a lookup, for an update or not, gives for each id without a row.
+  // `promised`: ids without a row whose first values were given by lookups
+  // whose updates have not come. It may be empty where there is room for these
+  // and for `unknown`.
+  std::vector<Unknown> Give(const UnknownIds& unknown, bool training,
+                            const IdMap& promised) const;
 
-  // Which ids the update will admit; an error if the table is full. Makes room
-  // in memory, also for `num_rows` that grow, but changes nothing else.
-  Error Decide(const UnknownIds& unknown, const Hold& hold, Decision* decision);
+  // Which ids the update will admit: those of `promised`, as of Give, before
+  // others. An error if the table is full. Makes room in memory, also for
+  // `num_rows` that grow, but changes nothing else.
+  Error Decide(const UnknownIds& unknown, const IdMap& promised,
+               const Hold& hold, Decision* decision);
 
   // A row, and the id that has or had it.
   struct RowOfId {
@@ -160,8 +167,11 @@ class Vocabulary {
   // one cannot be used.
   Error Load(const VocabularySnapshot& snapshot);
 
-  // Counts the hits of the groups [begin, end): rows of the update that began.
+  // Counts hits of the update that began: those of the groups [begin, end), of
+  // rows that its gradients train; and those of the id of a row that they do
+  // not train.
   void CountHits(const RowGroups& groups, int64_t begin, int64_t end);
+  void CountHits(int32_t row, int64_t hits);
 
   // The id whose first values the shared row has.
   static constexpr int64_t kSharedId = 0x7465647261687365;
@@ -197,7 +207,8 @@ class Vocabulary {
   bool IsEvictable(int32_t row, const RowSet& held, int64_t step) const;
 
   int64_t CountEvictable(int64_t most, const Hold& hold) const;
-  void MakeRoom(int64_t needed, const Hold& hold);
+  // For `needed` rows now, beside those that are promised.
+  void MakeRoom(int64_t needed, int64_t num_promised, const Hold& hold);
   // Chooses up to which key rows go, of one row in each `stride`.
   void BeginSweep(int64_t wanted, const RowSet& held, int64_t stride);
   void SweepSlice(const RowSet& held);

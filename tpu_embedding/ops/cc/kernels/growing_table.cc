@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <random>
 #include <shared_mutex>
 #include <utility>
@@ -17,10 +18,26 @@ using tensorflow::Tensor;
 using tensorflow::TensorShape;
 using tensorflow::Var;
 
+// The numbers below 0 are drawn at the head of growing_table.h.
 constexpr int32_t kRowOfZeros = -1;
+constexpr int32_t WithoutRow(int64_t number) { return -2 - number; }
+constexpr int64_t NumberOf(int32_t without_row) { return -2 - without_row; }
+constexpr int32_t InFront(int32_t place) { return -2 - place; }
+
 // Memory for so many first values in front of a table: of the ids without a row
 // that lookups name at one time.
 constexpr int64_t kMostInFront = int64_t{1} << 20;
+
+// What found rows for the update of a batch.
+const GrowingTable::SharedBatch& LookupOf(
+    const GrowingTable::SharedBatch& batch) {
+  return batch->looked_up ? batch->looked_up : batch;
+}
+
+bool AreEqual(const Buffer<int64_t>& a, const Buffer<int64_t>& b) {
+  return a.size() == b.size() &&
+         std::equal(a.data(), a.data() + a.size(), b.data());
+}
 
 // Arrays of rows that are kept for use again, for each feature.
 constexpr size_t kMostSpare = 4;
@@ -140,8 +157,8 @@ void GrowingTable::AddSources(const PreparedBatch& batch, Sources* sources) {
 }
 
 absl::Status GrowingTable::Run(const std::vector<const GrowingTable*>& tables,
-                               const ParallelFor& parallel_for,
-                               std::vector<Query>* queries) {
+                               const std::vector<Query*>& queries,
+                               const ParallelFor& parallel_for) {
   struct Chunk {
     size_t query;
     const int64_t* ids;
@@ -150,10 +167,10 @@ absl::Status GrowingTable::Run(const std::vector<const GrowingTable*>& tables,
     int64_t num_missing;
   };
   std::vector<Chunk> chunks;
-  std::vector<absl::Status> statuses(queries->size());
+  std::vector<absl::Status> statuses(queries.size());
   return WithinMemory([&] {
-    for (size_t q = 0; q < queries->size(); ++q) {
-      Query& query = (*queries)[q];
+    for (size_t q = 0; q < queries.size(); ++q) {
+      Query& query = *queries[q];
       for (size_t s = query.rows.size(); s < query.sources.size(); ++s) {
         const std::vector<FeatureCsr>& features = *query.sources[s];
         Rows& rows = query.rows.emplace_back(features.size());
@@ -176,15 +193,15 @@ absl::Status GrowingTable::Run(const std::vector<const GrowingTable*>& tables,
                 });
     int64_t num_missing = 0;
     for (const Chunk& chunk : chunks) {
-      (*queries)[chunk.query].num_missing += chunk.num_missing;
+      queries[chunk.query]->num_missing += chunk.num_missing;
       num_missing += chunk.num_missing;
     }
     if (num_missing == 0) return absl::OkStatus();
-    ForEachItem(parallel_for, queries->size(),
-                num_missing * kCyclesPerUnknown / queries->size(),
+    ForEachItem(parallel_for, queries.size(),
+                num_missing * kCyclesPerUnknown / queries.size(),
                 [&](int64_t q) {
                   statuses[q] = WithinMemory([&] {
-                    tables[q]->NumberUnknown(&(*queries)[q]);
+                    tables[q]->NumberUnknown(queries[q]);
                     return absl::OkStatus();
                   });
                 });
@@ -218,7 +235,13 @@ void GrowingTable::Return(std::vector<Rows>* rows) {
 }
 
 GrowingTable::Update::~Update() {
-  if (table_) table_->Return(&query_.rows);
+  if (!table_) return;
+  table_->Return(&rows_);
+  for (Query& query : queries_) table_->Return(&query.rows);
+  for (const SharedBatch& batch : batches_) {
+    table_->Forget(LookupOf(batch));
+    table_->Forget(batch);
+  }
 }
 
 void GrowingTable::NumberUnknown(Query* query) const {
@@ -241,7 +264,7 @@ void GrowingTable::NumberUnknown(Query* query) const {
           unknown.hits.push_back(0);
         }
         ++unknown.hits[place];
-        own[i] = -2 - place;
+        own[i] = WithoutRow(place);
       }
     }
   }
@@ -260,15 +283,26 @@ absl::Status GrowingTable::AdoptParameters(Var* parameters) {
   return parameters_.Adopt(vocabulary_->num_rows(), plan_.name, parameters);
 }
 
-absl::Status GrowingTable::Find(const SharedBatch& batch,
+absl::Status GrowingTable::Find(const SharedBatch& batch, Purpose purpose,
                                 const std::vector<Search>& searches,
                                 const ParallelFor& parallel_for) {
+  const absl::Status status =
+      FindLocked(batch, purpose, searches, parallel_for);
+  if (status.ok() || purpose != Purpose::kTraining) return status;
+  for (const Search& search : searches) search.table->Forget(batch);
+  return status;
+}
+
+absl::Status GrowingTable::FindLocked(const SharedBatch& batch, Purpose purpose,
+                                      const std::vector<Search>& searches,
+                                      const ParallelFor& parallel_for) {
   const size_t size = searches.size();
   std::vector<std::shared_lock<SharedMutex>> locks;
   std::vector<const GrowingTable*> tables;
   std::vector<Query> queries(size);
+  std::vector<Query*> asked;
   for (const Search& search : searches) {
-    if (!batch->trains) break;
+    if (purpose != Purpose::kTraining) break;
     TF_RETURN_IF_ERROR(search.table->Await(batch, parallel_for));
   }
   for (size_t q = 0; q < size; ++q) {
@@ -282,34 +316,35 @@ absl::Status GrowingTable::Find(const SharedBatch& batch,
                        " was assigned while a lookup began. Look up again."));
     }
     tables.push_back(&own);
+    asked.push_back(&queries[q]);
     AddSources(*batch, &queries[q].sources);
   }
-  TF_RETURN_IF_ERROR(Run(tables, parallel_for, &queries));
-  std::vector<Places> places(size);
+  TF_RETURN_IF_ERROR(Run(tables, asked, parallel_for));
+  std::vector<std::vector<int32_t>> reads(size);
+  std::vector<std::vector<Vocabulary::RowOfId>> first(size);
   struct Chunk {
     size_t query;
-    int64_t begin;
-    int64_t end;
+    size_t begin;
+    size_t end;
   };
   std::vector<Chunk> chunks;
   for (size_t q = 0; q < size; ++q) {
-    if (batch->trains) searches[q].table->Keep(batch, queries[q]);
-    const int64_t count = queries[q].unknown.ids.size();
-    if (count == 0) continue;
-    TF_RETURN_IF_ERROR(searches[q].table->PlaceUnknown(
-        batch, &queries[q].unknown, searches[q].found, &places[q]));
-    if (places[q].step == 0) continue;
-    for (int64_t i = 0; i < count; i += kRowsPerChunk) {
-      chunks.push_back({q, i, std::min(i + kRowsPerChunk, count)});
+    GrowingTable* const table = searches[q].table;
+    TF_RETURN_IF_ERROR(WithinMemory([&] {
+      table->Give(batch, purpose, &queries[q]);
+      return table->Place(batch, purpose, queries[q], searches[q].found,
+                          &reads[q], &first[q]);
+    }));
+    for (size_t i = 0; i < first[q].size(); i += kRowsPerChunk) {
+      chunks.push_back({q, i, std::min(i + kRowsPerChunk, first[q].size())});
     }
   }
   const int64_t dim = size ? tables[0]->plan_.dim : 0;
   ForEachItem(parallel_for, chunks.size(),
               kRowsPerChunk * dim * kCyclesPerFirstValue, [&](int64_t c) {
                 const auto& [q, begin, end] = chunks[c];
-                for (int64_t i = begin; i < end; ++i) {
-                  tables[q]->WriteFirst(queries[q].unknown.ids[i],
-                                        places[q].first + places[q].step * i);
+                for (size_t i = begin; i < end; ++i) {
+                  tables[q]->WriteFirst(first[q][i].id, first[q][i].row);
                 }
               });
   ForEachItem(parallel_for, size, kIdsPerChunk, [&](int64_t q) {
@@ -317,8 +352,7 @@ absl::Status GrowingTable::Find(const SharedBatch& batch,
       for (Rows& rows : queries[q].rows) {
         for (const int f : tables[q]->plan_.features) {
           for (int64_t i = 0; i < rows[f].size(); ++i) {
-            if (rows[f][i] >= 0) continue;
-            rows[f][i] = places[q].first + places[q].step * (-2 - rows[f][i]);
+            if (rows[f][i] < 0) rows[f][i] = reads[q][NumberOf(rows[f][i])];
           }
         }
       }
@@ -328,34 +362,111 @@ absl::Status GrowingTable::Find(const SharedBatch& batch,
   return absl::OkStatus();
 }
 
-absl::Status GrowingTable::PlaceUnknown(const SharedBatch& batch,
-                                        UnknownIds* unknown, Found* found,
-                                        Places* places) {
-  const Unknown missing = vocabulary_->Missing(batch->trains);
-  if (missing == Unknown::kZeros) {
-    *places = {kRowOfZeros, 0};
-  } else if (missing == Unknown::kInitializer) {
-    return Borrow(batch, unknown->ids, found, places);
-  } else if (vocabulary_->num_rows()) {
-    *places = {0, 0};
-  } else {
-    // The row that all share is not there yet.
-    unknown->ids.assign(unknown->ids.size(), Vocabulary::kSharedId);
-    return Borrow(batch, unknown->ids, found, places);
+void GrowingTable::Give(const SharedBatch& batch, Purpose purpose,
+                        Query* query) {
+  std::vector<Rows> rows(query->rows.size());
+  for (size_t s = 0; s < rows.size() && purpose == Purpose::kTraining; ++s) {
+    rows[s].resize(query->rows[s].size());
+    for (const int f : plan_.features) {
+      const Buffer<int32_t>& own = query->rows[s][f];
+      rows[s][f] = NewRows(own.size());
+      std::copy_n(own.data(), own.size(), rows[s][f].data());
+    }
+  }
+  const std::lock_guard<std::mutex> lock(front_mutex_);
+  const UnknownIds& unknown = query->unknown;
+  query->given = vocabulary_->Give(unknown, purpose != Purpose::kEvaluation,
+                                   Promised(batch, unknown.ids.size()));
+  if (purpose == Purpose::kRepetition) {
+    IdMap numbers(salt_);
+    numbers.Reserve(unknown.ids.size());
+    for (size_t i = 0; i < unknown.ids.size(); ++i) {
+      numbers.Insert(unknown.ids[i], i);
+    }
+    for (const Awaited& known : awaited_) {  // The last one counts.
+      for (size_t i = 0; i < known.unknown.ids.size(); ++i) {
+        const int32_t number = numbers.Find(known.unknown.ids[i]);
+        if (number >= 0) query->given[number] = known.given[i];
+      }
+    }
+  }
+  if (purpose != Purpose::kTraining) return;
+  const auto known = FindAwaited(batch);
+  if (known == awaited_.end()) return;
+  *known = {known->batch, true, std::move(rows), unknown, query->given};
+}
+
+IdMap GrowingTable::Promised(const SharedBatch& batch, int64_t count) const {
+  IdMap promised(salt_);
+  if (!vocabulary_->options().Promises()) return promised;
+  const auto promises = [&](const Awaited& known) {
+    const SharedBatch other = known.batch.lock();
+    return other && other != batch;
+  };
+  int64_t most = 0;
+  for (const Awaited& known : awaited_) {
+    if (promises(known)) most += known.unknown.ids.size();
+  }
+  if (vocabulary_->HasRoomFor(most + count)) return promised;
+  promised.Reserve(most);
+  for (const Awaited& known : awaited_) {
+    if (!promises(known)) continue;
+    const std::vector<int64_t>& ids = known.unknown.ids;
+    std::vector<int32_t> rows(ids.size());
+    vocabulary_->Find(ids.data(), ids.size(), rows.data());
+    for (size_t i = 0; i < ids.size(); ++i) {
+      const bool is_new = rows[i] == kNoRow && promised.Find(ids[i]) < 0;
+      if (is_new && known.given[i] == Unknown::kInitializer) {
+        promised.Insert(ids[i], 0);
+      }
+    }
+  }
+  return promised;
+}
+
+absl::Status GrowingTable::Place(const SharedBatch& batch, Purpose purpose,
+                                 const Query& query, Found* found,
+                                 std::vector<int32_t>* reads,
+                                 std::vector<Vocabulary::RowOfId>* first) {
+  const std::vector<int64_t>& ids = query.unknown.ids;
+  if (ids.empty()) return absl::OkStatus();
+  int32_t shared = 0;
+  std::vector<int64_t> borrows;
+  for (size_t i = 0; i < ids.size(); ++i) {
+    if (query.given[i] == Unknown::kInitializer) borrows.push_back(ids[i]);
+  }
+  const bool has_shared = vocabulary_->options().unknown == Unknown::kShared &&
+                          borrows.size() < ids.size();
+  // The row that all share may not be there yet.
+  const bool borrows_shared = has_shared && vocabulary_->num_rows() == 0;
+  if (borrows_shared) borrows.push_back(Vocabulary::kSharedId);
+  std::vector<int32_t> rows;
+  TF_RETURN_IF_ERROR(Borrow(batch, purpose, borrows, found, &rows));
+  for (size_t k = 0; k < rows.size(); ++k)
+    first->push_back({rows[k], borrows[k]});
+  if (borrows_shared) shared = rows.back();
+  size_t next = 0;
+  for (size_t i = 0; i < ids.size(); ++i) {
+    switch (query.given[i]) {
+      case Unknown::kZeros:
+        reads->push_back(kRowOfZeros);
+        break;
+      case Unknown::kInitializer:
+        reads->push_back(rows[next++]);
+        break;
+      case Unknown::kShared:
+        reads->push_back(shared);
+    }
   }
   return absl::OkStatus();
 }
 
 absl::Status GrowingTable::Await(const SharedBatch& batch,
                                  const ParallelFor& parallel_for) {
+  Expect(batch);
   std::vector<SharedBatch> pending;
   {
     const std::lock_guard<std::mutex> front(front_mutex_);
-    awaited_.erase(
-        std::remove_if(awaited_.begin(), awaited_.end(),
-                       [](const auto& known) { return known.batch.expired(); }),
-        awaited_.end());
-    awaited_.emplace_back().batch = batch;
     for (const auto& known : pending_) {
       if (SharedBatch part = known.lock()) pending.push_back(std::move(part));
     }
@@ -367,11 +478,21 @@ absl::Status GrowingTable::Await(const SharedBatch& batch,
   const std::lock_guard<SharedMutex> lock(mutex_);
   const absl::Status status = CheckRoomLocked(pending, parallel_for);
   if (status.ok()) return status;
-  Forget(batch);
   return absl::InvalidArgumentError(absl::StrCat(
       status.message(),
       " The update is the pending one, and the batch to be looked up has rows "
       "that it would give up: call `flush` before."));
+}
+
+void GrowingTable::Expect(const SharedBatch& batch) {
+  const std::lock_guard<std::mutex> lock(front_mutex_);
+  const auto is_over = [&](const Awaited& known) {
+    const SharedBatch other = known.batch.lock();
+    return !other || other == batch;  // The lookup may be repeated.
+  };
+  awaited_.erase(std::remove_if(awaited_.begin(), awaited_.end(), is_over),
+                 awaited_.end());
+  awaited_.emplace_back().batch = batch;
 }
 
 void GrowingTable::Forget(const SharedBatch& batch) {
@@ -387,81 +508,70 @@ std::vector<GrowingTable::Awaited>::iterator GrowingTable::FindAwaited(
   });
 }
 
-void GrowingTable::Keep(const SharedBatch& batch, const Query& query) {
-  std::vector<Rows> rows(query.rows.size());
-  for (size_t s = 0; s < rows.size(); ++s) {
-    rows[s].resize(query.rows[s].size());
-    for (const int f : plan_.features) {
-      const Buffer<int32_t>& own = query.rows[s][f];
-      rows[s][f] = NewRows(own.size());
-      std::copy_n(own.data(), own.size(), rows[s][f].data());
-    }
-  }
+void GrowingTable::TakeGiven(const SharedBatch& batch, Query* query) {
   const std::lock_guard<std::mutex> lock(front_mutex_);
-  const auto known = FindAwaited(batch);
-  if (known == awaited_.end()) return;
-  known->rows = std::move(rows);
-  known->unknown = query.unknown;
-  known->generation = generation_;
-}
-
-void GrowingTable::TakeKept(const std::vector<SharedBatch>& batches,
-                            Query* query) {
-  const std::lock_guard<std::mutex> lock(front_mutex_);
-  for (const SharedBatch& batch : batches) {
-    const auto known = FindAwaited(batch);
-    if (known == awaited_.end() || known->generation != generation_) {
-      return;
-    }
-  }
-  for (const SharedBatch& batch : batches) {
-    const auto known = FindAwaited(batch);
-    known->generation = -1;
-    query->num_missing += known->unknown.ids.size();
-    for (Rows& rows : known->rows) query->rows.push_back(std::move(rows));
-    if (batches.size() == 1) query->unknown = std::move(known->unknown);
-  }
-  if (batches.size() == 1 || query->num_missing == 0) return;
-  // Ids have places among those of all batches.
-  for (Rows& rows : query->rows) {
-    for (Buffer<int32_t>& own : rows) {
-      for (int64_t i = 0; i < own.size(); ++i) {
-        own[i] = std::max(own[i], kNoRow);
+  const SharedBatch& lookup = LookupOf(batch);
+  const auto known = FindAwaited(lookup);
+  if (known == awaited_.end() || !known->is_done) return;
+  if (lookup != batch) {  // What came back as tensors may be another batch.
+    Sources sources;
+    AddSources(*lookup, &sources);
+    bool are_equal = sources.size() == query->sources.size();
+    for (size_t s = 0; s < sources.size() && are_equal; ++s) {
+      for (const int f : plan_.features) {
+        are_equal &=
+            AreEqual((*sources[s])[f].ids, (*query->sources[s])[f].ids);
       }
     }
+    if (!are_equal) return;
   }
-  NumberUnknown(query);
+  query->rows = std::move(known->rows);
+  query->unknown = known->unknown;
+  query->given = known->given;
+  query->num_missing = known->unknown.ids.size();
+  known->is_done = false;
 }
 
 GrowingTable::Found::~Found() {
   if (!table_) return;
   table_->Return(&rows_);
-  if (has_borrowed_) table_->ReturnFront();
+  if (!borrowed_.empty()) table_->ReturnFront(borrowed_);
 }
 
-absl::Status GrowingTable::Borrow(const SharedBatch& batch,
+absl::Status GrowingTable::Borrow(const SharedBatch& batch, Purpose purpose,
                                   const std::vector<int64_t>& ids, Found* found,
-                                  Places* places) {
+                                  std::vector<int32_t>* rows) {
+  if (ids.empty()) return absl::OkStatus();
   const int64_t count = ids.size();
   const int64_t num_rows = vocabulary_->num_rows();
   const int64_t bytes = (num_rows + count) * parameters_.row_bytes();
   const std::lock_guard<std::mutex> lock(front_mutex_);
-  if (batch->trains && ahead_.batch.expired() &&
+  if (purpose == Purpose::kTraining && ahead_.batch.expired() &&
       bytes <= static_cast<int64_t>(parameters_.memory->capacity())) {
     ahead_ = {batch, num_rows, ids};
-    *places = {num_rows, 1};
+    rows->resize(count);
+    std::iota(rows->begin(), rows->end(), num_rows);
     return absl::OkStatus();
   }
-  if (front_used_ + count >= kMostInFront) {
-    return absl::ResourceExhaustedError(absl::StrCat(
-        "Table ", plan_.name, ": lookups name ", front_used_ + count,
-        " ids without a row at one time, of which there may be ",
-        kMostInFront - 1, ". Make the batch smaller."));
+  const int64_t num_free = free_places_.size();
+  const int64_t used = next_place_ - num_free;
+  if (used + count >= kMostInFront) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("Table ", plan_.name, ": lookups name ", used + count,
+                     " ids without a row at one time, of which there may be ",
+                     kMostInFront - 1, ". Make the batch smaller."));
   }
-  *places = {-2 - front_used_, -1};
-  front_used_ += count;
-  ++num_lookups_;
-  found->has_borrowed_ = true;
+  for (int64_t i = 0; i < count; ++i) {
+    int32_t place = next_place_;
+    if (free_places_.empty()) {
+      ++next_place_;
+    } else {
+      place = free_places_.back();
+      free_places_.pop_back();
+    }
+    found->borrowed_.push_back(place);
+    rows->push_back(InFront(place));
+  }
   return absl::OkStatus();
 }
 
@@ -471,47 +581,70 @@ bool GrowingTable::IsAhead(const Vocabulary::RowOfId& created) const {
          ahead_.ids[place] == created.id;
 }
 
-void GrowingTable::ReturnFront() {
+void GrowingTable::ReturnFront(const std::vector<int32_t>& places) {
   const std::lock_guard<std::mutex> lock(front_mutex_);
-  if (--num_lookups_ == 0) front_used_ = 0;
+  free_places_.insert(free_places_.end(), places.rbegin(), places.rend());
 }
 
-Vocabulary::Hold GrowingTable::HoldFor(const std::vector<SharedBatch>& batches,
-                                       const std::vector<Rows>& rows) const {
-  return [this, &batches, &rows](RowSet* held) {
-    const auto add = [held](const Buffer<int32_t>& own) {
-      for (int64_t i = 0; i < own.size(); ++i) {
-        if (own[i] >= 0) held->Add(own[i]);
+void GrowingTable::AddRows(const std::vector<Rows>& rows, RowSet* held) const {
+  for (const Rows& of_source : rows) {
+    for (const int f : plan_.features) {
+      for (int64_t i = 0; i < of_source[f].size(); ++i) {
+        if (of_source[f][i] >= 0) held->Add(of_source[f][i]);
       }
-    };
-    for (const Rows& of_source : rows) {
-      for (const int f : plan_.features) add(of_source[f]);
     }
+  }
+}
+
+void GrowingTable::AddRowsOf(const int64_t* ids, int64_t size,
+                             RowSet* held) const {
+  std::vector<int32_t> rows(size);
+  vocabulary_->Find(ids, size, rows.data());
+  for (const int32_t row : rows) {
+    if (row != kNoRow) held->Add(row);
+  }
+}
+
+Vocabulary::Hold GrowingTable::HoldFor(
+    const std::vector<SharedBatch>& batches,
+    const std::function<void(RowSet*)>& add_own) const {
+  return [this, &batches, add_own](RowSet* held) {
+    add_own(held);
     const std::lock_guard<std::mutex> lock(front_mutex_);
-    for (const auto& known : awaited_) {
-      const SharedBatch batch = known.batch.lock();
-      if (!batch ||
-          std::find(batches.begin(), batches.end(), batch) != batches.end()) {
+    for (const Awaited& known : awaited_) {
+      const SharedBatch lookup = known.batch.lock();
+      const auto is_own = [&](const SharedBatch& batch) {
+        return batch == lookup || LookupOf(batch) == lookup;
+      };
+      if (!lookup || std::any_of(batches.begin(), batches.end(), is_own)) {
         continue;
       }
-      if (known.generation == generation_) {
-        for (const Rows& of_source : known.rows) {
-          for (const int f : plan_.features) add(of_source[f]);
-        }
+      if (known.is_done) {
+        AddRows(known.rows, held);
+        AddRowsOf(known.unknown.ids.data(), known.unknown.ids.size(), held);
         continue;
       }
       Sources sources;
-      AddSources(*batch, &sources);
+      AddSources(*lookup, &sources);
       for (const std::vector<FeatureCsr>* features : sources) {
         for (const int f : plan_.features) {
           const Buffer<int64_t>& ids = (*features)[f].ids;
-          Buffer<int32_t> own(ids.size());
-          vocabulary_->Find(ids.data(), own.size(), own.data());
-          add(own);
+          AddRowsOf(ids.data(), ids.size(), held);
         }
       }
     }
   };
+}
+
+Vocabulary::Hold GrowingTable::HoldFor(const Update& update) const {
+  return HoldFor(update.batches_, [this, &update](RowSet* held) {
+    for (const Query& query : update.queries_) AddRows(query.rows, held);
+    for (const std::vector<int32_t>& rows : update.now_) {
+      for (const int32_t row : rows) {
+        if (row >= 0) held->Add(row);
+      }
+    }
+  });
 }
 
 absl::Status GrowingTable::CheckRoom(const std::vector<SharedBatch>& batches,
@@ -528,15 +661,14 @@ absl::Status GrowingTable::CheckRoom(const std::vector<SharedBatch>& batches,
 absl::Status GrowingTable::CheckRoomLocked(
     const std::vector<SharedBatch>& batches, const ParallelFor& parallel_for) {
   if (vocabulary_->options().shares_when_full) return absl::OkStatus();
-  std::vector<Query> queries(1);
-  Query& query = queries[0];
+  Query query;
   for (const SharedBatch& batch : batches) AddSources(*batch, &query.sources);
   int64_t num_new = 0;  // at most
   {
     const std::lock_guard<std::mutex> front(front_mutex_);
     for (const SharedBatch& batch : batches) {
       const auto known = FindAwaited(batch);
-      if (known != awaited_.end() && known->generation == generation_) {
+      if (known != awaited_.end() && known->is_done) {
         num_new += known->unknown.ids.size();
         continue;
       }
@@ -548,11 +680,12 @@ absl::Status GrowingTable::CheckRoomLocked(
     }
   }
   if (vocabulary_->HasRoomFor(num_new)) return absl::OkStatus();
-  TF_RETURN_IF_ERROR(Run({this}, parallel_for, &queries));
+  TF_RETURN_IF_ERROR(Run({this}, {&query}, parallel_for));
   return WithinMemory([&] {
+    const auto add = [&](RowSet* held) { AddRows(query.rows, held); };
     Decision decision;
     return InvalidArgument(vocabulary_->Decide(
-        query.unknown, HoldFor(batches, query.rows), &decision));
+        query.unknown, IdMap(salt_), HoldFor(batches, add), &decision));
   });
 }
 
@@ -560,12 +693,11 @@ absl::Status GrowingTable::Begin(const std::vector<SharedBatch>& batches,
                                  const std::vector<Growth>& growths,
                                  const ParallelFor& parallel_for) {
   std::vector<const GrowingTable*> tables;
-  std::vector<Query> queries(growths.size());
-  int64_t num_missing = 0;
-  for (size_t q = 0; q < growths.size(); ++q) {
-    GrowingTable* const table = growths[q].table;
-    const std::vector<Var*>& slots = growths[q].slots;
-    Update* const update = growths[q].update;
+  std::vector<Query*> queries;
+  for (const Growth& growth : growths) {
+    GrowingTable* const table = growth.table;
+    const std::vector<Var*>& slots = growth.slots;
+    Update* const update = growth.update;
     update->table_ = table;
     update->lock_ = std::unique_lock<SharedMutex>(table->mutex_);
     update->batches_ = batches;
@@ -574,40 +706,78 @@ absl::Status GrowingTable::Begin(const std::vector<SharedBatch>& batches,
     TF_RETURN_IF_ERROR(
         CheckLength("slots", slots.size(), table->slots_.size()));
     TF_RETURN_IF_ERROR(
-        table->parameters_.Adopt(num_rows, name, growths[q].parameters));
+        table->parameters_.Adopt(num_rows, name, growth.parameters));
     for (size_t k = 0; k < slots.size(); ++k) {
       TF_RETURN_IF_ERROR(table->slots_[k].Adopt(num_rows, name, slots[k]));
     }
-    tables.push_back(table);
+    update->queries_.resize(batches.size());
     TF_RETURN_IF_ERROR(WithinMemory([&] {
-      for (const SharedBatch& batch : batches) {
-        AddSources(*batch, &queries[q].sources);
+      for (size_t b = 0; b < batches.size(); ++b) {
+        Query& query = update->queries_[b];
+        AddSources(*batches[b], &query.sources);
+        table->TakeGiven(batches[b], &query);
+        tables.push_back(table);
+        queries.push_back(&query);
       }
-      table->TakeKept(batches, &queries[q]);
       return absl::OkStatus();
     }));
   }
-  TF_RETURN_IF_ERROR(Run(tables, parallel_for, &queries));
-  for (size_t q = 0; q < growths.size(); ++q) {
-    num_missing += queries[q].num_missing;
-    growths[q].update->query_ = std::move(queries[q]);
-  }
+  TF_RETURN_IF_ERROR(Run(tables, queries, parallel_for));
+  int64_t num_missing = 0;
+  for (const Query* query : queries) num_missing += query->num_missing;
   std::vector<absl::Status> statuses(growths.size());
   ForEachItem(parallel_for, growths.size(),
               (1 + num_missing) * kCyclesPerUnknown / (1 + growths.size()),
               [&](int64_t q) {
-                statuses[q] =
-                    WithinMemory([&] { return tables[q]->Decide(growths[q]); });
+                statuses[q] = WithinMemory(
+                    [&] { return growths[q].table->Decide(growths[q]); });
               });
   for (const absl::Status& status : statuses) TF_RETURN_IF_ERROR(status);
   return absl::OkStatus();
 }
 
-absl::Status GrowingTable::Decide(const Growth& growth) const {
+void GrowingTable::FindUnknown(Update* update) const {
+  const size_t size = update->queries_.size();
+  IdMap numbers(salt_);  // of the ids of several queries
+  UnknownIds& all = update->unknown_;
+  update->now_.resize(size);
+  for (size_t b = 0; b < size; ++b) {
+    const UnknownIds& own = update->queries_[b].unknown;
+    std::vector<int32_t>& now = update->now_[b];
+    now.resize(own.ids.size());
+    vocabulary_->Find(own.ids.data(), own.ids.size(), now.data());
+    if (size > 1) numbers.Reserve(own.ids.size());
+    for (size_t i = 0; i < now.size(); ++i) {
+      if (now[i] != kNoRow) continue;
+      int32_t number = size > 1 ? numbers.Find(own.ids[i]) : -1;
+      if (number < 0) {
+        number = all.ids.size();
+        if (size > 1) numbers.Insert(own.ids[i], number);
+        all.ids.push_back(own.ids[i]);
+        all.hits.push_back(0);
+      }
+      all.hits[number] += own.hits[i];
+      now[i] = WithoutRow(number);
+    }
+  }
+}
+
+absl::Status GrowingTable::Decide(const Growth& growth) {
   Update& update = *growth.update;
+  for (size_t b = 0; b < update.queries_.size(); ++b) {
+    // Where no lookup is known, it is now.
+    Query& query = update.queries_[b];
+    if (query.given.size() == query.unknown.ids.size()) continue;
+    Expect(update.batches_[b]);
+    Give(update.batches_[b], Purpose::kTraining, &query);
+  }
+  FindUnknown(&update);
+  const IdMap promised = [&] {
+    const std::lock_guard<std::mutex> lock(front_mutex_);
+    return Promised(nullptr, update.unknown_.ids.size());
+  }();
   TF_RETURN_IF_ERROR(InvalidArgument(vocabulary_->Decide(
-      update.query_.unknown, HoldFor(update.batches_, update.query_.rows),
-      &update.decision_)));
+      update.unknown_, promised, HoldFor(update), &update.decision_)));
   const int64_t most = vocabulary_->MostRowsAfter(update.decision_);
   const auto grow = [most](const Array& array) {
     array.memory->Grow(most * array.row_bytes());
@@ -621,7 +791,7 @@ void GrowingTable::Grow(const std::vector<Growth>& growths,
                         const ParallelFor& parallel_for) {
   int64_t num_missing = 0;
   for (const Growth& own : growths) {
-    num_missing += own.update->query_.num_missing;
+    num_missing += own.update->unknown_.ids.size();
   }
   ForEachItem(parallel_for, growths.size(),
               (1 + num_missing) * kCyclesPerUnknown / (1 + growths.size()),
@@ -652,9 +822,6 @@ void GrowingTable::Grow(const std::vector<Growth>& growths,
     for (size_t k = 0; k < slots.size(); ++k) {
       table->slots_[k].Show(num_rows, slots[k]);
     }
-    for (const SharedBatch& batch : update->batches_) {
-      table->Forget(batch->looked_up ? batch->looked_up : batch);
-    }
     const std::lock_guard<std::mutex> lock(table->front_mutex_);
     table->pending_.clear();
     table->ahead_ = {};
@@ -664,24 +831,34 @@ void GrowingTable::Grow(const std::vector<Growth>& growths,
 void GrowingTable::TakeRows(const Growth& growth) {
   Update& update = *growth.update;
   std::vector<int32_t> taken;
-  vocabulary_->Take(update.query_.unknown, update.decision_,
-                    HoldFor(update.batches_, update.query_.rows), &taken,
+  vocabulary_->Take(update.unknown_, update.decision_, HoldFor(update), &taken,
                     &update.created_);
   NoteIds(update.created_);
   update.num_rows_ = vocabulary_->num_rows();
-  if (update.query_.num_missing == 0) return;
-  // What has no row trains the one that is shared, or nothing.
-  const VocabularyOptions& options = vocabulary_->options();
-  const int32_t instead =
-      options.unknown == Unknown::kShared ? 0 : update.num_rows_;
-  if (!options.TrainsAdmitted()) taken.assign(taken.size(), kNoRow);
-  std::replace(taken.begin(), taken.end(), kNoRow, instead);
-  for (Rows& rows : update.query_.rows) {
-    for (const int f : plan_.features) {
-      for (int64_t i = 0; i < rows[f].size(); ++i) {
-        if (rows[f][i] < 0) rows[f][i] = taken[-2 - rows[f][i]];
-      }
+  const bool shares = vocabulary_->options().unknown == Unknown::kShared;
+  for (size_t b = 0; b < update.queries_.size(); ++b) {
+    Query& query = update.queries_[b];
+    // What the gradients of each unknown id train.
+    std::vector<int32_t> trained(query.unknown.ids.size());
+    for (size_t i = 0; i < trained.size(); ++i) {
+      int32_t row = update.now_[b][i];
+      if (row < 0) row = taken[NumberOf(row)];
+      const bool own = query.given[i] == Unknown::kInitializer && row != kNoRow;
+      trained[i] = own ? row : shares ? 0 : update.num_rows_;
+      if (row == kNoRow || own) continue;
+      vocabulary_->CountHits(row, query.unknown.hits[i]);
     }
+    for (size_t s = 0; s < query.sources.size(); ++s) {
+      Rows& rows = query.rows[s];
+      for (const int f : plan_.features) {
+        for (int64_t i = 0; i < rows[f].size() && !trained.empty(); ++i) {
+          if (rows[f][i] < 0) rows[f][i] = trained[NumberOf(rows[f][i])];
+        }
+      }
+      update.sources_.push_back(query.sources[s]);
+      update.rows_.push_back(std::move(rows));
+    }
+    query.rows.clear();
   }
 }
 
@@ -695,7 +872,7 @@ void GrowingTable::WriteCreated(const Vocabulary::RowOfId& created) const {
 
 int64_t GrowingTable::Evict() {
   const std::lock_guard<SharedMutex> lock(mutex_);
-  const int64_t count = vocabulary_->Evict(HoldFor({}, {}));
+  const int64_t count = vocabulary_->Evict(HoldFor({}, [](RowSet*) {}));
   NoteIds({});
   return count;
 }
@@ -779,8 +956,13 @@ absl::Status GrowingTable::Load(const VocabularySnapshot& snapshot,
       NoteReplaced(*loaded, consumer.get());
     }
     vocabulary_ = std::move(loaded);
-    ++generation_;
-    ahead_ = {};
+    {
+      const std::lock_guard<std::mutex> front(front_mutex_);
+      for (Awaited& known : awaited_) {
+        known = Awaited{std::move(known.batch), false, {}, {}, {}};
+      }
+      ahead_ = {};
+    }
     for (size_t k = 0; k < own.size(); ++k) {
       const int64_t bytes = own[k]->row_bytes();
       const char* from = static_cast<const char*>(values[k].data());
@@ -795,7 +977,6 @@ absl::Status GrowingTable::Load(const VocabularySnapshot& snapshot,
 
 void GrowingTable::NoteIds(const std::vector<Vocabulary::RowOfId>& created) {
   const std::vector<Vocabulary::RowOfId> evicted = vocabulary_->TakeEvicted();
-  if (!evicted.empty() || !created.empty()) ++generation_;
   for (const auto& consumer : changed_rows_.Consumers()) {
     for (const auto& [row, id] : evicted) consumer->lost[table_].Lose(row, id);
     for (const auto& [row, id] : created) consumer->since[table_]->Set(row);

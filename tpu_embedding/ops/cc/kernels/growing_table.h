@@ -3,7 +3,17 @@
 //
 // The variables hold the rows that there are, in memory reserved for all that
 // may come. A lookup finds rows for ids; in front of row 0 there is memory for
-// what has no row: a row of zeros, with number -1, and before it first values.
+// what has no row. What the number of an entry means:
+//
+//   in a Query    row        the id has this row
+//                 kNoRow     it has none (only until NumberUnknown)
+//                 -2 - p     it has none, and is number p of `unknown`
+//   in Found      row        the entry reads this row, or one after the last
+//                            row, where first values are ahead of their update
+//                 -1         it reads the row of zeros
+//                 -2 - k     it reads place k of the memory in front
+//   in an Update  row        its gradients train this row
+//                 num_rows   they are dropped
 //
 // Locks: who looks up holds the variables' read locks, who updates their write
 // locks, and then `mutex`.
@@ -12,6 +22,7 @@
 #define TPU_EMBEDDING_OPS_CC_KERNELS_GROWING_TABLE_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -40,9 +51,11 @@ class GrowingTable {
     Sources sources;
     std::vector<Rows> rows;   // by source
     int64_t num_missing = 0;  // entries without a row
-    // The ids of those, which have -2 less their place here as row.
     UnknownIds unknown;
+    std::vector<Unknown> given;  // by the lookup, for each id of `unknown`
   };
+
+  enum class Purpose { kEvaluation, kTraining, kRepetition };
 
   // `changed_rows`, of this and other tables, learns what this `table` does.
   GrowingTable(const TablePlan& plan, int table,
@@ -66,21 +79,22 @@ class GrowingTable {
     friend class GrowingTable;
     GrowingTable* table_ = nullptr;
     std::vector<Rows> rows_;
-    bool has_borrowed_ = false;
+    std::vector<int32_t> borrowed_;  // places in front
   };
 
   // Moves what was assigned to a variable into the memory. `parameters` is
   // unlocked.
   absl::Status AdoptParameters(tensorflow::Var* parameters);
 
-  // Finds the rows of a batch in some tables, which stay until its gradients
-  // come, if they may. Fails if they leave no room for a pending update.
+  // Finds the rows of a batch in some tables. In training they stay until its
+  // gradients come; it fails if they leave no room for a pending update. A
+  // repetition gives what the lookup for training gave before.
   struct Search {
     GrowingTable* table;
     const tensorflow::Var* parameters;
     Found* found;
   };
-  static absl::Status Find(const SharedBatch& batch,
+  static absl::Status Find(const SharedBatch& batch, Purpose purpose,
                            const std::vector<Search>& searches,
                            const ParallelFor& parallel_for);
 
@@ -103,9 +117,9 @@ class GrowingTable {
     // The entries of a feature of the batches of all replicas or senders, and
     // their rows, for GroupByRow with this many rows: the last one stands for
     // entries that are dropped.
-    int num_sources() const { return query_.sources.size(); }
+    int num_sources() const { return sources_.size(); }
     FeatureEntries entries(int source, int feature) const {
-      return {(*query_.sources[source])[feature], query_.rows[source][feature]};
+      return {(*sources_[source])[feature], rows_[source][feature]};
     }
     int64_t num_rows() const { return num_rows_ + 1; }
 
@@ -117,9 +131,15 @@ class GrowingTable {
     GrowingTable* table_ = nullptr;
     std::unique_lock<SharedMutex> lock_;
     std::vector<SharedBatch> batches_;
-    Query query_;
+    std::vector<Query> queries_;  // by batch
+    // The ids that have no row now; and for each query where each of its
+    // unknown ids is now: its row, or -2 less its number here.
+    UnknownIds unknown_;
+    std::vector<std::vector<int32_t>> now_;
     Decision decision_;
     std::vector<Vocabulary::RowOfId> created_;
+    Sources sources_;
+    std::vector<Rows> rows_;
     int64_t num_rows_ = 0;
   };
   // One update of some tables. `Begin` leaves them as they were, and fails
@@ -192,29 +212,44 @@ class GrowingTable {
   };
 
   static void AddSources(const PreparedBatch& batch, Sources* sources);
-  // Answers what each of the tables is asked.
+  // Looks up the ids of each query in its table, but those of sources whose
+  // rows are there.
   static absl::Status Run(const std::vector<const GrowingTable*>& tables,
-                          const ParallelFor& parallel_for,
-                          std::vector<Query>* queries);
+                          const std::vector<Query*>& queries,
+                          const ParallelFor& parallel_for);
   void NumberUnknown(Query* query) const;
   // Storage for rows, of some that were returned if there is any: fresh memory
   // costs a page fault for each 4 KiB.
   Buffer<int32_t> NewRows(int64_t size) const;
   void Return(std::vector<Rows>* rows);
+  static absl::Status FindLocked(const SharedBatch& batch, Purpose purpose,
+                                 const std::vector<Search>& searches,
+                                 const ParallelFor& parallel_for);
   absl::Status Await(const SharedBatch& batch, const ParallelFor& parallel_for);
-  void Forget(const SharedBatch& batch);
-  // A batch that lives while its gradients may come, and the rows of its ids.
+  // A lookup whose gradients may come while its batch lives. What it found is
+  // here once it is done, until a checkpoint is loaded.
   struct Awaited {
     std::weak_ptr<const PreparedBatch> batch;
+    bool is_done = false;
     std::vector<Rows> rows;
     UnknownIds unknown;
-    int64_t generation = -1;  // of the vocabulary that the rows were found in
+    std::vector<Unknown> given;
   };
   std::vector<Awaited>::iterator FindAwaited(const SharedBatch& batch);
-  void Keep(const SharedBatch& batch, const Query& query);
-  // Takes what the lookups found, unless ids got or lost rows since.
-  void TakeKept(const std::vector<SharedBatch>& batches, Query* query);
-  absl::Status Decide(const Growth& growth) const;
+  // Begins and ends the memory of the lookup of a batch.
+  void Expect(const SharedBatch& batch);
+  void Forget(const SharedBatch& batch);
+  // Decides what a lookup gives for ids without a row, and remembers it with
+  // the rows until its update.
+  void Give(const SharedBatch& batch, Purpose purpose, Query* query);
+  // The ids of Vocabulary::Give that live lookups promise, but that of `batch`,
+  // before `count` more ids.
+  IdMap Promised(const SharedBatch& batch, int64_t count) const;
+  // Takes what the lookup of a batch found and gave.
+  void TakeGiven(const SharedBatch& batch, Query* query);
+  absl::Status Decide(const Growth& growth);
+  // Finds where the unknown ids of all queries are now.
+  void FindUnknown(Update* update) const;
   // Evicts and creates; the created rows have no values yet.
   void TakeRows(const Growth& growth);
   absl::Status CheckRoomLocked(const std::vector<SharedBatch>& batches,
@@ -230,19 +265,23 @@ class GrowingTable {
   std::unique_ptr<RowBits> RowsOfIds(const Vocabulary& vocabulary) const;
   // Tells one consumer that `vocabulary` takes the place of the own one.
   void NoteReplaced(const Vocabulary& vocabulary, ConsumerRows* consumer) const;
-  // For an update of `batches`, whose rows these are.
+  // Holds the rows of all live lookups but those of `batches`, whose rows
+  // `add_own` adds.
   Vocabulary::Hold HoldFor(const std::vector<SharedBatch>& batches,
-                           const std::vector<Rows>& rows) const;
-  // What ids without a row read: that with place p reads row first + step * p.
-  struct Places {
-    int64_t first;
-    int64_t step;
-  };
-  absl::Status PlaceUnknown(const SharedBatch& batch, UnknownIds* unknown,
-                            Found* found, Places* places);
-  absl::Status Borrow(const SharedBatch& batch, const std::vector<int64_t>& ids,
-                      Found* found, Places* places);
-  void ReturnFront();
+                           const std::function<void(RowSet*)>& add_own) const;
+  Vocabulary::Hold HoldFor(const Update& update) const;
+  void AddRows(const std::vector<Rows>& rows, RowSet* held) const;
+  void AddRowsOf(const int64_t* ids, int64_t size, RowSet* held) const;
+  // Memory for first values: the row that each reads.
+  absl::Status Borrow(const SharedBatch& batch, Purpose purpose,
+                      const std::vector<int64_t>& ids, Found* found,
+                      std::vector<int32_t>* rows);
+  // Decides what each unknown id reads; `first`: rows to be written before.
+  absl::Status Place(const SharedBatch& batch, Purpose purpose,
+                     const Query& query, Found* found,
+                     std::vector<int32_t>* reads,
+                     std::vector<Vocabulary::RowOfId>* first);
+  void ReturnFront(const std::vector<int32_t>& places);
   // Whether the lookup of the update has written the row.
   bool IsAhead(const Vocabulary::RowOfId& created) const;
   void WriteFirst(int64_t id, int64_t row) const;
@@ -254,13 +293,14 @@ class GrowingTable {
   const uint64_t salt_;
   mutable SharedMutex mutex_;  // lookups share it
   std::unique_ptr<Vocabulary> vocabulary_;
-  int64_t generation_ = 0;  // grows whenever ids get or lose rows
   Array parameters_;
   std::vector<Array> slots_;
 
   mutable std::mutex front_mutex_;
-  int64_t front_used_ = 0;   // of the rows in front, without that of zeros
-  int64_t num_lookups_ = 0;  // that use them
+  // Places in front that no lookup has: those that were returned, and all from
+  // `next_place_` on.
+  std::vector<int32_t> free_places_;
+  int32_t next_place_ = 0;
   // First values after the last row, of the ids that the update of the batch
   // will give these rows, if no other update comes before.
   struct Ahead {

@@ -107,7 +107,9 @@ inline absl::Status FindGrowing(const SharedBatch& batch,
     searches.push_back(
         {resource->growing[t].get(), tables[t].get(), &(*found)[t]});
   }
-  return GrowingTable::Find(batch, searches, parallel_for);
+  const auto purpose = batch->trains ? GrowingTable::Purpose::kTraining
+                                     : GrowingTable::Purpose::kEvaluation;
+  return GrowingTable::Find(batch, purpose, searches, parallel_for);
 }
 
 // Fails if an update, of whose batches this is a list by replica, would find a

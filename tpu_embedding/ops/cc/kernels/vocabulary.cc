@@ -90,7 +90,8 @@ REGISTER_OP("TpuEmbeddingReadIds")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::UnknownShape)
     .Doc(R"doc(
-What a lookup for an update reads of each id. ids: [n]. rows: [n, dim].
+What a lookup for an update reads of each id, or has read if its update is to
+come. ids: [n]. rows: [n, dim].
 )doc");
 
 // The parts of a snapshot in the order of the op's outputs.
@@ -204,7 +205,6 @@ class ReadIdsOp : public VocabularyOp {
     const auto batch = std::make_shared<PreparedBatch>();
     const TablePlan& own = plan.tables[table()];
     batch->features.resize(plan.features.size());
-    batch->trains = true;
     // One sample for each.
     FeatureCsr& csr = batch->features[own.features[0]];
     csr.ids.Resize(ids.size());
@@ -217,7 +217,8 @@ class ReadIdsOp : public VocabularyOp {
     const ReadLocks locks(parameters);
     GrowingTable::Found found;
     TF_RETURN_IF_ERROR(GrowingTable::Find(
-        batch, {{growing, parameters[0].get(), &found}}, WorkerPool(context)));
+        batch, GrowingTable::Purpose::kRepetition,
+        {{growing, parameters[0].get(), &found}}, WorkerPool(context)));
     Lookup({csr, found.rows(0, own.features[0])}, growing->rows(), own.dim,
            Quantization(), 0, ids.size(), rows->flat<float>().data());
     return absl::OkStatus();
