@@ -17,6 +17,7 @@ from tpu_embedding.__main__ import main
 from tpu_embedding.checkpoint.command_line import TextProgress
 from tpu_embedding.checkpoint.statistics import table_reports
 from tpu_embedding.tables.growing import first_rows
+from tpu_embedding.vocabulary import COUNTS
 
 IDS = [7, -3, 2**62, 7, 5]
 
@@ -92,6 +93,30 @@ def test_saved_and_restored(
             unbroken = make()
             _train(unbroken, [IDS[:3], IDS, IDS[1:], IDS])
             _assert_same(unbroken, other)
+
+
+@pytest.mark.parametrize("eviction", [None, "lru"])
+def test_counts_above_2_32(eviction: str | None, tmp_path: pathlib.Path) -> None:
+    def make() -> te.TPUEmbedding:
+        return _make(te.GrowingVocabulary(5, min_count=2, eviction=eviction))[0]
+
+    embedding = make()
+    _train(embedding, [IDS[:3], IDS])
+    state = _state(embedding)
+    state["state"][COUNTS] = [2**62, 2**33, 2**32, 2**40]
+    growing = embedding.core.growing()["films"]
+    growing.write(state)
+    assert growing.contents()[4:] == (2**62, 2**33, 2**32, 2**40)
+    ours = te.checkpoint.save(embedding, tmp_path / "ours")
+    theirs = tf.train.Checkpoint(embedding=embedding).write(str(tmp_path / "theirs"))
+    for path in (ours, theirs):
+        restored = make()
+        te.checkpoint.restore(restored, path)
+        _assert_same(restored, embedding)
+    restored = make()
+    tf.train.Checkpoint(embedding=restored).read(theirs).assert_consumed()
+    restored.build()
+    _assert_same(restored, embedding)
 
 
 def test_empty_tables(tmp_path: pathlib.Path) -> None:

@@ -190,6 +190,7 @@ VocabularySnapshot Vocabulary::Save() const {
 
 Error Vocabulary::Load(const VocabularySnapshot& saved) {
   constexpr int64_t kMost = std::numeric_limits<uint32_t>::max();
+  constexpr int64_t kMostCount = std::numeric_limits<int64_t>::max();
   const int64_t size = saved.ids.size();
   const std::vector<int64_t>& state = saved.state;
   const int64_t num_candidates = saved.candidates.size();
@@ -198,14 +199,15 @@ Error Vocabulary::Load(const VocabularySnapshot& saved) {
   };
   if (!sizes_are(size, saved.rows, saved.hits, saved.last_updates) ||
       !sizes_are(num_candidates, saved.candidate_hits) ||
-      !sizes_are(kStateSize, state) || !AreAll(state, 0, kMost) ||
+      !sizes_are(kStateSize, state) || !AreAll(state, 0, kMostCount) ||
+      (Evicts() && state[1] > kMost) || state[9] > kMost ||
       state[0] > options_.max_rows || state[7] > state[0] ||
       num_candidates > options_.max_candidates ||
       state[6] > options_.max_candidates ||
       !AreAll(saved.rows, num_shared(), state[0] - 1) ||
       !AreAll(saved.hits, 0, kMost) ||
       !AreAll(saved.last_updates, 0, state[1]) ||
-      !AreAll(saved.candidate_hits, 0, std::numeric_limits<int64_t>::max()) ||
+      !AreAll(saved.candidate_hits, 0, kMostCount) ||
       (!Evicts() && state[0] && size + num_shared() != state[0])) {
     return Concat("The vocabulary of table ", options_.table,
                   " in the file is damaged, or that of another configuration.");
