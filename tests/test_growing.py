@@ -431,6 +431,37 @@ def test_rows_are_given_up_by_hand() -> None:
         embedding.evict(table)
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_refused_update_of_v2_lets_go_of_its_rows(replicas: int) -> None:
+    """Also while its preserved outputs exist, as those in a traceback do."""
+    devices = [f"CPU:{r}" for r in range(replicas)]
+    strategy = tf.distribute.MirroredStrategy(devices)
+    vocabulary = te.GrowingVocabulary(9, eviction="lru", min_rows=1)
+    with strategy.scope():
+        embedding, table = _embedding(
+            vocabulary, make=te.TPUEmbeddingV2, check_numerics=True
+        )
+    kept = []
+
+    def step(ids: Sequence[int], *, bad: bool = False) -> None:
+        def in_replica() -> None:
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            found, preserved = embedding({"film": tf.constant(ids, tf.int64)})
+            value = np.nan if bad and int(replica) == replicas - 1 else 1.0
+            kept.append(preserved)
+            embedding.apply_gradients({"film": value * found["film"]}, preserved)
+
+        strategy.run(in_replica)
+
+    step([1, 2, 3])
+    kept.clear()
+    with pytest.raises(tf.errors.InvalidArgumentError, match="not finite"):
+        step([1, 2], bad=True)
+    assert embedding.evict(table) == 2
+    step([3, 4])
+    assert embedding.vocabularies[table].ids.tolist() == [3, 4]
+
+
 def test_telemetry_counts_ids_since_it_began() -> None:
     vocabulary = te.GrowingVocabulary(4, min_count=2, eviction="lru", min_rows=1)
     embedding, table = _embedding(vocabulary)

@@ -288,6 +288,7 @@ class HostEngine(Engine):
         transport, first = self._transport, self._parts[0]
         assert transport is not None
         queues = [] if routed else [first.handle]
+        growing = [first.handle] if self._grows and self._is_owner else []
         nothing = tf.zeros([0])  # Servers evaluate the rates of their own tables.
         with (
             tf.device(self._batches.device),
@@ -298,11 +299,13 @@ class HostEngine(Engine):
                 batches=[routed.own] if routed else [],
                 gradients=[g for g in gradients if g is not None],
                 rates=first.rates.evaluate() if transport.is_owner else nothing,
-                growing=[first.handle] if self._grows and self._is_owner else [],
+                growing=growing,
                 num_messages=transport.size,
                 has_gradient=[g is not None for g in gradients],
             )
-        received = transport.to_owners(_UPDATE, sent.messages, sent.refusal, queues)
+        received = transport.to_owners(
+            _UPDATE, sent.messages, sent.refusal, queues or growing
+        )
         pushes = transport.pushes()
         for k, (part, messages) in enumerate(zip(self._parts, received, strict=True)):
             with tf.device(part.device):

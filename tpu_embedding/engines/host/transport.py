@@ -53,7 +53,7 @@ class Transport(Protocol):
           meeting: The call that they belong to.
           messages: By owner.
           refusal: Why this process refuses the step, or "".
-          queues: The step queue that owes the gradients that are sent, where one does.
+          queues: The step queue that a refusal of gradients is noted in, where one is.
 
         Returns:
           What has arrived, by sender, for each part of the tables that ops of this

@@ -55,10 +55,17 @@ class StepQueue {
   // The run of calls outside of strategy.run, with one replica's batch each.
   static constexpr int64_t kOutside = 0;
 
+  // What gradients past the queue belonged to that are given up. It must not
+  // call the queue.
+  using GivenUp = std::function<void(const Batch&)>;
+
   // `pipelined`: an update is left pending until it is one step old.
-  StepQueue(int num_replicas, int64_t capacity, bool pipelined)
+  StepQueue(
+      int num_replicas, int64_t capacity, bool pipelined,
+      GivenUp given_up = [](const Batch&) {})
       : capacity_(capacity),
         pipelined_(pipelined),
+        given_up_(std::move(given_up)),
         next_enqueue_(num_replicas, 0),
         next_dequeue_(num_replicas, 0),
         next_submit_(num_replicas, 0),
@@ -581,6 +588,11 @@ class StepQueue {
   }
 
   void GiveUpSubmissions() {
+    for (const Submissions& step : partial_) {
+      for (const std::optional<Part>& part : step) {
+        if (part) given_up_(part->batch);
+      }
+    }
     partial_.clear();
     std::fill(next_submit_.begin(), next_submit_.end(), 0);
     ++epoch_;
@@ -588,6 +600,7 @@ class StepQueue {
 
   const int64_t capacity_;
   const bool pipelined_;
+  const GivenUp given_up_;
   std::mutex mutex_;
   std::deque<Step> steps_;             // by ascending number
   std::vector<int64_t> next_enqueue_;  // by replica: the number of a step

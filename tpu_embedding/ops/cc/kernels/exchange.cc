@@ -84,8 +84,8 @@ Sends each process its message, and returns those to this process. If any
 process has a refusal, or not all make the same call, the op fails in every
 process, and nothing else travels.
 
-queues: none, or the queue whose owed gradients are exchanged: a refusal is noted
-  there, so that the next step can begin.
+queues: none, or the queue with this process's part of the tables, if gradients are
+  exchanged: a refusal is noted there, so that the next step can begin.
 messages: for each process, of multiples of 64 bytes. That for this process
   itself is returned as it is.
 refusal: "", or a code and a text: see kernels/channel.h.
@@ -387,7 +387,10 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
       QueuePtr queue;
       const absl::Status found = tensorflow::LookupResource(
           context_, queues[0].scalar<tensorflow::ResourceHandle>()(), &queue);
-      if (found.ok()) queue->queue.RefuseOwed(0);
+      if (found.ok()) {
+        queue->queue.RefuseOwed(0);
+        queue->ForgetLookup(queue->sent.lock());
+      }
     }
     for (int p = 0; p < size(); ++p) {
       if (texts_[p].NumElements() == 0) continue;

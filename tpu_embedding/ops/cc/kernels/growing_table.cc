@@ -238,10 +238,7 @@ GrowingTable::Update::~Update() {
   if (!table_) return;
   table_->Return(&rows_);
   for (Query& query : queries_) table_->Return(&query.rows);
-  for (const SharedBatch& batch : batches_) {
-    table_->Forget(LookupOf(batch));
-    table_->Forget(batch);
-  }
+  for (const SharedBatch& batch : batches_) table_->ForgetLookup(batch);
 }
 
 void GrowingTable::NumberUnknown(Query* query) const {
@@ -493,6 +490,11 @@ void GrowingTable::Expect(const SharedBatch& batch) {
   awaited_.erase(std::remove_if(awaited_.begin(), awaited_.end(), is_over),
                  awaited_.end());
   awaited_.emplace_back().batch = batch;
+}
+
+void GrowingTable::ForgetLookup(const SharedBatch& batch) {
+  Forget(LookupOf(batch));
+  Forget(batch);
 }
 
 void GrowingTable::Forget(const SharedBatch& batch) {

@@ -163,6 +163,10 @@ class GrowingTable {
   // While no other update is.
   int64_t num_rows() const { return vocabulary_->num_rows(); }
 
+  // Lets go of the rows that the lookup of this batch found, or of the batch
+  // whose update this is.
+  void ForgetLookup(const SharedBatch& batch);
+
   // Gives up what the policy gives up, but what lookups and updates wait for.
   int64_t Evict();
   VocabularyCounts counts() const;

@@ -133,8 +133,12 @@ class SendGradientsOp : public tensorflow::OpKernel {
     // Without a plan it is not known who would have to be told.
     OP_REQUIRES(context, plan, status);
     ReplicaGradients gradients;
+    QueuePtr growing;
+    if (status.ok()) status = NoteSent(context, batch, &growing);
     if (status.ok()) status = Check(context, *plan, *batch, &gradients);
-    if (status.ok()) status = CheckGrowing(context, batch);
+    if (status.ok() && growing) {
+      status = CheckRoom({batch}, WorkerPool(context), *growing);
+    }
     const Placement& placement = plan->placement;
     std::vector<GradientLayout> layouts(placement.size);
     std::vector<int64_t> bytes(placement.size, 0);
@@ -185,16 +189,18 @@ class SendGradientsOp : public tensorflow::OpKernel {
     return CheckGradients(plan, batch, *gradients);
   }
 
-  static absl::Status CheckGrowing(OpKernelContext* context,
-                                   const SharedBatch& batch) {
-    OpInputList queues;
+  // Notes in the queue with growing tables, where there is one, what is sent.
+  static absl::Status NoteSent(OpKernelContext* context,
+                               const SharedBatch& batch, QueuePtr* growing) {
+    OpInputList queues, batches;
     TF_RETURN_IF_ERROR(context->input_list("growing", &queues));
+    TF_RETURN_IF_ERROR(context->input_list("batches", &batches));
     if (queues.size() == 0) return absl::OkStatus();
     TF_RETURN_IF_ERROR(CheckScalar("growing", queues[0]));
-    QueuePtr resource;
     TF_RETURN_IF_ERROR(tensorflow::LookupResource(
-        context, queues[0].scalar<tensorflow::ResourceHandle>()(), &resource));
-    return CheckRoom({batch}, WorkerPool(context), *resource);
+        context, queues[0].scalar<tensorflow::ResourceHandle>()(), growing));
+    (*growing)->sent = batches.size() ? batch : nullptr;
+    return absl::OkStatus();
   }
 
   void Write(OpKernelContext* context, const Plan& plan,
@@ -344,7 +350,9 @@ class ReceiveGradientsOp : public tensorflow::OpKernel {
     absl::Status status = FailedPrecondition(
         push ? resource->pushes.Admit(*push, submit, &repeated) : submit());
     if (!room.ok()) status = room;
-    if (!status.ok() && given->used) given->used->store(false);
+    if (status.ok()) return status;
+    resource->ForgetLookup(given->batch);
+    if (given->used) given->used->store(false);
     return status;
   }
 

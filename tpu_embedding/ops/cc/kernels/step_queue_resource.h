@@ -49,7 +49,8 @@ class StepQueueResource : public tensorflow::ResourceBase {
  public:
   StepQueueResource(SharedPlan shared_plan, int num_slots)
       : plan(std::move(shared_plan)),
-        queue(plan->num_replicas, plan->capacity, plan->pipelined),
+        queue(plan->num_replicas, plan->capacity, plan->pipelined,
+              [this](const SharedBatch& batch) { ForgetLookup(batch); }),
         huge_pages(plan->tables.size() + num_slots),
         merged(plan->tables.size()),
         changed_rows(RowsOf(*plan)) {
@@ -65,6 +66,14 @@ class StepQueueResource : public tensorflow::ResourceBase {
     return "tpu_embedding::StepQueue";
   }
 
+  // The gradients of a batch past the queue were refused: the rows that its
+  // lookup found need not stay, however long its tensors exist.
+  void ForgetLookup(const SharedBatch& batch) {
+    for (const auto& table : growing) {
+      if (table && batch) table->ForgetLookup(batch);
+    }
+  }
+
   const SharedPlan plan;
   BatchQueue queue;
   PushLedger pushes;     // on a parameter server
@@ -72,6 +81,8 @@ class StepQueueResource : public tensorflow::ResourceBase {
   // By table, of the update that holds all locks; its storage is used again.
   std::vector<RowGroups> merged;
   std::vector<std::unique_ptr<GrowingTable>> growing;  // null: static
+  // What TpuEmbeddingSendGradients sent last, of growing tables past the queue.
+  std::weak_ptr<const PreparedBatch> sent;
   Telemetry telemetry;       // off until TpuEmbeddingStartTelemetry
   ChangedRows changed_rows;  // of no consumer until TpuEmbeddingMarkRows
 

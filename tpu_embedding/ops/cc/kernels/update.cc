@@ -131,13 +131,18 @@ class UpdateOp : public tensorflow::OpKernel {
       status = CheckRoom(resource->queue.CompletedBy(replica_, variant->batch),
                          WorkerPool(context), *resource);
     }
-    if (!status.ok()) resource->queue.FailLookup();
+    if (!status.ok()) {
+      resource->queue.FailLookup();
+      resource->ForgetLookup(variant->batch);
+    }
     TF_RETURN_IF_ERROR(status);
     TF_RETURN_IF_ERROR(TakeOnce(*variant));
     status = FailedPrecondition(
         resource->queue.Submit(replica_, variant->batch, std::move(gradients),
                                variant->epoch, count, apply_now));
-    if (!status.ok() && variant->used) variant->used->store(false);
+    if (status.ok()) return status;
+    resource->ForgetLookup(variant->batch);
+    if (variant->used) variant->used->store(false);
     return status;
   }
 
