@@ -11,12 +11,15 @@ import tensorflow as tf
 from serving import exported
 
 import tpu_embedding as te
-from tpu_embedding.serving.growing_tables import RowOfIds
+from tpu_embedding.serving.growing_tables import RowOfIds, is_used
 from tpu_embedding.serving.mapping import place
+from tpu_embedding.tables.growing import unmixed_bits
 
-LEAST = -(2**63)  # The hash table refuses it, and the next.
-IDS = [7, LEAST, -3, LEAST + 1, 2**63 - 1, 0]
-ASKED = [[7, 9, LEAST], [], [LEAST + 1, 0], [LEAST + 2, 2**63 - 1, -3, -3]]
+LEAST = -(2**63)
+# The hash table refuses the keys of these ids.
+APART = unmixed_bits(tf.constant([LEAST, LEAST + 1], tf.int64)).numpy().tolist()
+IDS = [7, APART[0], -3, APART[1], 2**63 - 1, 0]
+ASKED = [[7, 9, APART[0]], [], [APART[1], 0], [LEAST, 2**63 - 1, -3, -3]]
 UNKNOWNS = ["zeros", "initializer", "shared_row"]
 
 
@@ -130,7 +133,18 @@ def test_rows_of_many_ids(rng: np.random.Generator) -> None:
         assert np.array_equal(row_of(tf.constant(ids)), np.arange(len(ids)))
         others = np.setdiff1d(rng.integers(-10, 10, 20), ids)
         assert (row_of(tf.constant(others)).numpy() == -1).all()
-        assert (row_of(tf.constant([LEAST, LEAST + 1], tf.int64)).numpy() == -1).all()
+        assert (row_of(tf.constant(APART, tf.int64)).numpy() == -1).all()
+
+
+def test_ids_of_equal_low_bits_have_buckets_of_their_own() -> None:
+    row_of = RowOfIds()
+    for shift in (0, 22, 32, 50):
+        row_of.assign(np.arange(1000) << shift)
+        keys, _ = row_of.contents()
+        used = keys.numpy()[is_used(keys.numpy())]
+        low = np.unique(used % 1024)
+        assert len(low) > 550  # Of random keys 640 are expected.
+        assert np.array_equal(np.sort(row_of.ids()), np.arange(1000) << shift)
 
 
 def _restored(
@@ -213,9 +227,9 @@ def test_the_class_for_serving_without_a_checkpoint(tmp_path: pathlib.Path) -> N
 
 def test_sessions_and_several_models(tmp_path: pathlib.Path) -> None:
     """In a graph of TensorFlow 1, as its C API loads a model; each has its own ids."""
-    asked = np.array([7, 8, LEAST, LEAST + 1, LEAST + 2], np.int64)
+    asked = np.array([7, 8, *APART, LEAST], np.int64)
     expected, loaded = [], []
-    for number, ids in enumerate(([7, LEAST], [8, LEAST + 1])):
+    for number, ids in enumerate(([7, APART[0]], [8, APART[1]])):
         embedding = _embedding()
         _train(embedding, ids)
         path = str(tmp_path / str(number))

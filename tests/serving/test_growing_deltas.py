@@ -19,9 +19,12 @@ from tpu_embedding.__main__ import main
 from tpu_embedding.serving import delta_files, following_tables
 from tpu_embedding.serving.delta_files import HEAD_BYTES, Base, DeltaRows, Header
 from tpu_embedding.serving.growing_tables import ChangingRowOfIds
+from tpu_embedding.tables.growing import unmixed_bits
 
-LEAST = -(2**63)  # The hash table has no place for it, nor for the next.
-POOL = np.array([LEAST, LEAST + 1, -5, 0, 7, 2**40, 2**63 - 1, *range(20, 40)])
+LEAST = -(2**63)
+# The hash table has no place for the keys of these ids.
+APART = unmixed_bits(tf.constant([LEAST, LEAST + 1], tf.int64)).numpy()
+POOL = np.array([LEAST, *APART, -5, 0, 7, 2**40, 2**63 - 1, *range(20, 40)])
 D = 5
 
 
@@ -309,7 +312,8 @@ def test_the_ids_move_before_lookups_get_slow(rng: np.random.Generator) -> None:
     for number in range(120):
         gone = rng.choice([*live], rng.integers(17), replace=False).astype(np.int64)
         new = rng.integers(2**62, size=len(gone)) * rng.choice([-1, 1], len(gone))
-        new[:1] = LEAST + number % 2 if LEAST + number % 2 not in live else new[:1]
+        apart = APART[number % 2]
+        new[:1] = apart if int(apart) not in live else new[:1]
         places = np.array([live.pop(int(i)) for i in gone], np.int32)
         live |= zip(new.tolist(), places.tolist(), strict=True)
         now = int(step(tf.constant(new), tf.constant(places), tf.constant(gone)))

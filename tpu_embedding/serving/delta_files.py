@@ -51,6 +51,8 @@ class BaseTable:
       grows: Whether deltas have its rows by id, and ids that have none any more.
       shared: Whether it is the row that ids without one have in the growing table of
         the same name.
+      mixed: Whether the hash table of its ids has their mixed bits as keys. Deltas have
+        the ids.
     """
 
     name: str
@@ -60,6 +62,7 @@ class BaseTable:
     most_changed: int
     grows: bool = False
     shared: bool = False
+    mixed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,9 +33,9 @@ from tpu_embedding.serving.delta_files import (
 )
 from tpu_embedding.serving.following import ids_key
 from tpu_embedding.serving.following_tables import stored_place
-from tpu_embedding.serving.growing_tables import APART
+from tpu_embedding.serving.growing_tables import APART, is_used
 from tpu_embedding.serving.quantization import converter
-from tpu_embedding.tables.growing import Changed, first_rows
+from tpu_embedding.tables.growing import Changed, first_rows, unmixed_bits
 from tpu_embedding.tables.rows import PARAMETERS
 from tpu_embedding.vocabulary import SHARED_ID
 
@@ -471,7 +471,8 @@ def _stored_ids(bundle: Bundle, spec: BaseTable) -> np.ndarray:
     place = f"{stored_place(spec).removesuffix('stored')}ids/number_of/tables/0"
     keys = np.ravel(bundle.restore(f"{place}/table/.ATTRIBUTES/table-keys"))
     apart = bundle.restore(variable_key(place, "apart")) >= 0
-    return np.sort(np.append(keys[~np.isin(keys, APART)], np.array(APART)[apart]))
+    ids = np.append(keys[is_used(keys)], np.array(APART)[apart])
+    return np.sort(unmixed_bits(tf.constant(ids)).numpy() if spec.mixed else ids)
 
 
 def _among(ids: np.ndarray, known: np.ndarray) -> np.ndarray:

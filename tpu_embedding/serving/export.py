@@ -263,7 +263,7 @@ def _follower(
             add(last, storage, 1, shared=True)
         room = most_ids(size, vocabulary.max_rows)
         growing[spec.name] = GrowingBase(source.ids, missing_rows(spec))
-        add(known, storage, room, grows=True)
+        add(known, storage, room, grows=True, mixed=True)
     return Follower(Base(new_id(), tuple(specs)), stored, growing), sources
 
 

@@ -12,7 +12,7 @@ from tpu_embedding.engines import GrowingState
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.serving.conversion import Source
 from tpu_embedding.serving.quantization import WholeTable
-from tpu_embedding.tables.growing import first_rows
+from tpu_embedding.tables.growing import first_rows, mixed_bits, unmixed_bits
 from tpu_embedding.tables.readers import TableReader
 from tpu_embedding.tables.rows import PARAMETERS, ArrayRows
 from tpu_embedding.tables.variables import TableVariables, create_state, variable_name
@@ -26,15 +26,18 @@ from tpu_embedding.vocabulary import (
     VocabularyContents,
 )
 
-# The hash table keeps these two keys for itself. They are ids as others are, whose rows
-# are in a variable.
+# The hash table keeps these two keys for itself; a variable has the rows of their ids.
 APART = _EMPTY, _DELETED = -(2**63), -(2**63) + 1
 _LARGEST_LOAD = 0.6  # Of its buckets; it allows 0.8.
 _INSERTED = 1 << 20  # Ids at a time.
 
 
 class RowOfIds(tf.Module):
-    """The row of each id; any int64 is an id."""
+    """The row of each id; any int64 is an id.
+
+    The low bits of a key are its bucket in the hash table, and those of many ids may be
+    equal: a key is the mixed bits of an id.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,46 +59,63 @@ class RowOfIds(tf.Module):
             keys=tf.fill([buckets, 1], tf.constant(_EMPTY, tf.int64)),
             values=tf.zeros([buckets, 1], tf.int32),
         )
-        apart = [rows[ids == key] for key in (_EMPTY, _DELETED)]
-        self.apart.assign([own[0] if own.size else -1 for own in apart])
-        rows = rows[(ids != _EMPTY) & (ids != _DELETED)]
+        self.apart.assign([-1, -1])
         for begin in range(0, len(rows), _INSERTED):
             part = rows[begin : begin + _INSERTED]
-            self.table.insert(ids[part], part)
+            self.insert(tf.constant(ids[part], tf.int64), tf.constant(part))
 
     def __call__(self, ids: tf.Tensor) -> tf.Tensor:
         """The row of each of int64 [n], int32; -1 of an id without one."""
-        empty, deleted = tf.equal(ids, _EMPTY), tf.equal(ids, _DELETED)
-        rows = self.table.lookup(tf.where(empty | deleted, tf.zeros_like(ids), ids))
+        keys = mixed_bits(ids)
+        empty, deleted = tf.equal(keys, _EMPTY), tf.equal(keys, _DELETED)
+        rows = tf.raw_ops.LookupTableFindV2(
+            table_handle=self.table.resource_handle,
+            keys=tf.where(empty | deleted, tf.zeros_like(keys), keys),
+            default_value=-1,
+        )
         apart = tf.unstack(self.apart.read_value())
         return tf.where(empty, apart[0], tf.where(deleted, apart[1], rows))
 
     def ids(self) -> tf.Tensor:
         """Those that have rows, int64 [n] in any order."""
-        keys, _ = self.table.export()
-        keys = tf.reshape(keys, [-1])
+        keys = tf.reshape(self.contents()[0], [-1])
         apart = tf.boolean_mask(
             tf.constant(APART, tf.int64), self.apart.read_value() >= 0
         )
-        return tf.concat([keys[(keys != _EMPTY) & (keys != _DELETED)], apart], 0)
+        return unmixed_bits(tf.concat([keys[is_used(keys)], apart], 0))
+
+    def contents(self) -> tuple[tf.Tensor, tf.Tensor]:
+        """The keys and rows of all buckets, for LookupTableImportV2."""
+        return tf.raw_ops.LookupTableExportV2(
+            table_handle=self.table.resource_handle, Tkeys=tf.int64, Tvalues=tf.int32
+        )
 
     def insert(self, ids: tf.Tensor, rows: tf.Tensor) -> list[Any]:
         """Gives rows to ids that have none; the ops that do."""
-        own = (ids != _EMPTY) & (ids != _DELETED)
-        inserted = self.table.insert(ids[own], rows[own])
-        return [inserted, self._set_apart(ids, rows)]
+        keys = mixed_bits(ids)
+        return [self.insert_keys(keys, rows), self._set_apart(keys, rows)]
+
+    def insert_keys(self, keys: tf.Tensor, rows: tf.Tensor) -> Any:
+        """Gives rows to those keys that the hash table takes; the op that does."""
+        own = is_used(keys)
+        return tf.raw_ops.LookupTableInsertV2(
+            table_handle=self.table.resource_handle, keys=keys[own], values=rows[own]
+        )
 
     def remove(self, ids: tf.Tensor) -> list[Any]:
         """Takes ids away that have rows; the ops that do."""
-        removed = self.table.remove(ids[(ids != _EMPTY) & (ids != _DELETED)])
-        return [removed, self._set_apart(ids, tf.fill(tf.shape(ids), -1))]
+        keys = mixed_bits(ids)
+        removed = tf.raw_ops.LookupTableRemoveV2(
+            table_handle=self.table.resource_handle, keys=keys[is_used(keys)]
+        )
+        return [removed, self._set_apart(keys, tf.fill(tf.shape(keys), -1))]
 
-    def _set_apart(self, ids: tf.Tensor, rows: tf.Tensor) -> Any:
+    def _set_apart(self, keys: tf.Tensor, rows: tf.Tensor) -> Any:
         places = []
         for key, before in zip(
             (_EMPTY, _DELETED), tf.unstack(self.apart.read_value()), strict=True
         ):
-            own = tf.equal(ids, key)
+            own = tf.equal(keys, key)
             place = tf.reduce_max(tf.where(own, rows, -1))
             places.append(tf.where(tf.reduce_any(own), place, before))
         return self.apart.assign(places, read_value=False)
@@ -170,21 +190,23 @@ class ChangingRowOfIds(tf.Module):
     def _move(self, source: int, target: int) -> tf.Tensor:
         """Copies what one hash table has into the other one; true."""
         old, new = self.tables[source], self.tables[target]
-        keys, rows = tf.raw_ops.LookupTableExportV2(
-            table_handle=old.table.resource_handle, Tkeys=tf.int64, Tvalues=tf.int32
-        )
+        keys, rows = old.contents()
         clear = tf.raw_ops.LookupTableImportV2(
             table_handle=new.table.resource_handle,
             keys=tf.fill(tf.shape(keys), tf.constant(_EMPTY, tf.int64)),
             values=tf.zeros(tf.shape(rows), tf.int32),
         )
         keys, rows = tf.reshape(keys, [-1]), tf.reshape(rows, [-1])
-        used = (keys != _EMPTY) & (keys != _DELETED)
         with tf.control_dependencies([clear]):
-            inserted = new.table.insert(keys[used], rows[used])
+            inserted = new.insert_keys(keys, rows)
         apart = new.apart.assign(old.apart.read_value(), read_value=False)
         with tf.control_dependencies([inserted, apart]):
             return tf.constant(True)
+
+
+def is_used(keys: Any) -> Any:
+    """Whether the hash table has these keys for ids."""
+    return (keys != _EMPTY) & (keys != _DELETED)
 
 
 class ServedGrowingTable(TableReader, tf.Module):

@@ -164,10 +164,10 @@ def first_rows(spec: TableSpec, ids: tf.Tensor) -> tf.Tensor:
     if kind == "constant":
         return tf.fill([tf.size(ids), dim], tf.cast(tf.cast(first, tf.float32), dtype))
     assert spec.config.vocabulary is not None
-    seed = _mixed(tf.constant(spec.config.vocabulary.seed, tf.int64))
-    rows = _mixed(tf.bitwise.bitwise_xor(seed, ids))
+    seed = mixed_bits(tf.constant(spec.config.vocabulary.seed, tf.int64))
+    rows = mixed_bits(tf.bitwise.bitwise_xor(seed, ids))
     steps = np.arange(dim, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    bits = _mixed(rows[:, tf.newaxis] + steps.view(np.int64))
+    bits = mixed_bits(rows[:, tf.newaxis] + steps.view(np.int64))
     uniform = (tf.cast(_shifted(bits, 11), tf.float64) + 0.5) * 2.0**-53
     if kind == "uniform":
         values = first + (second - first) * uniform
@@ -179,11 +179,27 @@ def first_rows(spec: TableSpec, ids: tf.Tensor) -> tf.Tensor:
     return tf.cast(tf.cast(values, tf.float32), dtype)
 
 
-def _mixed(words: tf.Tensor) -> tf.Tensor:
-    """As MixBits of core/id_map.h."""
-    factor = np.uint64(0xD6E8FEB86659FD93).view(np.int64)
+_MIXING = 0xD6E8FEB86659FD93
+
+
+def mixed_bits(words: tf.Tensor) -> tf.Tensor:
+    """As MixBits of core/id_map.h: a bijection of int64."""
+    return _mixed(words, _MIXING)
+
+
+def unmixed_bits(words: tf.Tensor) -> tf.Tensor:
+    """The inverse of `mixed_bits`.
+
+    >>> int(unmixed_bits(mixed_bits(tf.constant(-5, tf.int64))))
+    -5
+    """
+    return _mixed(words, pow(_MIXING, -1, 2**64))
+
+
+def _mixed(words: tf.Tensor, factor: int) -> tf.Tensor:
     for _ in range(2):
-        words = tf.bitwise.bitwise_xor(words, _shifted(words, 32)) * factor
+        folded = tf.bitwise.bitwise_xor(words, _shifted(words, 32))
+        words = folded * np.uint64(factor).view(np.int64)
     return tf.bitwise.bitwise_xor(words, _shifted(words, 32))
 
 
