@@ -499,6 +499,29 @@ def test_a_lookup_leaves_the_pending_update_its_room() -> None:
     assert embedding.dequeue()["film"].numpy().tolist() == [[1, 1], [0.5, 0.5]]
 
 
+@pytest.mark.parametrize("eviction", ["lru", "lfu"])
+@pytest.mark.parametrize("unknown", ["zeros", "shared_row"])
+def test_small_tables_evict_by_default(eviction: str, unknown: str) -> None:
+    for max_rows in range(2, 14):
+        vocabulary = te.GrowingVocabulary(max_rows, eviction=eviction, unknown=unknown)
+        embedding, table = _embedding(vocabulary)
+        for number in range(2 * max_rows):
+            _step(embedding, [number])
+        contents = embedding.vocabularies[table]
+        assert contents.ids[-1] == 2 * max_rows - 1
+        assert contents.evicted >= max_rows
+
+
+def test_error_of_a_full_table_names_min_rows() -> None:
+    embedding, _ = _embedding(te.GrowingVocabulary(10, eviction="lru"))
+    _step(embedding, range(10))
+    text = (
+        "needs 2 more, and 1 can be freed: evictions leave min_rows=9 ids.* Lower min"
+    )
+    with pytest.raises(tf.errors.InvalidArgumentError, match=text):
+        _step(embedding, [10, 11])
+
+
 def test_values_that_are_assigned_are_trained_on() -> None:
     embedding, table = _embedding(te.GrowingVocabulary(10))
     _step(embedding, [3, 4])

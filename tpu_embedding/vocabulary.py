@@ -48,8 +48,9 @@ class GrowingVocabulary:
         "age": those without an update for more than `max_age` updates. An id that
         comes back is a new one.
       max_age: With eviction="age" the number of updates.
-      min_rows: Number of rows that evictions leave. None: nine tenths of `max_rows`,
-        or 0 with eviction="age".
+      min_rows: Number of ids whose rows evictions leave. None: nine tenths of
+        `max_rows`, so that an update can take a tenth of them for new ids; in small
+        tables all but one; 0 with eviction="age".
       unknown: What an id without a row looks up: "zeros"; "initializer": its first
         values; "shared_row": one row, of those in `max_rows`, that all of them train.
         Where its update is sure to give the id a row, a lookup reads the first values.
@@ -123,7 +124,10 @@ class GrowingVocabulary:
         """The number of rows that evictions leave."""
         if self.min_rows is not None:
             return self.min_rows
-        return self.max_rows * 9 // 10 if self.eviction in ("lru", "lfu") else 0
+        if self.eviction not in ("lru", "lfu"):
+            return 0
+        most_ids = self.max_rows - (self.unknown == "shared_row")
+        return min(self.max_rows * 9 // 10, most_ids - 1)
 
 
 class VocabularyContents(NamedTuple):

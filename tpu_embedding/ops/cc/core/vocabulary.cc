@@ -82,13 +82,18 @@ Error Vocabulary::Decide(const UnknownIds& unknown, const IdMap& promised,
   }
   if (decision->num_admitted > most) {
     if (!options_.shares_when_full) {
-      return Concat(
-          "Table ", options_.table, " is full: ", map_.size(),
-          " of max_rows=", options_.max_rows,
-          " rows are in use, the update needs ", decision->num_admitted,
-          " more, and ", most,
-          " can be had. Nothing has changed. Raise max_rows, set `eviction` or "
-          "lower its min_rows, or set when_full=\"shared_row\".");
+      const std::string freed =
+          Evicts() ? Concat(" can be freed: evictions leave min_rows=",
+                            options_.min_rows,
+                            " ids, and rows whose updates are to come. Nothing "
+                            "has changed. Lower min_rows, raise max_rows")
+                   : " is free. Nothing has changed. Set `eviction`, raise "
+                     "max_rows";
+      return Concat("Table ", options_.table, " is full: ", map_.size(),
+                    " of max_rows=", options_.max_rows,
+                    " rows are in use, the update needs ",
+                    decision->num_admitted, " more, and ", most, freed,
+                    ", or set when_full=\"shared_row\".");
     }
     for (const bool keeps_promises : {true, false}) {
       for (int64_t i = size - 1; decision->num_admitted > most && i >= 0; --i) {
