@@ -136,6 +136,28 @@ void TestLookupsPromiseRows() {
   CHECK_EQ(decision.num_promised, 0);
 }
 
+// An update evicts for the rows that it leaves to others.
+void TestPromisedRowsAreFreeAfterwards() {
+  VocabularyOptions options = Options(11);
+  options.unknown = Unknown::kShared;
+  options.shares_when_full = true;
+  options.eviction = Eviction::kLeastFrequent;
+  options.min_rows = 3;
+  Table table(options);
+  CHECK_TRUE(!table.Update({1, 2, 3, 4, 5}));
+  IdMap promised(3);
+  promised.Reserve(5);
+  for (const int64_t id : {6, 7, 8, 9, 10}) promised.Insert(id, 0);
+  const UnknownIds unknown = {{11}, {1}};
+  const auto hold = [](RowSet*) {};
+  Decision decision;
+  CHECK_TRUE(!table.vocabulary.Decide(unknown, promised, hold, &decision));
+  CHECK_EQ(decision.num_admitted, 1);
+  std::vector<int32_t> rows;
+  table.vocabulary.Take(unknown, decision, hold, &rows, &table.created);
+  CHECK_TRUE(table.vocabulary.HasRoomFor(5));
+}
+
 void TestAdmissionAfterHits() {
   VocabularyOptions options = Options(10);
   options.min_count = 2;
@@ -302,6 +324,7 @@ int main() {
   tpu_embedding::TestFullTableRefuses();
   tpu_embedding::TestFullTableShares();
   tpu_embedding::TestLookupsPromiseRows();
+  tpu_embedding::TestPromisedRowsAreFreeAfterwards();
   tpu_embedding::TestAdmissionAfterHits();
   tpu_embedding::TestLeastRecentGoes();
   tpu_embedding::TestLeastFrequentGoes();

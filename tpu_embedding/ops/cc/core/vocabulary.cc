@@ -283,7 +283,8 @@ void Vocabulary::MakeRoom(int64_t needed, int64_t num_promised,
                           const Hold& hold) {
   const bool by_age = options_.eviction == Eviction::kAge;
   // Begun early, a sweep has made room before it is needed.
-  const int64_t reserve = (capacity() - options_.min_rows) / 2;
+  const int64_t reserve =
+      std::max((capacity() - options_.min_rows) / 2, num_promised);
   const bool begins = by_age || (!sweeping_ && room() < needed + reserve);
   if (!Evicts() || !(begins || sweeping_)) return;
   RowSet held(num_rows_);
