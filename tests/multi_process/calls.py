@@ -225,25 +225,35 @@ def fill_a_table(strategy: Any, version: int, pipelined: bool) -> Any:
     return raised, rows, found.ids.tolist(), found[4:]
 
 
-def keep_rows(strategy: Any, keeps: bool) -> list[int]:
-    """Looks id 1 up in the last process, and trains other ids; the ids with rows."""
+def keep_rows(strategy: Any, keeps: bool, refused: bool = False) -> list[int]:
+    """Looks id 1 up in the last process, and trains other ids; the ids with rows.
+
+    The preserved outputs of id 1 exist and are applied later if `keeps`; if `refused`,
+    they exist, but the last process has refused their update.
+    """
     vocabulary = te.GrowingVocabulary(3, eviction="lru", min_rows=1)
     table = te.TableConfig(vocabulary, 2, "ones", name="films")
     with strategy.scope():
-        embedding = te.TPUEmbeddingV2({"film": te.FeatureConfig(table)}, te.SGD(0.5))
+        embedding = te.TPUEmbeddingV2(
+            {"film": te.FeatureConfig(table)}, te.SGD(0.5), check_numerics=True
+        )
     processes = strategy.extended._num_workers
 
     def look_up(ids: list[int]) -> Any:
         own = ids if rank(strategy) == processes - 1 else []
         return embedding({"film": tf.constant(own, tf.int64)})
 
-    def apply(activations: Any, preserved: Any) -> None:
-        gradients = {"film": tf.ones_like(activations["film"])}
+    def apply(activations: Any, preserved: Any, gradient: float = 1.0) -> None:
+        gradients = {"film": gradient * tf.ones_like(activations["film"])}
         embedding.apply_gradients(gradients, preserved)
 
     apply(*look_up([1, 2]))
     kept: Any = look_up([1])
-    if not keeps:
+    if refused:
+        assert (
+            failure(lambda: apply(*kept, gradient=np.nan))[0] == "InvalidArgumentError"
+        )
+    elif not keeps:
         kept = None
     apply(*look_up([3, 4]))
     found = embedding.vocabularies[table].ids.tolist()
@@ -263,6 +273,7 @@ def save_a_growing_table(strategy: Any, folder: str) -> Any:
     other, table = _films(strategy, te.TPUEmbedding, False)
     te.checkpoint.restore(other, f"{folder}/saved")
     te.serving.export(other, f"{folder}/model", signatures=["dense"])
+    tf.saved_model.load(f"{folder}/model")  # Each process may publish it.
     rows = other.embedding_tables[table].numpy().tolist()
     return other.vocabularies[table].ids.tolist(), rows
 

@@ -139,6 +139,7 @@ def test_rows_of_a_lookup_stay_while_its_preserved_outputs_exist(two: Job) -> No
     """The process that has the table has no id of the batch."""
     assert two.run("keep_rows", True) == [[1, 3, 4]] * 2
     assert two.run("keep_rows", False) == [[2, 3, 4]] * 2
+    assert two.run("keep_rows", False, True) == [[2, 3, 4]] * 2
 
 
 @pytest.mark.second_tier

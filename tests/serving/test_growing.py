@@ -124,6 +124,19 @@ def test_uses_ops_of_tensorflow_only(tmp_path: pathlib.Path) -> None:
     assert not [op for op in ops if op.startswith("TpuEmbedding")]
 
 
+def test_names_no_process(tmp_path: pathlib.Path) -> None:
+    """As a job's trainer, whose tensors are on the devices of its process."""
+    embedding = _embedding("shared_row")
+    _train(embedding, IDS)
+    path = tmp_path / "model"
+    with tf.device("/job:localhost/replica:0/task:0/device:CPU:0"):
+        te.serving.export(embedding, path, signatures=["ragged"])
+    model = (path / "saved_model.pb").read_bytes()
+    assert b"/job:" not in model
+    assert b"/device:CPU:0" in model
+    np.testing.assert_array_equal(_served(path), _expected(embedding))
+
+
 def test_rows_of_many_ids(rng: np.random.Generator) -> None:
     """Also where ids were assigned before."""
     row_of = RowOfIds()

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.core.protobuf import saved_model_pb2
 from tensorflow.python.saved_model import fingerprinting_utils
 from tensorflow.python.trackable.trackable_utils import escape_local_name
 
@@ -156,6 +157,30 @@ def _save_module(module: tf.Module, path: str, functions: Mapping[str, Any]) -> 
             "variable that export does not find. Pass a tf.Module or a Keras model "
             "that has it as an attribute, or a function that refers to it directly."
         ) from error
+    _name_no_process(path)
+
+
+def _name_no_process(model: str) -> None:
+    """Removes the processes of this job from the devices of a saved model."""
+    file = f"{model}/{_COMPLETE}"
+    saved = saved_model_pb2.SavedModel()
+    with tf.io.gfile.GFile(file, "rb") as source:
+        saved.ParseFromString(source.read())
+    placed: list[Any] = []
+    for graph in saved.meta_graphs:
+        placed += graph.graph_def.node
+        for function in graph.graph_def.library.function:
+            placed += function.node_def
+        placed += [node.resource for node in graph.object_graph_def.nodes]
+    named = [node for node in placed if "/job:" in node.device]
+    if not named:
+        return
+    for node in named:
+        spec = tf.DeviceSpec.from_string(node.device)
+        node.device = spec.replace(job=None, replica=None, task=None).to_string()
+    with tf.io.gfile.GFile(file, "wb") as target:
+        target.write(saved.SerializeToString(deterministic=True))
+    fingerprinting_utils.write_fingerprint(model)
 
 
 # By number of the table its form, what converts it and its object in the model.
