@@ -136,13 +136,10 @@ class Core(EngineTables):
 
     @contextlib.contextmanager
     def refusing(self, phase: str) -> Iterator[None]:
-        """Tells other processes what this one raises before they meet in `phase`."""
-        try:
+        """See `Channel.refusing`; where there is none, nothing is told."""
+        channel = self._engine_options.channel
+        with contextlib.nullcontext() if channel is None else channel.refusing(phase):
             yield
-        except Exception as error:
-            if self._engine_options.channel is not None:
-                self._engine_options.channel.refuse(phase, error)
-            raise
 
     def create_engine(self, *, to_restore: bool = False) -> Engine:
         """Makes the tables and slots, unless they are there; see `EngineOptions`."""

@@ -254,13 +254,65 @@ void TestRefusedInAnotherProcess() {
     CheckOk(Enqueue(&queue, 0, batch));
   }
   CHECK_EQ(Dequeue(&queue, 0), 1);
-  queue.RefuseOwed(0);
+  queue.RefuseOwed();
   CHECK_TRUE(SubmitOwed(&queue, 0, 1));  // Others, of the same step.
   CHECK_EQ(Dequeue(&queue, 0), 2);
-  queue.RefuseOwed(0);
+  queue.RefuseOwed();
   CHECK_EQ(Dequeue(&queue, 0), 3);
   CHECK_TRUE(SubmitOwed(&queue, 0, 3));
   CHECK_EQ(queue.Pending(), 2);  // Not the second.
+}
+
+// A batch of `run`, as a process of a job queues one.
+void EnqueueInJob(Queue* queue, int batch, int64_t run, bool dequeues = true,
+                  int64_t ended = Queue::kOutside) {
+  queue->BeginRun(run, dequeues, queue->Left(run, ended));
+  CheckOk(EnqueueAll(queue, {batch}, true));
+}
+
+int DequeueInJob(Queue* queue, int64_t run) {
+  queue->BeginDequeue(run);
+  return Dequeue(queue, 0, Queue::kOutside);
+}
+
+void TestStepsThatAJobLeaves() {
+  Queue queue(1, kCapacity, /*pipelined=*/true);
+  // A run that does not dequeue enqueues ahead; one that does leaves a batch.
+  EnqueueInJob(&queue, 1, 1, /*dequeues=*/false);
+  EnqueueInJob(&queue, 2, 2);
+  CHECK_EQ(queue.Left(2, Queue::kOutside), 0);
+  CHECK_EQ(queue.Left(3, Queue::kOutside), 1);
+  EnqueueInJob(&queue, 3, 3);
+  CHECK_EQ(DequeueInJob(&queue, 3), 1);
+  SubmitOwed(&queue, 0, 1);
+  // One batch for each dequeue: nothing is left, also by the run that ended.
+  EnqueueInJob(&queue, 4, 4);
+  CHECK_EQ(DequeueInJob(&queue, 4), 3);
+  // Another run's training batch gives up the gradients that are owed.
+  EnqueueInJob(&queue, 5, 5);
+  CHECK_EQ(DequeueInJob(&queue, 5), 4);
+  SubmitOwed(&queue, 0, 4);
+  CHECK_EQ(queue.Pending(), 2);
+  // Of a run that an exception ended, and of one whose lookup was refused.
+  queue.Reset();
+  EnqueueInJob(&queue, 6, 6, /*dequeues=*/false);
+  EnqueueInJob(&queue, 7, 7, /*dequeues=*/false, /*ended=*/6);
+  queue.RefuseNext();
+  CHECK_EQ(queue.Left(7, Queue::kOutside), 0);
+  EnqueueInJob(&queue, 8, 8, /*dequeues=*/false);
+  queue.RefuseNext();
+  CHECK_EQ(DequeueInJob(&queue, 9), 8);  // Repeated.
+  queue.GiveUpOwed();
+  // Another process has left the step that is looked up.
+  EnqueueInJob(&queue, 9, 9);
+  queue.GiveUpNext();
+  EnqueueInJob(&queue, 10, 10);
+  CHECK_EQ(DequeueInJob(&queue, 10), 10);
+  // Outside of runs nothing is left.
+  EnqueueInJob(&queue, 11, Queue::kOutside);
+  EnqueueInJob(&queue, 12, 12);
+  queue.GiveUpOwed();
+  CHECK_EQ(DequeueInJob(&queue, 12), 11);
 }
 
 void TestAnotherRun() {
@@ -423,6 +475,7 @@ int main() {
   tpu_embedding::TestFailedInput();
   tpu_embedding::TestFailedGradients();
   tpu_embedding::TestRefusedInAnotherProcess();
+  tpu_embedding::TestStepsThatAJobLeaves();
   tpu_embedding::TestAnotherRun();
   tpu_embedding::TestRefusedByTheCaller();
   tpu_embedding::TestOutsideOfRuns();

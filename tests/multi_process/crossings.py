@@ -323,8 +323,9 @@ def forget_a_gradient(strategy: Any) -> list[tuple[Any, list[float]]]:
     """Catches an error of its own in each process in turn, then begins the next step.
 
     Returns:
-      By process and whether the steps are in `strategy.run`: what the next call of
-      this process raised, and the table after `reset` and one more step.
+      By whether the steps are in `strategy.run`, and process: what the step raised, or
+      outside, where a step is not known to be another one, the next call of this
+      process; and the table after one more step, outside after `reset`.
     """
     features = {"film": tf.constant([1, 2])}
     found = []
@@ -340,13 +341,19 @@ def forget_a_gradient(strategy: Any) -> list[tuple[Any, list[float]]]:
             if not forgets:
                 embedding.apply_gradients({"film": tf.ones_like(activations["film"])})
 
-        def steps(forgets: bool, run: Any = run, step: Any = step) -> None:
-            run(functools.partial(step, forgets=forgets))
+        forgets = rank(strategy) == turn
+        first = functools.partial(run, functools.partial(step, forgets=forgets))
+        raised = failure(first)
+        if replicated:
             run(step)
-
-        raised = failure(functools.partial(steps, rank(strategy) == turn))
-        embedding.reset()
-        found.append((raised, _step(embedding)))
+        else:
+            raised = (
+                failure(lambda run=run, step=step: run(step)) if forgets else raised
+            )
+            embedding.reset()
+            run(step)
+        (table,) = embedding.embedding_tables.values()
+        found.append((raised, table.numpy()[:, 0].tolist()))
     return found
 
 
@@ -621,3 +628,130 @@ def enqueue_on_own_device(strategy: Any) -> list[float]:
 
     strategy.run(train)
     return embedding.embedding_tables[table].numpy()[:, 0].tolist()
+
+
+def _stepping(
+    strategy: Any, table: Any, optimizer: Any, graph: bool, **more: Any
+) -> Any:
+    """An embedding of one table, and a step in strategy.run that gives its rows."""
+    with strategy.scope():
+        embedding = te.TPUEmbedding(
+            te.FeatureConfig(table),
+            optimizer,
+            distributed_options=te.DistributedOptions(timeout_seconds=20),
+            **more,
+        )
+    embedding.build()
+
+    def step(ids: tf.Tensor) -> tf.Tensor:
+        embedding.enqueue(ids)
+        activations = embedding.dequeue()
+        embedding.apply_gradients(tf.zeros_like(activations))
+        return activations
+
+    function = tf.function(step) if graph else step
+
+    def run(*ids: int) -> list[float]:
+        rows = strategy.run(function, args=(tf.constant(ids, tf.int64),))
+        return rows.numpy().ravel().tolist()
+
+    return embedding, run
+
+
+def leave_refused_lookups(strategy: Any) -> list[tuple[Any, list[list[float]]]]:
+    """A pending update fills a growing table, so that the next lookup is refused.
+
+    Returns:
+      Eagerly and in a tf.function what it raised, and the rows of three more steps, of
+      which the first and the last have the same ids.
+    """
+    found = []
+    first = 100 * rank(strategy)
+    for graph in (False, True):
+        vocabulary = te.GrowingVocabulary(
+            6, eviction="lru", min_rows=0, unknown="initializer"
+        )
+        start = tf.keras.initializers.RandomUniform(-1, 1)
+        table = te.TableConfig(vocabulary, 1, start, name="films")
+        embedding, run = _stepping(
+            strategy,
+            table,
+            te.SGD(0.0),
+            graph,
+            pipeline_execution_with_tensor_core=True,
+        )
+        run(11, 12, 13)
+        run(11, 12, 13)
+        run(first + 21, first + 22, first + 23)
+        raised = failure(lambda run=run: run(11, 12, 13))
+        embedding.flush()
+        rows = [run(31, 32, 33), run(41, 42, 43), run(31, 32, 33)]
+        found.append((raised, rows))
+    return found
+
+
+def leave_refused_rates(strategy: Any) -> list[tuple[Any, list[float]]]:
+    """A learning-rate function raises in one process, or in all.
+
+    Returns:
+      Eagerly, while a function is traced and when it runs: what the step raised, and
+      the number of the row that the next one looked up.
+    """
+    found = []
+    state = {"fails": False, "place": ""}
+
+    def rate() -> Any:
+        if state["fails"] and state["place"] != "run":
+            raise ArithmeticError("no rate")
+        broken = tf.numpy_function(lambda: state["fails"], [], tf.bool)
+        check = tf.debugging.Assert(~broken, ["no rate"])
+        with tf.control_dependencies([] if check is None else [check]):
+            return tf.constant(0.0)
+
+    for place in ("eager", "traced", "run"):
+        for culprits in ((0,), (1,), (0, 1)):
+            table = te.TableConfig(100, 1, te.RowIdInitializer(), name="films")
+            _, run = _stepping(strategy, table, te.SGD(rate), place != "eager")
+            if place != "traced":
+                run(10 + rank(strategy))
+            state = {"fails": rank(strategy) in culprits, "place": place}
+            raised = failure(lambda run=run: run(20 + rank(strategy)))
+            state = {"fails": False, "place": place}
+            found.append((raised, run(30 + rank(strategy))))
+    return found
+
+
+def call_alone_in_a_function(strategy: Any) -> list[tuple[str, Any, list[float]]]:
+    """The last process makes a call where the others begin a tf.function of a step.
+
+    Returns:
+      The call, what it raised, and the table after one more step.
+    """
+    found = []
+    calls: dict[str, Any] = {
+        "reset": lambda embedding: embedding.reset(),
+        "flush": lambda embedding: embedding.flush(),
+        "embedding_tables": lambda embedding: embedding.embedding_tables,
+    }
+    for name, call in calls.items():
+        for form in ("plain", "loop", "nested"):
+            embedding = _embedding(strategy, pipeline_execution_with_tensor_core=True)
+
+            def step(embedding: Any = embedding) -> None:
+                embedding.enqueue({"film": tf.constant([1, 2])})
+                activations = embedding.dequeue()
+                gradients = {"film": tf.ones_like(activations["film"])}
+                embedding.apply_gradients(gradients)
+
+            def loop(step: Any = step) -> None:
+                for _ in tf.range(1):
+                    step()
+
+            body = {"plain": step, "loop": loop, "nested": tf.function(step)}[form]
+            run = functools.partial(strategy.run, tf.function(body))
+            alone = functools.partial(call, embedding)
+            raised = failure(alone if _is_last(strategy) else run)
+            run()
+            (table,) = embedding.embedding_tables.values()
+            found.append((name, raised, table.numpy()[:4, 0].tolist()))
+    return found

@@ -1,13 +1,15 @@
-"""Fuzzes refused steps, calls of one process alone and input threads, in a job.
+"""Fuzzes refused and abandoned steps, calls of one process and threads, in a job.
 
 Every process draws the same random numbers, and has one replica of the reference.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -32,18 +34,28 @@ ALONE: dict[str, Callable[[Any], Any]] = {
     ),
 }
 AHEAD = 3  # Batches that a thread enqueues ahead.
+# Where an exception of the user's own ends a step: after which call of it.
+POINTS = ("enqueue", "lookup", "update", "evaluation")
+
+
+class OwnError(Exception):
+    """What the user's program raises, eagerly."""
 
 
 class JobEpisode(Episode):
     """One embedding of a job, in each of its processes."""
 
-    # An error of the user's own in one process alone is in `_call_alone`.
+    # Errors of the user's own are in `_abandon`.
     kinds = ("good", "good", "id", "nan", "shape", "flush")
 
     def __init__(self, strategy: tf.distribute.Strategy, **arguments: Any) -> None:
         self._of_job, self._rank = strategy, rank(strategy)
         super().__init__("host", replicas=strategy.num_replicas_in_sync, **arguments)
         self.user.embedding.core.create_engine()  # Before it no call meets another.
+        self.abandoned = {
+            point: self._traced(functools.partial(self._abandoned, point))
+            for point in POINTS
+        }
 
     def _make_strategy(self) -> tf.distribute.Strategy:
         return self._of_job
@@ -64,12 +76,86 @@ class JobEpisode(Episode):
     def step(self, rng: np.random.Generator) -> None:
         """A random step, as in one process, with a call alone, or from a thread."""
         chosen = rng.random()
-        if chosen < 0.6:
+        if chosen < 0.4:
             super().step(rng)
+        elif chosen < 0.7:
+            self._abandon(rng)
         elif chosen < 0.9 or self.name != "queue":
             self._call_alone(rng)
         else:
             self._enqueue_ahead(rng)
+
+    def _abandoned(
+        self, point: str, ids: tf.Tensor, gradients: tf.Tensor, fails: tf.Tensor
+    ) -> tf.Tensor:
+        """A step, or an evaluation, that may fail after one of its calls."""
+
+        @contextlib.contextmanager
+        def fail_here(before: Any = None) -> Iterator[None]:
+            if tf.executing_eagerly():
+                if fails:
+                    raise OwnError
+                yield
+                return
+            # TensorFlow orders only ops of the same resource.
+            graph = tf.compat.v1.get_default_graph()
+            before = graph.get_operations()[-1:] if before is None else before
+            with tf.control_dependencies(before):
+                check = tf.debugging.Assert(~fails, ["an error of the user's own"])
+            with tf.control_dependencies([] if check is None else [check]):
+                yield
+
+        if point in ("enqueue", "evaluation"):
+            training = point == "enqueue"
+            found, looked_up = self.user.look_up(ids, training, fail_here)
+            if not training:
+                return found
+        else:
+            found, looked_up = self.user.look_up(ids)
+        with fail_here([found]) if point == "lookup" else contextlib.nullcontext():
+            self.user.update(tf.identity(gradients), looked_up)
+        if point == "update":
+            with fail_here():
+                return tf.identity(found)
+        return found
+
+    def _abandon(self, rng: np.random.Generator) -> None:
+        """Some processes leave a step, maybe call something alone, and all go on."""
+        point = str(rng.choice(POINTS if self.name == "queue" else POINTS[1:3]))
+        left = rng.random(self.replicas) < 0.5
+        left[rng.integers(self.replicas)] = True
+        # Without pipelining flush does nothing.
+        alone = str(rng.choice(["", "", "read", "flush" if self.pipelined else ""]))
+        ids, gradients, update = self._draw(rng)
+        where = (self, point, left, alone)
+        leaves = bool(left[self._rank])
+        refusal = tf.errors.FailedPreconditionError
+        expected: Any = refusal
+        if leaves:
+            expected = tf.errors.InvalidArgumentError if self.graph else OwnError
+        step = functools.partial(
+            self.abandoned[point], ids, gradients, tf.constant(leaves)
+        )
+        if point == "update" and not leaves:
+            step()
+        else:
+            with pytest.raises(expected):
+                step()
+        if point == "update":
+            self.reference.train(update)
+        elif point == "evaluation" or (point == "lookup" and self.name == "queue"):
+            self.reference.flush()  # It was due.
+        met = point == "update" or left.all()
+        if alone and (met or leaves):
+            with contextlib.nullcontext() if met else pytest.raises(refusal):
+                _ = ALONE[alone](self.user.embedding)
+        if alone and met:
+            self.reference.flush()
+        ids, gradients, update = self._draw(rng)
+        (found,) = self.abandoned["update"](ids, gradients, tf.constant(False))
+        expected_rows = self.reference.table[ids.numpy()]
+        np.testing.assert_array_equal(found, expected_rows, err_msg=str(where))
+        self.reference.train(update)
 
     def _draw(self, rng: np.random.Generator) -> tuple[Any, Any, np.ndarray]:
         """IDs and gradients of this process, and the update of all."""

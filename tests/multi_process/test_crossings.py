@@ -99,15 +99,60 @@ def test_a_call_that_one_process_makes_alone_is_refused_in_all(two: Job) -> None
 
 def test_a_step_that_one_process_has_left_is_refused_at_once(two: Job) -> None:
     one, other = two.run("crossings.forget_a_gradient")
-    for number, ((kind, text), table) in enumerate(one):
-        calls = ["apply_gradients", "apply_gradients"]
-        calls[number % 2] = "enqueue(training=True)"
+    for number, found in enumerate(zip(one, other, strict=True)):
+        replicated, turn = divmod(number, 2)
+        (left_kind, left_text), table = found[turn]
+        (kind, text), others_table = found[1 - turn]
         assert kind == "FailedPreconditionError", text
-        assert f"process 0 called {calls[0]}, but process 1 called {calls[1]}. " in text
-        (own_kind, own_text), own_table = other[number]
-        assert (own_kind, own_table) == (kind, table)
-        assert own_text.partition("The ")[2] == text.partition("The ")[2]
+        assert f"process {turn} called enqueue(training=True)" in text
+        assert f"process {1 - turn} called apply_gradients" in text
+        if replicated:  # The process that has begun another step goes on.
+            assert (left_kind, left_text) == ("", "")
+            assert "This step is given up in all processes" in text
+        else:
+            assert left_text.partition("The ")[2] == text.partition("The ")[2]
+        assert table == others_table
         assert table[:4] == [0.0, 0.0, 1.0, 3.0]
+
+
+def test_after_a_refused_lookup_the_next_step_trains_its_own_batch(two: Job) -> None:
+    for found in two.run("crossings.leave_refused_lookups"):
+        for (kind, text), (first, second, third) in found:
+            assert kind == "InvalidArgumentError", text
+            assert "films" in text
+            assert first == third != second
+
+
+def test_after_a_rate_that_raises_the_next_step_trains_its_own_batch(two: Job) -> None:
+    one, other = two.run("crossings.leave_refused_rates")
+    for number, found in enumerate(zip(one, other, strict=True)):
+        place, culprits = divmod(number, 3)
+        for process, ((kind, text), rows) in enumerate(found):
+            assert rows == [30.0 + process]
+            is_culprit = culprits in (process, 2)
+            if is_culprit or place < 2:
+                assert "no rate" in text, (number, process)
+            if place < 2 and not is_culprit:
+                assert kind == "InvalidArgumentError", text
+            if place == 2 and not is_culprit:
+                assert kind == "FailedPreconditionError", text
+                assert "This step is given up in all processes" in text
+
+
+def test_a_call_alone_is_refused_where_the_others_run_a_function(two: Job) -> None:
+    good, bad = two.run("crossings.call_alone_in_a_function")
+    for one, other in zip(good, bad, strict=True):
+        name, (kind, text), table = one
+        assert kind == "FailedPreconditionError", text
+        assert "process 0 called enqueue(training=True), " in text
+        assert f"but process 1 called {name}. Nothing has changed." in text
+        assert (
+            other[1][1].partition("The ")[2].startswith(text.partition("The ")[2][:99])
+        )
+        _, (own_kind, own_text), own_table = other
+        assert own_kind == kind
+        assert f"but process 1 called {name}. Nothing has changed." in own_text
+        assert own_table == table == [0.0, 0.0, 1.0, 3.0]
 
 
 def test_a_structure_that_a_keras_layer_refuses_is_refused_in_all(two: Job) -> None:

@@ -11,6 +11,7 @@ applied too early shows.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import time
@@ -54,6 +55,9 @@ class Reference:
             self.flush()
 
 
+_nothing = contextlib.nullcontext
+
+
 class Queue:
     """TPUEmbedding: a batch is queued and looked up, then owes its gradients."""
 
@@ -63,17 +67,16 @@ class Queue:
         )
         self.embedding.build()
 
-    def look_up(self, ids: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        self.embedding.enqueue({"film": ids})
-        return self.embedding.dequeue()["film"], None
+    def look_up(
+        self, ids: tf.Tensor, training: bool = True, between: Any = _nothing
+    ) -> tuple[tf.Tensor, Any]:
+        self.embedding.enqueue({"film": ids}, training=training)
+        with between():
+            return self.embedding.dequeue()["film"], None
 
     def update(self, gradient: tf.Tensor, looked_up: Any) -> None:
         del looked_up
         self.embedding.apply_gradients({"film": gradient})
-
-    def evaluate(self, ids: tf.Tensor) -> tf.Tensor:
-        self.embedding.enqueue({"film": ids}, training=False)
-        return self.embedding.dequeue()["film"]
 
 
 class V2:
@@ -154,7 +157,7 @@ class Episode:
         return tf.distribute.MirroredStrategy(devices)
 
     def _evaluate(self, ids: Any) -> tf.Tensor:
-        return self.user.evaluate(ids[self._replica()])
+        return self.user.look_up(ids[self._replica()], training=False)[0]
 
     def _own(self, values: np.ndarray) -> np.ndarray:
         """The replicas of this process."""

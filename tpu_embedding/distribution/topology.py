@@ -122,8 +122,7 @@ class Topology:
         context = self.run_context()
         if context is not None and not tf.executing_eagerly():
             return []
-        run = 0 if context is None else _RUNS.setdefault(context, next(_RUN_NUMBERS))
-        return [tf.constant(run, tf.int64)]
+        return [tf.constant(_run_number(context), tf.int64)]
 
     def can_meet(self) -> bool:
         """Whether `with_all_replicas` can be called in this replica.
@@ -259,6 +258,12 @@ class ProcessTopology(Topology):
     def all_replicas(self) -> int:
         return self.num_replicas * len(self.processes)
 
+    def runs(self) -> list[tf.Tensor]:
+        """See `Topology.runs`: of the one replica of this process; none in graphs."""
+        if not tf.executing_eagerly():
+            return []
+        return [tf.constant(_run_number(self.run_context()), tf.int64)]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TPUTopology(Topology):
@@ -377,6 +382,11 @@ def current() -> Topology:
         if processes is not None:
             return _of_processes(strategy, *processes)
     return _without_tpu(strategy, _choose_engine)
+
+
+def _run_number(context: Any) -> int:
+    """The number of the run of a replica context, 0 outside of strategy.run."""
+    return 0 if context is None else _RUNS.setdefault(context, next(_RUN_NUMBERS))
 
 
 def without_engine() -> Topology:

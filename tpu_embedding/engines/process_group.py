@@ -23,6 +23,7 @@ _GROUP_KEY = 20_611
 _ALIGNMENT = 64  # of the parts of a message
 _INVALID_ARGUMENT = tf.errors.INVALID_ARGUMENT
 PHASES = ("construction", "enqueue", "lookup", "update", "checkpoint")
+ROLES = ("", "begins", "continues")  # What an exchange is of a step.
 
 _CALL = contextvars.ContextVar("_CALL", default="")
 
@@ -41,7 +42,8 @@ class Channel:
     """What one embedding exchanges messages over; the same in all processes.
 
     The calls of `exchange` come in the same order in all processes. Those of the lane
-    "enqueue" have an order of their own, as a thread may enqueue ahead.
+    "enqueue" have an order of their own, as a thread may enqueue ahead. A tf.function
+    orders its exchanges, so its enqueues are in that lane only if no dequeue follows.
 
     Attributes:
       rank: Index of this process.
@@ -54,7 +56,7 @@ class Channel:
         self.queues: Sequence[tf.Tensor] = ()
         self.rank = topology.rank
         self.size = len(topology.processes)
-        self._device = topology.device
+        self._topology, self._device = topology, topology.device
         self._ops = library.load()
         with tf.init_scope(), tf.device(self._device):
             self._handle = self._ops.tpu_embedding_channel(
@@ -66,10 +68,18 @@ class Channel:
                     timeout_seconds=timeout_seconds,
                 )
             )
-        # By function, the phase and the lane of its first exchange.
-        self._first_places: weakref.WeakKeyDictionary[Any, tuple[str, str]]
+        # By outermost function its first exchange.
+        self._first_places: weakref.WeakKeyDictionary[Any, _Place]
         self._first_places = weakref.WeakKeyDictionary()
+        self._newest_place = _Place("enqueue", "step")  # Of a function that enqueues.
+        # By graph its exchanges of the lane "enqueue", by name.
+        self._enqueues: weakref.WeakKeyDictionary[Any, dict[str, _Place | None]]
+        self._enqueues = weakref.WeakKeyDictionary()
+        # By graph its newest exchange of the lane "step".
+        self._newest: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._threads = _Threads()
+        self._threads.current().made_channel = True
+        self._enqueued: tuple[tf.Tensor, threading.Thread] | None = None
 
     def exchange(
         self,
@@ -77,7 +87,7 @@ class Channel:
         messages: Sequence[tf.Tensor],
         refusal: Any,
         call: str = "",
-        queues: Sequence[tf.Tensor] = (),
+        role: str = "",
         lane: str = "",
     ) -> list[tf.Tensor]:
         """Sends each process its message and returns those to this one.
@@ -91,40 +101,101 @@ class Channel:
           call: What the user called; "" for the name of `calling`. If it differs in
             any process, this raises a tf.errors.FailedPreconditionError in all, which
             names both.
-          queues: The step queue that owes what is exchanged, where one does.
+          role: One of `ROLES`. Where some processes begin a step while others are in
+            the one before, only the latter raise that error.
           lane: The exchanges that it is ordered among: "step" or "enqueue", or "" for
             that of the phase and thread.
 
         Returns:
           By process, in the same form.
         """
-        function, lane = _outermost_function(), lane or self._lane(phase)
-        if function is not None:
-            self._first_places.setdefault(function, (phase, lane))
+        lane = lane or self._lane(phase)
         with tf.device(self._device):
+            runs = self._topology.runs()
             received = self._ops.tpu_embedding_exchange(
                 channel=self._handle,
-                queues=queues,
+                queues=self.queues,
+                runs=runs + self._ended_run(),
                 messages=messages,
                 refusal=refusal,
                 call=call or _CALL.get(),
                 phase=phase,
                 lane=lane,
+                role=role,
             )
-        if phase == "lookup" and tf.executing_eagerly():
+        if not tf.executing_eagerly():
+            self._note_traced(received[0].op.name, phase, lane)
+        elif phase == "lookup":
             # It has succeeded in all processes, so their lanes stay alike.
             self._threads.current().looks_up = True
+            self._enqueued = None
+        elif phase == "enqueue":
+            self._enqueued = (runs[0], threading.current_thread())
         return received
 
     def _lane(self, phase: str) -> str:
-        """That of the steps also for an eager enqueue of a thread that runs steps.
+        """That of the steps also for an enqueue of a thread that runs steps.
 
         No other thread of this process is in a step then: the calls can be compared.
+        The thread that made the embedding is one if it enqueues in strategy.run.
         """
         if phase != "enqueue":
             return "step"
-        eager = tf.executing_eagerly()
-        return "step" if eager and self._threads.current().looks_up else "enqueue"
+        if not tf.executing_eagerly():
+            steps = any(graph in self._newest for graph in _open_graphs())
+        else:
+            thread = self._threads.current()
+            steps = thread.looks_up or (
+                thread.made_channel and self._topology.run_context() is not None
+            )
+        return "step" if steps else "enqueue"
+
+    def _note_traced(self, name: str, phase: str, lane: str) -> None:
+        """Moves enqueues to the lane of the steps once what follows them is traced.
+
+        Not those of graphs that are complete: of a tf.function, a loop or a branch that
+        has been traced before.
+        """
+        graphs = _open_graphs()
+        first = None
+        if graphs[-1] not in self._first_places:
+            first = self._first_places[graphs[-1]] = _Place(phase, lane)
+            self._newest_place = first if phase == "enqueue" else self._newest_place
+        if lane == "enqueue":
+            self._enqueues.setdefault(graphs[0], {})[name] = first
+            return
+        step = tf.compat.v1.AttrValue(s=b"step")
+        for graph in graphs:
+            self._newest[graph] = name if graph is graphs[0] else ""
+            for enqueue, place in self._enqueues.pop(graph, {}).items():
+                graph.get_operation_by_name(enqueue)._set_attr("lane", step)
+                if place is not None:
+                    place.lane = "step"
+
+    def after_exchange(self) -> contextlib.AbstractContextManager[Any]:
+        """In a graph, for ops that may fail: beside an exchange they end the job."""
+        graph: Any = tf.compat.v1.get_default_graph()
+        name = "" if tf.executing_eagerly() else self._newest.get(graph, "")
+        newest = [graph.get_operation_by_name(name)] if name else []
+        return tf.control_dependencies(newest)
+
+    def _ended_run(self) -> list[tf.Tensor]:
+        """The run of strategy.run that an exception ended after its eager enqueue."""
+        if self._enqueued is None or not tf.executing_eagerly():
+            return []
+        run, thread = self._enqueued
+        # What TensorFlow's threads of replicas set at their end.
+        ended = not thread.is_alive() and not getattr(thread, "done", True)
+        return [run] if ended else []
+
+    @contextlib.contextmanager
+    def refusing(self, phase: str) -> Iterator[None]:
+        """Tells other processes what this one raises before they meet in `phase`."""
+        try:
+            yield
+        except Exception as error:
+            self.refuse(phase, error)
+            raise
 
     def refuse(self, phase: str, error: Exception) -> None:
         """Takes part in an exchange that fails in all processes, eagerly.
@@ -132,14 +203,18 @@ class Channel:
         While a function is traced, that is its first exchange: the other processes may
         run it already.
         """
-        function, lane = _outermost_function(), self._lane(phase)
-        if function is not None:
-            phase, lane = self._first_places.get(function, (phase, lane))
+        lane = self._lane(phase)
+        if not tf.executing_eagerly():
+            # What follows the first enqueue of a function is not known: it is taken to
+            # be as in the function before.
+            place = self._newest_place if phase == "enqueue" else _Place(phase, lane)
+            place = self._first_places.get(_open_graphs()[-1], place)
+            phase, lane = place.phase, place.lane
         text = f"{_INVALID_ARGUMENT}\n{type(error).__name__}: {error}"
         with tf.init_scope(), contextlib.suppress(tf.errors.OpError):
             nothing = [tf.zeros([0], tf.uint8)] * self.size
-            queues = self.queues if phase == "update" else ()
-            self.exchange(phase, nothing, text, queues=queues, lane=lane)
+            role = "continues" if phase == "update" else "begins"
+            self.exchange(phase, nothing, text, role=role, lane=lane)
 
     def all_gather(self, phase: str, content: bytes, call: str = "") -> list[bytes]:
         """What each process passed, in their order; outside of graphs."""
@@ -182,9 +257,11 @@ class _Thread:
 
     Attributes:
       looks_up: Whether it has looked up, eagerly.
+      made_channel: Whether it has made the embedding.
     """
 
     looks_up = False
+    made_channel = False
 
 
 class _Threads(threading.local):
@@ -202,14 +279,20 @@ class _Threads(threading.local):
         return self._of_replica
 
 
-def _outermost_function() -> Any:
-    """The graph of the tf.function that is traced, the outermost one, or None."""
-    if tf.executing_eagerly():
-        return None
-    graph: Any = tf.compat.v1.get_default_graph()
-    while hasattr(graph.outer_graph, "outer_graph"):
-        graph = graph.outer_graph
-    return graph
+@dataclasses.dataclass
+class _Place:
+    """The phase and the lane of the first exchange of a tf.function."""
+
+    phase: str
+    lane: str
+
+
+def _open_graphs() -> list[Any]:
+    """The graphs that are traced, from that of the caller to the outermost function."""
+    graphs: list[Any] = [tf.compat.v1.get_default_graph()]
+    while hasattr(graphs[-1].outer_graph, "outer_graph"):
+        graphs.append(graphs[-1].outer_graph)
+    return graphs
 
 
 def _padded(content: bytes) -> bytes:

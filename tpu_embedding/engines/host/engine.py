@@ -32,7 +32,7 @@ from tpu_embedding.ops import library
 from tpu_embedding.tables.growing import first_slots, first_values
 from tpu_embedding.tables.variables import create_variables, named_variables
 
-_UPDATE = Meeting("update", "apply_gradients")
+_UPDATE = Meeting("update", "apply_gradients", "continues")
 
 
 class Routed(NamedTuple):
@@ -183,7 +183,8 @@ class HostEngine(Engine):
         else:
             # An update from plain tensors routes them again.
             training = self._trains(call, prepared.tensors is not None)
-            meeting = Meeting("lookup", f"embedding_lookup(training={training})")
+            name = f"embedding_lookup(training={training})"
+            meeting = Meeting("lookup", name, "begins")
             routed = self.route(prepared.value, meeting, training=training)
             activations, looked_up = self.look_up_routed(routed, meeting, call)
         if self._grows and prepared.tensors is not None:
@@ -298,20 +299,22 @@ class HostEngine(Engine):
                 queues=queues,
                 batches=[routed.own] if routed else [],
                 gradients=[g for g in gradients if g is not None],
-                rates=first.rates.evaluate() if transport.is_owner else nothing,
-                growing=growing,
+                rates=self._rates_to_send() if transport.is_owner else nothing,
+                growing=[first.handle] if self._grows and self._is_owner else [],
                 num_messages=transport.size,
                 has_gradient=[g is not None for g in gradients],
             )
-        received = transport.to_owners(
-            _UPDATE, sent.messages, sent.refusal, queues or growing
-        )
+        received = transport.to_owners(_UPDATE, sent.messages, sent.refusal)
         pushes = transport.pushes()
         for k, (part, messages) in enumerate(zip(self._parts, received, strict=True)):
             with tf.device(part.device):
                 rates = nothing if transport.is_owner else part.rates.evaluate()
             batches = [routed.parts[k]] if routed else []
             part.apply(part.receive_gradients(batches, messages, rates, pushes))
+
+    def _rates_to_send(self) -> tf.Tensor:
+        """The rates of an update, in a process that sends them to the owners."""
+        return self._parts[0].rates.evaluate()
 
     def from_tensors(
         self, features: PreprocessedFeatures, *, looked_up: bool

@@ -156,6 +156,7 @@ class TablePart:
                 queue=self.handle,
                 batches=batches,
                 tables=self._tables,
+                runs=self._topology.runs(),
                 num_messages=num_senders,
                 output_shapes=shapes,
             )

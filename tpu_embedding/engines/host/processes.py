@@ -99,6 +99,10 @@ class ShardedEngine(HostEngine):
         self._channel.agree("update", "reset")
         super().reset()
 
+    def _rates_to_send(self) -> tf.Tensor:
+        with self._channel.refusing("update"), self._channel.after_exchange():
+            return super()._rates_to_send()
+
     def changes(self, consumer: str) -> RowChanges:
         """See `TableStore.changes`: a call of all processes, also in the result."""
         tables = self._part.variables

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tpu_embedding.engines.host.engine import HostEngine, Routed
 
 
-DEQUEUE = Meeting("lookup", "dequeue")
+DEQUEUE = Meeting("lookup", "dequeue", "continues")
 
 
 class HostEngineQueue(StepQueue):
@@ -158,7 +158,7 @@ class _Steps:
 
 
 def _enqueue(call: Call) -> Meeting:
-    return Meeting("enqueue", f"enqueue(training={call.training})")
+    return Meeting("enqueue", f"enqueue(training={call.training})", "begins")
 
 
 def _wrong_order(text: str) -> tf.errors.FailedPreconditionError:

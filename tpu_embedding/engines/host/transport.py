@@ -19,10 +19,12 @@ class Meeting(NamedTuple):
     Attributes:
       phase: One of `PHASES` of process_group.py.
       name: The call, with the arguments that must be alike everywhere.
+      role: What it is of a step, one of `ROLES`.
     """
 
     phase: str
     name: str
+    role: str
 
 
 class Transport(Protocol):
@@ -41,11 +43,7 @@ class Transport(Protocol):
     is_owner: bool
 
     def to_owners(
-        self,
-        meeting: Meeting,
-        messages: Messages,
-        refusal: tf.Tensor,
-        queues: Sequence[tf.Tensor] = (),
+        self, meeting: Meeting, messages: Messages, refusal: tf.Tensor
     ) -> list[Messages]:
         """Sends one message to each owner.
 
@@ -53,7 +51,6 @@ class Transport(Protocol):
           meeting: The call that they belong to.
           messages: By owner.
           refusal: Why this process refuses the step, or "".
-          queues: The step queue that a refusal of gradients is noted in, where one is.
 
         Returns:
           What has arrived, by sender, for each part of the tables that ops of this
@@ -81,24 +78,18 @@ class Processes:
         self._channel = channel
 
     def to_owners(
-        self,
-        meeting: Meeting,
-        messages: Messages,
-        refusal: tf.Tensor,
-        queues: Sequence[tf.Tensor] = (),
+        self, meeting: Meeting, messages: Messages, refusal: tf.Tensor
     ) -> list[Messages]:
         """See `Transport.to_owners`: this process has one part."""
-        return [
-            self._channel.exchange(
-                meeting.phase, messages, refusal, meeting.name, queues
-            )
-        ]
+        return [self.to_senders(meeting, messages, refusal)]
 
     def to_senders(
         self, meeting: Meeting, messages: Messages, refusal: tf.Tensor
     ) -> Messages:
         """See `Transport.to_senders`."""
-        return self._channel.exchange(meeting.phase, messages, refusal, meeting.name)
+        return self._channel.exchange(
+            meeting.phase, messages, refusal, meeting.name, meeting.role
+        )
 
     def pushes(self) -> list[tf.Tensor]:
         """See `Transport.pushes`: a step of a job is made once."""
@@ -113,14 +104,10 @@ class Servers:
         self.size, self.num_senders = size, 1
 
     def to_owners(
-        self,
-        meeting: Meeting,
-        messages: Messages,
-        refusal: tf.Tensor,
-        queues: Sequence[tf.Tensor] = (),
+        self, meeting: Meeting, messages: Messages, refusal: tf.Tensor
     ) -> list[Messages]:
         """See `Transport.to_owners`: a refused step has raised its error already."""
-        del meeting, refusal, queues
+        del meeting, refusal
         return [[message] for message in messages]
 
     def to_senders(

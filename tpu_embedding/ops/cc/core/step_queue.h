@@ -16,6 +16,11 @@
 // replica after it, has its part in a step that others lack: replicas act in
 // ascending order. Complete updates are never given up, except by Reset.
 //
+// In a job of several processes each has a queue of one replica, and all queues
+// are at the same step. There the exchanges between the processes say what is
+// given up, in all of them (Left, BeginRun, BeginDequeue, GiveUp...,
+// Refuse...).
+//
 // All methods are thread-safe. An error leaves the queue as it was, unless said
 // otherwise.
 
@@ -156,6 +161,8 @@ class StepQueue {
     part.state = step->training ? State::kDequeued : State::kDone;
     last_was_training_[replica] = step->training;
     ++next_dequeue_[replica];
+    refused_ = false;
+    if (dequeue_run_ == enqueue_run_) --excess_;
     if (!step->training && AllIn(*step, State::kDone)) Remove(number);
     return std::nullopt;
   }
@@ -258,11 +265,68 @@ class StepQueue {
     arrived_ = arrived;
   }
 
-  // The gradients that `replica` owes were refused in some process of a job. It
-  // may submit others; the dequeue of the next step gives this one up.
-  void RefuseOwed(int replica) {
+  // In a job, before a batch of `run` is queued: how many of the newest batches
+  // an earlier run has left in the queue. It has if its lookup was refused, if
+  // it is `ended`, or if it dequeues what it enqueues and has not.
+  int64_t Left(int64_t run, int64_t ended) {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (Step* step = OwedStep(replica)) step->refused = true;
+    if (enqueue_run_ == kOutside || enqueue_run_ == run) return 0;
+    if (!dequeues_ && !refused_ && ended != enqueue_run_) return 0;
+    const int64_t queued = next_enqueue_[0] - next_dequeue_[0];
+    return std::clamp<int64_t>(excess_, 0, queued);
+  }
+
+  // In a job, before a batch of `run` is queued: gives up the newest `left`.
+  // `dequeues`: whether the run is known to dequeue what it enqueues.
+  void BeginRun(int64_t run, bool dequeues, int64_t left) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (left > 0) DiscardFrom(next_enqueue_[0] - left);
+    dequeues_ = dequeues;
+    if (run == enqueue_run_) return;
+    enqueue_run_ = run;
+    excess_ = 0;
+    refused_ = false;
+  }
+
+  // In a job, before a training batch is looked up: gradients that an earlier
+  // run owes are given up.
+  void BeginDequeue(int64_t run) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const bool is_new = run != dequeue_run_ && run != kOutside;
+    const Step* owed = OwedStep(0);
+    const Step* next = Find(next_dequeue_[0]);
+    if (is_new && dequeue_run_ != kOutside && owed && next && next->training) {
+      Remove(owed->number);
+    }
+    dequeue_run_ = run;
+  }
+
+  // In a job: another process has left the step that is to be looked up.
+  void GiveUpNext() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!Find(next_dequeue_[0])) return;
+    GiveUp(next_dequeue_[0]);
+    --excess_;
+  }
+
+  // In a job: another process has left the step that owes its gradients.
+  void GiveUpOwed() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (const Step* step = OwedStep(0)) Remove(step->number);
+  }
+
+  // In a job: the next lookup was refused in some process. It may be repeated,
+  // unless the next run begins with another batch.
+  void RefuseNext() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    refused_ = Find(next_dequeue_[0]) != nullptr;
+  }
+
+  // In a job: the gradients that are owed were refused in some process. Others
+  // may be submitted; the dequeue of the next step gives this one up.
+  void RefuseOwed() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (Step* step = OwedStep(0)) step->refused = true;
   }
 
   // A lookup past the queue, whose gradients may come by Submit. `*epoch` is
@@ -352,6 +416,9 @@ class StepQueue {
     std::fill(next_dequeue_.begin(), next_dequeue_.end(), next);
     std::fill(last_was_training_.begin(), last_was_training_.end(), true);
     GiveUpSubmissions();
+    enqueue_run_ = dequeue_run_ = kOutside;
+    excess_ = 0;
+    refused_ = false;
     const int64_t discarded = updates_.size();
     updates_.clear();
     due_ = 0;
@@ -489,6 +556,7 @@ class StepQueue {
     }
     step->replicas[replica].part.batch = std::move(batch);
     step->replicas[replica].state = State::kQueued;
+    ++excess_;
   }
 
   // Fails if gradients of an earlier step must come before `next` is looked up.
@@ -615,6 +683,14 @@ class StepQueue {
   Runs enqueue_runs_, dequeue_runs_, lookup_runs_;
   std::optional<int64_t> failed_;  // a step given up
   std::vector<int> arrived_;       // replicas that have begun it
+  // Of a job: the run that enqueued last, how many more batches it has enqueued
+  // than dequeued, whether it dequeues them, and whether its lookup was
+  // refused.
+  int64_t enqueue_run_ = kOutside;
+  int64_t excess_ = 0;
+  bool dequeues_ = false;
+  bool refused_ = false;
+  int64_t dequeue_run_ = kOutside;  // the run that dequeued last
 };
 
 }  // namespace tpu_embedding

@@ -27,6 +27,10 @@ constexpr std::array<const char*, 5> kPhases = {
 // ahead of the steps has a lane of its own.
 constexpr std::array<const char*, 2> kLanes = {"step", "enqueue"};
 
+// What an exchange is of a step of the user's: nothing, its first one, or one
+// that belongs to a step that has begun.
+constexpr std::array<const char*, 3> kRoles = {"", "begins", "continues"};
+
 class Channel : public tensorflow::ResourceBase {
  public:
   Channel(std::string own_key, int own_rank, int own_group_key,
@@ -52,6 +56,7 @@ class Channel : public tensorflow::ResourceBase {
   };
   std::array<Phase, kPhases.size()> phases;
   std::array<std::atomic<int64_t>, kLanes.size()> sequences{};  // exchanges
+  std::atomic<int64_t> last_run{0};  // of the lane of the steps
 };
 
 using ChannelPtr = tensorflow::core::RefCountPtr<Channel>;

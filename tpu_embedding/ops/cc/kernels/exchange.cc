@@ -64,14 +64,17 @@ Exchanges begun and bytes sent so far, by phase.
 REGISTER_OP("TpuEmbeddingExchange")
     .Input("channel: resource")
     .Input("queues: num_queues * resource")
+    .Input("runs: num_runs * int64")
     .Input("messages: num_processes * uint8")
     .Input("refusal: string")
     .Input("call: string")
     .Output("received: num_processes * uint8")
     .Attr("num_queues: int >= 0")
+    .Attr("num_runs: int >= 0")
     .Attr("num_processes: int >= 1")
     .Attr("phase: string")
     .Attr("lane: string")
+    .Attr("role: string")
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* context) {
       for (int p = 0; p < context->num_outputs(); ++p) {
@@ -82,17 +85,23 @@ REGISTER_OP("TpuEmbeddingExchange")
     .Doc(R"doc(
 Sends each process its message, and returns those to this process. If any
 process has a refusal, or not all make the same call, the op fails in every
-process, and nothing else travels.
+process, and nothing else travels. If some processes have left a step and begun
+the next one, the op fails in those that are still in the step, and the others
+wait for them.
 
-queues: none, or the queue with this process's part of the tables, if gradients are
-  exchanged: a refusal is noted there, so that the next step can begin.
+queues: none, or the step queue of this process: steps that are refused, or that
+  some process has left, are noted there or given up.
+runs: none in graphs; eagerly a number of this run of strategy.run, 0 outside;
+  after it, where there is one, a run that an exception has ended.
 messages: for each process, of multiples of 64 bytes. That for this process
   itself is returned as it is.
 refusal: "", or a code and a text: see kernels/channel.h.
 call: what the user called, with the arguments that must be alike everywhere.
 received: from each process.
 phase: which exchange of a step it is.
-lane: the exchanges that it is ordered among, "step" or "enqueue".
+lane: the exchanges that it is ordered among, "step" or "enqueue". In a graph an
+  enqueue in the lane "step" is followed by a dequeue.
+role: what it is of a step: see kernels/channel.h.
 )doc");
 
 class ChannelOp : public tensorflow::OpKernel {
@@ -164,18 +173,27 @@ enum Header : int {
   kCallBytes,
   kBytes,
   kRefusalBytes,
+  kPhase,
+  kRole,
+  kLeft,  // batches that an earlier run has left in the queue
   kHeaderSize
 };
+
+// Of kPhases.
+constexpr int kEnqueuePhase = 1, kLookupPhase = 2, kUpdatePhase = 3;
+constexpr int kBegins = 1, kContinues = 2;  // of kRoles
+constexpr int kStepLane = 0;                // of kLanes
 
 // One run of the op; it lives until its last callback.
 class Exchange : public std::enable_shared_from_this<Exchange> {
  public:
   Exchange(OpKernelContext* context, ChannelPtr channel, int phase, int lane,
-           AsyncOpKernel::DoneCallback done)
+           int role, AsyncOpKernel::DoneCallback done)
       : context_(context),
         channel_(std::move(channel)),
         phase_(phase),
         lane_(lane),
+        role_(role),
         done_(std::move(done)),
         executor_(context->collective_executor()),
         arrived_(new std::atomic<bool>[channel_->size()]),
@@ -200,13 +218,14 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     group_.group_key = channel_->group_key;
     group_.group_size = size();
     group_.device_type = tensorflow::DeviceType(tensorflow::DEVICE_CPU);
+    if (lane_ == kStepLane) {
+      const bool is_new = channel_->last_run.exchange(run_) != run_;
+      if (role_ == kBegins && !is_new) {
+        role_ = run_ == BatchQueue::kOutside ? 0 : kContinues;
+      }
+    }
+    StartTimers();
     const auto self = shared_from_this();
-    const int64_t timeout = channel_->timeout_seconds;
-    watch_ = Watchdog::Get().Start(std::chrono::seconds(timeout),
-                                   [self] { self->Expire(); });
-    reminder_ = Watchdog::Get().Start(
-        std::chrono::seconds(std::min(kReminderSeconds, (timeout + 1) / 2)),
-        [self] { self->Remind(); });
     executor_->CompleteGroupAsync(
         context_->device()->attributes(), &group_,
         context_->cancellation_manager(), [self](const absl::Status& status) {
@@ -226,9 +245,40 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
 
   int size() const { return channel_->size(); }
   const char* phase_name() const { return kPhases[phase_]; }
+  const char* call_name() const {
+    return call_.empty() ? phase_name() : call_.c_str();
+  }
+
+  void StartTimers() {
+    const auto self = shared_from_this();
+    const int64_t timeout = channel_->timeout_seconds;
+    watch_ = Watchdog::Get().Start(std::chrono::seconds(timeout),
+                                   [self] { self->Expire(); });
+    reminder_ = Watchdog::Get().Start(
+        std::chrono::seconds(std::min(kReminderSeconds, (timeout + 1) / 2)),
+        [self] { self->Remind(); });
+  }
+
+  void StopTimers() {
+    Watchdog::Get().Stop(watch_);
+    Watchdog::Get().Stop(reminder_);
+  }
 
   absl::Status Read() {
-    tensorflow::OpInputList messages;
+    tensorflow::OpInputList messages, queues, runs;
+    TF_RETURN_IF_ERROR(context_->input_list("queues", &queues));
+    if (queues.size() > 0) {
+      TF_RETURN_IF_ERROR(CheckScalar("queues", queues[0]));
+      TF_RETURN_IF_ERROR(tensorflow::LookupResource(
+          context_, queues[0].scalar<tensorflow::ResourceHandle>()(), &queue_));
+    }
+    TF_RETURN_IF_ERROR(ReadRun(context_, &run_));
+    TF_RETURN_IF_ERROR(context_->input_list("runs", &runs));
+    if (runs.size() > 1) {
+      TF_RETURN_IF_ERROR(CheckScalar("runs", runs[1]));
+      ended_ = runs[1].flat<int64_t>()(0);
+    }
+    is_traced_ = runs.size() == 0;
     TF_RETURN_IF_ERROR(context_->input_list("messages", &messages));
     TF_RETURN_IF_ERROR(CheckLength("messages", messages.size(), size()));
     const Tensor *refusal = nullptr, *call = nullptr;
@@ -266,6 +316,9 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     }
     ++channel_->phases[phase_].exchanges;
     sequence_ = channel_->sequences[lane_]++;
+    const int64_t left = queue_ && phase_ == kEnqueuePhase && lane_ == kStepLane
+                             ? queue_->queue.Left(run_, ended_)
+                             : 0;
     for (int p = 0; p < size(); ++p) {
       Tensor header(tensorflow::DT_INT64, {kHeaderSize});
       auto fields = header.flat<int64_t>();
@@ -274,6 +327,9 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
       fields(kCallBytes) = call_.size();
       fields(kBytes) = messages_[p].NumElements();
       fields(kRefusalBytes) = refusal_.size();
+      fields(kPhase) = phase_;
+      fields(kRole) = role_;
+      fields(kLeft) = left;
       sent_headers_.push_back(header);
       headers_.emplace_back(tensorflow::DT_INT64,
                             tensorflow::TensorShape({kHeaderSize}));
@@ -287,6 +343,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     bool refused = !refusal_.empty();
     bool alike = true;
     std::vector<int64_t> bytes(size(), 0);
+    headers_[channel_->rank] = sent_headers_[channel_->rank];
     for (int p = 0; p < size(); ++p) {
       if (p == channel_->rank) continue;
       const auto fields = headers_[p].flat<int64_t>();
@@ -304,6 +361,11 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
       alike &= fields(kCall) == CallNumber();
       bytes[p] = fields(kBytes);
     }
+    if (IsLeft()) {
+      SwapTexts("call", call_, kCallBytes, [this] { LeaveStep(); });
+      return;
+    }
+    if (refused || !alike) RefuseStep();
     if (refused) {
       SwapTexts("refusal", refusal_, kRefusalBytes, [this] { Refuse(); });
       return;
@@ -312,6 +374,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
       SwapTexts("call", call_, kCallBytes, [this] { NameCalls(); });
       return;
     }
+    if (queue_ && phase_ == kEnqueuePhase) BeginRun();
     std::vector<Tensor> received;
     absl::Status status;
     for (int p = 0; p < size(); ++p) {
@@ -333,6 +396,87 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     const auto self = shared_from_this();
     SwapTensors("message", messages_, received,
                 [self] { self->Finish(absl::OkStatus()); });
+  }
+
+  int64_t Field(int process, Header field) const {
+    return headers_[process].flat<int64_t>()(field);
+  }
+
+  // The first process whose exchange has that role, or -1.
+  int FirstWith(int role) const {
+    for (int p = 0; p < size(); ++p) {
+      if (Field(p, kRole) == role) return p;
+    }
+    return -1;
+  }
+
+  // Whether some processes have left the step that the others are in, and have
+  // begun another one.
+  bool IsLeft() const {
+    const int begins = FirstWith(kBegins), continues = FirstWith(kContinues);
+    if (begins < 0 || continues < 0) return false;
+    for (int p = 0; p < size(); ++p) {
+      const int64_t role = Field(p, kRole);
+      if (role == 0) return false;
+      const int first = role == kBegins ? begins : continues;
+      if (Field(p, kRefusalBytes) > 0 || Field(first, kRefusalBytes) > 0) {
+        continue;  // A refusal has no call.
+      }
+      if (Field(p, kCall) != Field(first, kCall)) return false;
+    }
+    return true;
+  }
+
+  // What the user called in a process, once the calls are swapped.
+  std::string CallOf(int process) const {
+    const std::string text = TextOf(process);
+    return text.empty() ? kPhases[Field(process, kPhase)] : text;
+  }
+
+  // The step is given up everywhere. Those that begin another one wait for the
+  // others.
+  void LeaveStep() {
+    const int begins = FirstWith(kBegins), continues = FirstWith(kContinues);
+    if (queue_) {
+      const int64_t phase = Field(continues, kPhase);
+      if (phase == kLookupPhase) queue_->queue.GiveUpNext();
+      if (phase == kUpdatePhase) queue_->queue.GiveUpOwed();
+    }
+    if (role_ == kBegins) {
+      StopTimers();
+      StartTimers();
+      sent_headers_.clear();
+      headers_.clear();
+      texts_.clear();
+      SwapHeaders();
+      return;
+    }
+    Finish(absl::FailedPreconditionError(absl::StrCat(
+        "The processes called the embedding differently: process ", continues,
+        " called ", CallOf(continues), ", but process ", begins, " called ",
+        CallOf(begins),
+        ", which begins another step. This step is given up in all processes: "
+        "nothing of it is applied, and the next one trains.")));
+  }
+
+  // Notes in the queue that the step of these calls was refused.
+  void RefuseStep() {
+    if (!queue_) return;
+    for (int p = 0; p < size(); ++p) {
+      if (Field(p, kRole) != kContinues) continue;
+      const int64_t phase = Field(p, kPhase);
+      if (phase == kLookupPhase) queue_->queue.RefuseNext();
+      if (phase == kUpdatePhase) queue_->queue.RefuseOwed();
+    }
+  }
+
+  // What one process has left is given up in all.
+  void BeginRun() {
+    const bool in_steps = lane_ == kStepLane;
+    int64_t left = 0;
+    for (int p = 0; p < size(); ++p) left = std::max(left, Field(p, kLeft));
+    queue_->queue.BeginRun(in_steps ? run_ : BatchQueue::kOutside,
+                           in_steps && is_traced_, left);
   }
 
   // Tells calls apart: FNV-1a, which is the same in all processes.
@@ -377,20 +521,13 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
         "The processes called the embedding differently: process 0 called ",
         TextOf(0), ", but process ", other, " called ", TextOf(other),
         ". Nothing has changed. Make the same calls with the same arguments in "
-        "every process; after a step that only some have begun, call reset in "
-        "all of them.")));
+        "every process. Outside of strategy.run, call reset in all of them "
+        "after a step that only some have begun.")));
   }
 
   void Refuse() {
-    tensorflow::OpInputList queues;
-    if (context_->input_list("queues", &queues).ok() && queues.size() > 0) {
-      QueuePtr queue;
-      const absl::Status found = tensorflow::LookupResource(
-          context_, queues[0].scalar<tensorflow::ResourceHandle>()(), &queue);
-      if (found.ok()) {
-        queue->queue.RefuseOwed(0);
-        queue->ForgetLookup(queue->sent.lock());
-      }
+    if (queue_ && phase_ == kUpdatePhase) {
+      queue_->ForgetLookup(queue_->sent.lock());
     }
     for (int p = 0; p < size(); ++p) {
       if (texts_[p].NumElements() == 0) continue;
@@ -574,18 +711,19 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
 
   void Remind() {
     LOG(WARNING) << "tpu_embedding: process " << channel_->rank << " waits in "
-                 << (call_.empty() ? phase_name() : call_) << " for process "
-                 << Missing() << ", at most " << channel_->timeout_seconds
-                 << " s.";
+                 << call_name() << " for process " << Missing() << ", at most "
+                 << channel_->timeout_seconds << " s.";
   }
 
   void Expire() {
     const absl::Status status = absl::DeadlineExceededError(absl::StrCat(
         "tpu_embedding: process ", channel_->rank, " waited ",
-        channel_->timeout_seconds, " s in ", phase_name(), " for process ",
+        channel_->timeout_seconds, " s in ", call_name(), " for process ",
         Missing(),
         ", which did not make the same call: it is stuck, is ending, has "
-        "stopped after an error, or has no more batches. Nothing of this step "
+        "stopped after an error, has no more batches, or waits in another "
+        "call, "
+        "which its own error names. Nothing of this step "
         "was applied. Give every process the same number of steps (an empty "
         "batch counts), and restart all processes from the last checkpoint."));
     {
@@ -612,8 +750,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   }
 
   void Finish(const absl::Status& status) {
-    Watchdog::Get().Stop(watch_);
-    Watchdog::Get().Stop(reminder_);
+    StopTimers();
     if (!status.ok()) context_->SetStatus(status);
     CollectiveExecutor* executor = executor_;
     const auto done = std::move(done_);
@@ -624,6 +761,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   OpKernelContext* const context_;
   const ChannelPtr channel_;
   const int phase_, lane_;
+  int role_;
   AsyncOpKernel::DoneCallback done_;
   CollectiveExecutor* const executor_;
   // By process, whether a piece came from it, and it took one.
@@ -633,6 +771,9 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   std::vector<const CollGroupMember*> members_;  // by process
   std::vector<Tensor> messages_;                 // by process
   std::string refusal_, call_;
+  QueuePtr queue_;  // null where there is none
+  int64_t run_ = 0, ended_ = 0;
+  bool is_traced_ = false;
   int64_t sequence_ = 0;
   std::vector<Tensor> sent_headers_, headers_, texts_;
   std::atomic<int64_t> waiting_{0};
@@ -645,13 +786,14 @@ class ExchangeOp : public AsyncOpKernel {
   explicit ExchangeOp(OpKernelConstruction* context) : AsyncOpKernel(context) {
     OP_REQUIRES_OK(context, Find(context, "phase", kPhases, &phase_));
     OP_REQUIRES_OK(context, Find(context, "lane", kLanes, &lane_));
+    OP_REQUIRES_OK(context, Find(context, "role", kRoles, &role_));
   }
 
   void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
     ChannelPtr channel;
     OP_REQUIRES_OK_ASYNC(context, LookUpChannel(context, &channel), done);
     std::make_shared<Exchange>(context, std::move(channel), phase_, lane_,
-                               std::move(done))
+                               role_, std::move(done))
         ->Begin();
   }
 
@@ -666,7 +808,7 @@ class ExchangeOp : public AsyncOpKernel {
     return CheckIndices(attribute, {*index}, names.size());
   }
 
-  int phase_ = 0, lane_ = 0;
+  int phase_ = 0, lane_ = 0, role_ = 0;
 };
 
 REGISTER_KERNEL_BUILDER(

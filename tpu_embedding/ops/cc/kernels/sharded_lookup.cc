@@ -32,11 +32,13 @@ REGISTER_OP("TpuEmbeddingServe")
     .Input("queue: resource")
     .Input("batches: num_batches * variant")
     .Input("tables: num_tables * resource")
+    .Input("runs: num_runs * int64")
     .Output("looked_up: variant")
     .Output("messages: num_messages * uint8")
     .Output("refusal: string")
     .Attr("num_batches: int >= 0")
     .Attr("num_tables: int >= 1")
+    .Attr("num_runs: int >= 0")
     .Attr("num_messages: int >= 1")
     .Attr("output_shapes: list(shape)")
     .SetIsStateful()
@@ -47,6 +49,7 @@ Looks up what every process, or a worker, asked this owner for.
 batches: one batch from TpuEmbeddingReceiveBatch, past the queue; or none: the
   oldest one queued, which then owes its gradients if it is for training.
 tables: the variables of this owner's part.
+runs: as of TpuEmbeddingExchange.
 looked_up: for TpuEmbeddingReceiveGradients, once, if a batch was given; of
   processes also for TpuEmbeddingCombine and TpuEmbeddingSendGradients.
 messages: for each that asked, to be received by TpuEmbeddingCombine.
@@ -163,6 +166,9 @@ class ServeOp : public tensorflow::OpKernel {
     OpInputList batches;
     TF_RETURN_IF_ERROR(context->input_list("batches", &batches));
     if (batches.size() == 0) {
+      int64_t run = 0;
+      TF_RETURN_IF_ERROR(ReadRun(context, &run));
+      resource->queue.BeginDequeue(run);
       // It stays in the queue until all processes have served.
       SharedBatch none;
       const auto peek = [&](const SharedBatch& batch) {
