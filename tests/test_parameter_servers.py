@@ -105,12 +105,17 @@ def test_local_servers_that_cannot_be_started_leave_nothing(
         ),
         ({"ps": ["localhost:0"]}, ["ps", 0], "with a port from 1 to 65535, as in"),
         (
+            {"ps": ["localhost:1"], "worker": ["localhost:1"]},
+            ["ps", 0],
+            "gives ps 0 and worker 0 the same address, 'localhost:1'",
+        ),
+        (
             {"ps": ["localhost:{taken}"]},
             ["ps", 0],
             "cannot listen at localhost:{taken}",
         ),
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_the_server_command_names_what_is_wrong(
     cluster: Any,

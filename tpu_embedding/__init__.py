@@ -9,6 +9,7 @@ without notice.
 import importlib as _importlib
 import typing as _typing
 
+from tpu_embedding import cluster_config as _cluster_config
 from tpu_embedding import optimizers as _optimizers
 from tpu_embedding.combiners import CustomCombiner
 from tpu_embedding.config import (
@@ -108,6 +109,8 @@ __all__ = [
     "uninstall",
 ]
 __all__ += _optimizers.__all__
+
+_cluster_config.warn()
 
 
 def __getattr__(name: str) -> _typing.Any:

@@ -130,6 +130,7 @@ class TPUEmbedding(EmbeddingBase):
                 sparse_core=convert_sparse_core(sparse_core_embedding_config),
                 initialize=arguments.initialize,
                 profile_data_directory=profile_data_directory,
+                batch_size=arguments.batch_size,
                 distributed=(
                     DistributedOptions()
                     if distributed_options is None

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import tensorflow as tf
 from tensorflow.python.eager import context, executor
 
+from tpu_embedding import cluster_config
 from tpu_embedding.ops import library
 
 _Base: Any = tf.distribute.coordinator.ClusterCoordinator
@@ -293,20 +294,6 @@ _TF_CONFIG = (
 )
 
 
-def _check_ports(cluster: Any) -> None:
-    """Refuses what gRPC takes: of a port above 65535 it keeps the lowest 16 bits."""
-    for job in cluster.jobs:
-        for index in cluster.task_indices(job):
-            address = cluster.task_address(job, index)
-            port = address.rpartition(":")[2]
-            if not port.isdecimal() or not 0 < int(port) < 2**16:
-                raise ValueError(
-                    f"The environment variable TF_CONFIG gives {job} {index} the "
-                    f"address {address!r}, and an address ends with a port from 1 to "
-                    "65535, as in 'host:2222'."
-                )
-
-
 def serve(_: object) -> None:
     """Runs the parameter server or worker of TF_CONFIG; does not return.
 
@@ -333,7 +320,11 @@ def serve(_: object) -> None:
             'the environment variable TF_CONFIG says in its "task". Received: type '
             f"{kind!r}, index {index!r}. {_TF_CONFIG}"
         )
-    _check_ports(cluster)
+    found = cluster_config.problem()
+    if found:
+        raise ValueError(
+            f"The environment variable TF_CONFIG is wrong: {found}. {_TF_CONFIG}"
+        )
     library.load()
     try:
         server = tf.distribute.Server(

@@ -99,6 +99,7 @@ DIFFERENCES: dict[str, tuple[str, Any, Any]] = {
     "dtype": ("table", "float32", "bfloat16"),
     "initializer": ("table", fingerprints.closure(0.0), fingerprints.closure(1.0)),
     "the class": ("class", te.TPUEmbedding, te.TPUEmbeddingV2),
+    "batch_size": ("size", 6, 12),
     "invalid_ids": ("table", "error", "drop"),
     "quantization_config": ("table", None, te.QuantizationConfig(4, 0.0, 1.0)),
     "placement": ("table", "rows", "whole"),
@@ -143,6 +144,7 @@ def differ(strategy: Any) -> dict[str, tuple[str, str]]:
                 chosen.get("optimizer", te.Adagrad(0.1)),
                 chosen.get("pipelined", False),
                 check_numerics=chosen.get("numerics", False),
+                **({"batch_size": chosen["size"]} if kind == "size" else {}),
                 distributed_options=te.DistributedOptions(**options),
             )
 

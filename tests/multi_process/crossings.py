@@ -755,3 +755,23 @@ def call_alone_in_a_function(strategy: Any) -> list[tuple[str, Any, list[float]]
             (table,) = embedding.embedding_tables.values()
             found.append((name, raised, table.numpy()[:4, 0].tolist()))
     return found
+
+
+def step_in_another_order(strategy: Any) -> tuple[str, str]:
+    """The last process steps its second embedding where the others step the first."""
+    embeddings = [_embedding(strategy), _embedding(strategy)]
+    return failure(lambda: _step(embeddings[_is_last(strategy)]))
+
+
+def wait_elsewhere(strategy: Any) -> tuple[str, str]:
+    """The last process resets where the others enqueue ahead."""
+    embedding = _embedding(strategy)
+    enqueue = functools.partial(embedding.enqueue, {"film": tf.constant([1, 2])})
+    return failure(embedding.reset if _is_last(strategy) else enqueue)
+
+
+def construct_late(strategy: Any, seconds: float) -> None:
+    """The last process makes its first embedding later than the others."""
+    if _is_last(strategy):
+        time.sleep(seconds)
+    _embedding(strategy)

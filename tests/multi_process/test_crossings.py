@@ -217,6 +217,31 @@ def test_a_line_says_which_process_is_waited_for() -> None:
     assert "tpu_embedding: process" not in printed[1]
 
 
+@pytest.mark.parametrize("call", ["step_in_another_order", "wait_elsewhere"])
+def test_the_end_of_a_wait_names_both_calls(call: str) -> None:
+    """Where calls are not compared: of two embeddings, and of an enqueue ahead."""
+    with Job(2) as job:
+        found = job.run(f"crossings.{call}")
+    enqueue, reset = "enqueue(training=True)", "reset"
+    waits = [(enqueue, reset), (reset, enqueue)]
+    if call == "step_in_another_order":
+        waits = [(enqueue, f"{enqueue} of embedding ")]
+    for _, text in found:
+        assert any(
+            f"waited 5 s in {one} " in text and f" waits in {other}" in text
+            for one, other in waits
+        ), found
+
+
+def test_a_line_says_that_a_constructor_waits() -> None:
+    with Job(2, {"TF_CPP_MIN_LOG_LEVEL": "1"}) as job:
+        job.run("crossings.construct_late", 12.0)
+        printed = [process.printed() for process in job.processes]
+    line = "process 0 waits in the constructor of an embedding or layer for one of the "
+    assert f"{line}processes 1. " in printed[0]
+    assert "waits in the constructor" not in printed[1]
+
+
 def test_a_preempted_job_goes_on_with_another_number_of_processes(
     tmp_path: pathlib.Path,
 ) -> None:

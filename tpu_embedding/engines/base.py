@@ -43,6 +43,7 @@ class EmbeddingOptions:
       profile_data_directory: Where TPU v2 to v4 write what they learn of the ids, or
         None.
       distributed: How several processes share the tables.
+      batch_size: The global size of every batch, or None for any.
     """
 
     pipelined: bool
@@ -51,6 +52,7 @@ class EmbeddingOptions:
     initialize: bool = True
     profile_data_directory: str | None = None
     distributed: DistributedOptions = DistributedOptions()  # noqa: RUF009 - frozen
+    batch_size: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

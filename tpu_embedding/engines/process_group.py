@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
 from tpu_embedding.distribution import ProcessTopology, Topology
 from tpu_embedding.ops import library, records
@@ -21,6 +22,7 @@ from tpu_embedding.ops import library, records
 # Of TensorFlow's collectives: MultiWorkerMirroredStrategy counts its own from 1.
 _GROUP_KEY = 20_611
 _ALIGNMENT = 64  # of the parts of a message
+_REMINDER_SECONDS = 10.0  # of a wait
 _INVALID_ARGUMENT = tf.errors.INVALID_ARGUMENT
 PHASES = ("construction", "enqueue", "lookup", "update", "checkpoint")
 ROLES = ("", "begins", "continues")  # What an exchange is of a step.
@@ -333,7 +335,25 @@ def connect(
 def _introduce(topology: Topology) -> None:
     """Tells the processes each other's devices, which only TensorFlow's ops do."""
     assert isinstance(topology, ProcessTopology)
-    with tf.init_scope(), tf.device(topology.device):
+    others = [str(p) for p in range(len(topology.processes)) if p != topology.rank]
+    reminder = threading.Timer(
+        _REMINDER_SECONDS,
+        logging.warning,
+        (
+            "tpu_embedding: process %d waits in the constructor of an embedding or "
+            "layer for one of the processes %s. All processes must make it.",
+            topology.rank,
+            ", ".join(others),
+        ),
+    )
+    reminder.daemon = True
+    reminder.start()
+    with (
+        contextlib.ExitStack() as stack,
+        tf.init_scope(),
+        tf.device(topology.device),
+    ):
+        stack.callback(reminder.cancel)
         tf.raw_ops.CollectiveReduceV2(
             input=tf.ones([1]),
             group_size=len(topology.processes),

@@ -141,6 +141,7 @@ class EngineTrainedTables:
             check_numerics=check_numerics,
             sparse_core=convert_sparse_core(sparse_core),
             distributed=DistributedOptions() if distributed is None else distributed,
+            batch_size=batch_size,
         )
         engine = engines.choose(topology, features.plan)
         self.core: Any = None

@@ -430,6 +430,7 @@ def _description(options: EngineOptions, placement: Placement) -> dict[str, Any]
         "the class": options.made_by,
         "`pipeline_execution_with_tensor_core`": options.pipelined,
         "`check_numerics`": options.check_numerics,
+        "`batch_size`": options.batch_size,
         "`wire_dtype` of DistributedOptions": options.distributed.wire_dtype,
         "`timeout_seconds` of DistributedOptions": options.distributed.timeout_seconds,
         "the names of the tables": [spec.name for spec in plan.tables],

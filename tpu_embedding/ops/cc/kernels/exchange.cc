@@ -7,6 +7,8 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <mutex>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -104,6 +106,27 @@ lane: the exchanges that it is ordered among, "step" or "enqueue". In a graph an
 role: what it is of a step: see kernels/channel.h.
 )doc");
 
+// The keys of the channels that this process has made.
+class Keys {
+ public:
+  static Keys& Get() {
+    static auto* keys = new Keys;
+    return *keys;
+  }
+  void Add(const std::string& key) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    keys_.insert(key);
+  }
+  std::set<std::string> All() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return keys_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::set<std::string> keys_;
+};
+
 class ChannelOp : public tensorflow::OpKernel {
  public:
   explicit ChannelOp(OpKernelConstruction* context) : OpKernel(context) {
@@ -118,6 +141,7 @@ class ChannelOp : public tensorflow::OpKernel {
   }
 
   void Compute(OpKernelContext* context) override {
+    Keys::Get().Add(key_);
     Tensor* handle = nullptr;
     OP_REQUIRES_OK(context, context->allocate_output(0, {}, &handle));
     handle->scalar<tensorflow::ResourceHandle>()() =
@@ -165,6 +189,8 @@ constexpr int kWindow = 8;
 constexpr int64_t kAlignment = 64;
 // After this time a line says which processes are waited for.
 constexpr int64_t kReminderSeconds = 10;
+// At the end of its time an exchange asks so long for other calls.
+constexpr int64_t kAnswerSeconds = 2;
 
 // What comes before a message.
 enum Header : int {
@@ -176,8 +202,10 @@ enum Header : int {
   kPhase,
   kRole,
   kLeft,  // batches that an earlier run has left in the queue
-  kHeaderSize
+  kName,  // the call's first bytes, then zeros
+  kHeaderSize = kName + 8
 };
+constexpr size_t kNameBytes = (kHeaderSize - kName) * sizeof(int64_t);
 
 // Of kPhases.
 constexpr int kEnqueuePhase = 1, kLookupPhase = 2, kUpdatePhase = 3;
@@ -330,6 +358,9 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
       fields(kPhase) = phase_;
       fields(kRole) = role_;
       fields(kLeft) = left;
+      std::memset(&fields(kName), 0, kNameBytes);
+      std::memcpy(&fields(kName), call_.data(),
+                  std::min(call_.size(), kNameBytes));
       sent_headers_.push_back(header);
       headers_.emplace_back(tensorflow::DT_INT64,
                             tensorflow::TensorShape({kHeaderSize}));
@@ -575,12 +606,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     // Of each piece; the last one goes on.
     const auto done = [self, next](int peer, const absl::Status& status) {
       if (!status.ok()) self->Fail(status, peer);
-      if (--self->waiting_ > 0) return;
-      if (self->failure().ok()) {
-        self->executor_->RunClosure(next);
-      } else {
-        self->Finish(self->failure());
-      }
+      self->Arrive(next);
     };
     auto* device = static_cast<tensorflow::Device*>(context_->device());
     tensorflow::CollectiveRemoteAccess* access = executor_->remote_access();
@@ -638,9 +664,24 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     }
   }
 
+  // One of those that are waited for; the last one goes on.
+  void Arrive(const std::function<void()>& next) {
+    if (--waiting_ > 0) return;
+    if (failure().ok()) {
+      executor_->RunClosure(next);
+    } else {
+      Finish(failure());
+    }
+  }
+
   std::string Key(const char* what, int from, int to, size_t piece) const {
-    return absl::StrCat("tpu_embedding:", channel_->key, ":", kLanes[lane_],
-                        ":", what, ":", from, ">", to, ":", piece);
+    return Key(channel_->key, kLanes[lane_], what, from, to, piece);
+  }
+
+  static std::string Key(const std::string& channel, const char* lane,
+                         const char* what, int from, int to, size_t piece) {
+    return absl::StrCat("tpu_embedding:", channel, ":", lane, ":", what, ":",
+                        from, ">", to, ":", piece);
   }
 
   // The first failure is the one that is reported. It ends all collectives.
@@ -715,16 +756,90 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
                  << channel_->timeout_seconds << " s.";
   }
 
+  // The time is over. Before the job ends, asks the processes that are waited
+  // for whether they wait elsewhere: in the other lane, or in another
+  // embedding.
   void Expire() {
+    const auto self = shared_from_this();
+    struct Question {
+      int process;
+      std::string channel;
+      const char* lane;
+      Tensor header;
+    };
+    auto questions = std::make_shared<std::vector<Question>>();
+    for (const std::string& channel : Keys::Get().All()) {
+      for (const char* lane : kLanes) {
+        const bool own = channel == channel_->key && lane == kLanes[lane_];
+        for (int p = 0; p < size() && !own; ++p) {
+          if (p == channel_->rank || arrived_[p]) continue;
+          questions->push_back(
+              {p, channel, lane, Tensor(tensorflow::DT_INT64, {kHeaderSize})});
+        }
+      }
+    }
+    int64_t waiting = waiting_;
+    const int64_t number = questions->size();
+    while (waiting > 0 && number > 0 &&
+           !waiting_.compare_exchange_weak(waiting, waiting + number)) {
+    }
+    if (waiting == 0 || number == 0) {
+      EndJob("");
+      return;
+    }
+    executor_->Ref();
+    Watchdog::Get().Start(std::chrono::seconds(kAnswerSeconds), [self] {
+      self->EndJob("");
+      self->executor_->Unref();
+    });
+    auto* device = static_cast<tensorflow::Device*>(context_->device());
+    tensorflow::CollectiveRemoteAccess* access = executor_->remote_access();
+    for (int64_t q = 0; q < number; ++q) {
+      Question& question = (*questions)[q];
+      const int p = question.process;
+      access->RecvFromPeer(
+          members_[p]->device.name(), members_[p]->task, members_[p]->is_local,
+          Key(question.channel, question.lane, "header", p, channel_->rank, 0),
+          device, nullptr, tensorflow::AllocatorAttributes(), &question.header,
+          device->attributes().locality(), 0, context_->cancellation_manager(),
+          [self, questions, q](const absl::Status& status) {
+            if (status.ok()) {
+              const Question& found = (*questions)[q];
+              self->EndJob(
+                  self->Elsewhere(found.process, found.channel, found.header));
+            }
+            self->Arrive([] {});
+          });
+    }
+  }
+
+  // What a process calls that waits elsewhere.
+  std::string Elsewhere(int process, const std::string& channel,
+                        const Tensor& header) const {
+    const auto fields = header.flat<int64_t>();
+    const auto* text = reinterpret_cast<const char*>(&fields(kName));
+    std::string name(text, strnlen(text, kNameBytes));
+    if (name.empty()) name = kPhases[fields(kPhase)];
+    std::string found = absl::StrCat("Process ", process, " waits in ", name);
+    if (channel != channel_->key) {
+      absl::StrAppend(&found, " of embedding ", channel, ", process ",
+                      channel_->rank, " of embedding ", channel_->key,
+                      " (in the order in which they were made)");
+    }
+    return found + ". ";
+  }
+
+  void EndJob(const std::string& elsewhere) {
+    if (ends_job_.exchange(true)) return;
     const absl::Status status = absl::DeadlineExceededError(absl::StrCat(
         "tpu_embedding: process ", channel_->rank, " waited ",
         channel_->timeout_seconds, " s in ", call_name(), " for process ",
-        Missing(),
-        ", which did not make the same call: it is stuck, is ending, has "
-        "stopped after an error, has no more batches, or waits in another "
-        "call, "
-        "which its own error names. Nothing of this step "
-        "was applied. Give every process the same number of steps (an empty "
+        Missing(), ", which did not make the same call. ",
+        elsewhere.empty() ? "It is stuck, is ending, has stopped after an "
+                            "error, or has no more batches. "
+                          : elsewhere,
+        "Nothing of this step was applied. Give every process the same number "
+        "of steps (an empty "
         "batch counts), and restart all processes from the last checkpoint."));
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -777,6 +892,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   int64_t sequence_ = 0;
   std::vector<Tensor> sent_headers_, headers_, texts_;
   std::atomic<int64_t> waiting_{0};
+  std::atomic<bool> ends_job_{false};
   std::mutex mutex_;
   absl::Status failure_;
 };

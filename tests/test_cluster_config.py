@@ -1,0 +1,64 @@
+"""What the import of the library says of a TF_CONFIG that no strategy can use."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tpu_embedding import cluster_config
+
+TWO = ["localhost:1", "localhost:2"]
+
+
+def config(cluster: Any, kind: str, index: Any) -> str:
+    return json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", ""),
+        ("{}", ""),
+        (config({"worker": TWO}, "worker", 1), ""),
+        (config({"worker": TWO}, "worker", "1"), ""),
+        (config({"worker": {"3": "localhost:1"}}, "worker", 3), ""),
+        (config({"worker": TWO}, "evaluator", 0), ""),
+        (config({"chief": TWO[:1], "worker": TWO[1:]}, "chief", 0), ""),
+        ("{", "cannot be read: JSONDecodeError"),
+        ("[]", "cannot be read: AttributeError"),
+        (config({"worker": TWO}, "worker", 2), "an index is from 0 to 1"),
+        (config({"worker": TWO}, "ps", 0), "type 'ps', and its \"cluster\" has 'work"),
+        (
+            config({"worker": TWO[:1] * 2}, "worker", 0),
+            "worker 0 and worker 1 the same",
+        ),
+        (config({"worker": ["localhost"]}, "worker", 0), "ends with a port"),
+    ],
+)
+def test_a_config_that_is_wrong_names_what(
+    text: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TF_CONFIG", text)
+    found = cluster_config.problem()
+    assert problem in found
+    assert bool(found) == bool(problem)
+
+
+@pytest.mark.second_tier
+def test_the_import_warns_before_tensorflow_starts() -> None:
+    code = "import sys, tpu_embedding; print('tensorflow' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "TF_CONFIG": config({"worker": TWO}, "worker", 2)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.strip() == "False"
+    assert 'TF_CONFIG of this process is wrong: its "task" has index 2' in done.stderr

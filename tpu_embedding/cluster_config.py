@@ -1,0 +1,85 @@
+"""Checks the environment variable TF_CONFIG before TensorFlow connects to a job.
+
+TensorFlow does not: all processes wait for minutes if that of one is wrong. A strategy
+connects in its constructor, so that only the import of the library comes before it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+
+def problem() -> str:
+    """Returns what is wrong with TF_CONFIG under every strategy, or ""."""
+    text = os.environ.get("TF_CONFIG", "")
+    if not text:
+        return ""
+    try:
+        config = json.loads(text)
+        cluster = {job: _addresses(of) for job, of in config.get("cluster", {}).items()}
+        task = config.get("task", {})
+        kind, index = task.get("type"), int(task.get("index") or 0)
+    except (ValueError, TypeError, AttributeError) as error:
+        return f"it cannot be read: {type(error).__name__}: {error}"
+    if not cluster or kind in (None, "evaluator"):
+        return ""  # One process, or one that is in no job.
+    return _problem_of_addresses(cluster) or _problem_of_task(cluster, kind, index)
+
+
+def warn() -> None:
+    """Logs what is wrong with TF_CONFIG.
+
+    Not an error: a process that makes no strategy does not read it.
+    """
+    found = problem()
+    if found:
+        from absl import logging
+
+        logging.warning(
+            "The environment variable TF_CONFIG of this process is wrong: %s. The "
+            "constructor of a strategy would wait for processes that never come. "
+            'Set it to {"cluster": {"worker": ["host:port", ...]}, "task": {"type": '
+            '"worker", "index": 0}}, with the same "cluster" in all processes and '
+            "another index in each.",
+            found,
+        )
+
+
+def _addresses(of: Any) -> dict[int, str]:
+    """The addresses of a job, of which TensorFlow takes a list or a dict, by index."""
+    pairs = of.items() if isinstance(of, dict) else enumerate(of)
+    return {int(index): str(address) for index, address in pairs}
+
+
+def _problem_of_addresses(cluster: dict[str, dict[int, str]]) -> str:
+    tasks: dict[str, str] = {}
+    for job, addresses in cluster.items():
+        for index, address in addresses.items():
+            port = address.rpartition(":")[2]
+            # Of a port above 65535 gRPC keeps the lowest 16 bits.
+            if not port.isdecimal() or not 0 < int(port) < 2**16:
+                return (
+                    f"it gives {job} {index} the address {address!r}, and an address "
+                    "ends with a port from 1 to 65535, as in 'host:2222'"
+                )
+            if address in tasks:
+                return (
+                    f"it gives {tasks[address]} and {job} {index} the same address, "
+                    f"{address!r}"
+                )
+            tasks[address] = f"{job} {index}"
+    return ""
+
+
+def _problem_of_task(cluster: dict[str, dict[int, str]], kind: str, index: int) -> str:
+    if kind not in cluster:
+        jobs = ", ".join(map(repr, cluster))
+        return f'its "task" has type {kind!r}, and its "cluster" has {jobs}'
+    if index not in cluster[kind]:
+        return (
+            f'its "task" has index {index}, and its "cluster" has {len(cluster[kind])} '
+            f"of type {kind!r}: an index is from 0 to {len(cluster[kind]) - 1}"
+        )
+    return ""
