@@ -300,7 +300,7 @@ class HostEngine(Engine):
                 batches=[routed.own] if routed else [],
                 gradients=[g for g in gradients if g is not None],
                 rates=self._rates_to_send() if transport.is_owner else nothing,
-                growing=[first.handle] if self._grows and self._is_owner else [],
+                growing=growing,
                 num_messages=transport.size,
                 has_gradient=[g is not None for g in gradients],
             )
