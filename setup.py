@@ -1,7 +1,7 @@
 """Builds the two custom-op libraries against the TensorFlow of this environment.
 
 pyproject.toml has the metadata of the package. TensorFlow must be visible to the
-build, so pip needs `--no-build-isolation`:
+build, so pip needs `--no-build-isolation`; the first line is for a new environment:
 
     pip install 'tensorflow-cpu==2.21.*'
     pip install --no-build-isolation .
@@ -90,6 +90,7 @@ print(json.dumps([version, sysconfig.get_compile_flags(), sysconfig.get_link_fla
 """
 
 TENSORFLOWS = ("tensorflow", "tensorflow_cpu")
+OTHER_TENSORFLOWS = ("tensorflow", "tensorflow_tpu", "tensorflow_rocm", "tf_nightly")
 WHEEL_FLAGS = (
     *("-D_GLIBCXX_USE_CXX11_ABI=1", "--std=c++17"),
     "-DEIGEN_MAX_ALIGN_BYTES=64",
@@ -143,6 +144,23 @@ def read_tensorflow(folder: pathlib.Path) -> tuple[str, list[str], list[str]]:
         [f"-I{folder}/include", *WHEEL_FLAGS],
         [f"-L{folder}", "-l:libtensorflow_framework.so.2"],
     )
+
+
+def warn_of_another_tensorflow() -> None:
+    """Warns if the extra `cpu` would replace the files of another distribution.
+
+    A build is not told the extras that pip was asked for.
+    """
+    names = {d.name.replace("-", "_") for d in importlib.metadata.distributions()}
+    others = names.intersection(OTHER_TENSORFLOWS)
+    if others and "tensorflow_cpu" not in names:
+        print(
+            f"warning: tpu_embedding: {', '.join(sorted(others))} is installed. The "
+            "extra `cpu` would install tensorflow-cpu over its files, and replace a "
+            "TensorFlow with GPU support. Leave the extra out:\n"
+            "    pip install --no-build-isolation .",
+            file=sys.stderr,
+        )
 
 
 def run(command: list[str]) -> None:
@@ -338,6 +356,7 @@ def extensions() -> list[setuptools.Extension]:
 
 
 if __name__ == "__main__":
+    warn_of_another_tensorflow()
     setuptools.setup(
         # Not in pyproject.toml: setuptools before 77 and since then each refuse the
         # other's syntax, and both are in use.

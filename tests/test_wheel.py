@@ -121,6 +121,32 @@ def setup_py() -> types.ModuleType:
     return module
 
 
+@pytest.mark.parametrize(
+    ("installed", "named"),
+    [
+        (["keras"], ""),
+        (["tensorflow-cpu", "tensorflow"], ""),
+        (["tensorflow"], "tensorflow"),
+        (["tensorflow-rocm", "numpy"], "tensorflow_rocm"),
+    ],
+)
+def test_a_build_beside_another_tensorflow_warns_of_the_extra_cpu(
+    setup_py: types.ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    installed: list[str],
+    named: str,
+):
+    monkeypatch.setattr(
+        setup_py.importlib.metadata,
+        "distributions",
+        lambda: [types.SimpleNamespace(name=name) for name in installed],
+    )
+    setup_py.warn_of_another_tensorflow()
+    warning = capsys.readouterr().err
+    assert f"tpu_embedding: {named} is installed" in warning if named else not warning
+
+
 def test_an_unpacked_tensorflow_has_the_flags_of_an_installed_one(
     setup_py: types.ModuleType,
 ):
