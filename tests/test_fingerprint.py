@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pathlib
@@ -30,6 +31,25 @@ def test_initializers_that_differ_have_different_texts() -> None:
         text = fingerprint.of_initializer(initializer)
         assert text != fingerprint.of_initializer(ones[name]), name
         assert len(text) < 300
+
+
+class Initializer:
+    """Its configuration has a function that exists only while it is read."""
+
+    def __init__(self, value: float) -> None:
+        self._value = value
+
+    def get_config(self) -> dict[str, object]:
+        value = self._value
+        return {"rule": lambda: value}
+
+
+def test_each_function_is_read_although_those_before_it_are_gone() -> None:
+    def text(*values: float) -> str:
+        made = [Initializer(value) for value in values]
+        return fingerprint.of_initializer(functools.partial(len, made))
+
+    assert text(0.0, 1.0, 2.0, 3.0) != text(0.0, 1.0, 2.0, 4.0)
 
 
 def test_processes_of_one_program_have_the_same_texts() -> None:

@@ -113,6 +113,31 @@ def test_lookup_tables_that_a_signature_refers_to_are_saved(
     np.testing.assert_array_equal(found, [[6.0, 7.0, 8.0]])
 
 
+def test_each_of_many_signatures_saves_its_own_lookup_table(
+    tmp_path: pathlib.Path,
+) -> None:
+    def signature(row: int) -> Signature:
+        initializer = tf.lookup.KeyValueTensorInitializer(
+            ["Alien"], tf.constant([row], tf.int64)
+        )
+        table = tf.lookup.StaticHashTable(initializer, -1)
+
+        def look_up(inputs: dict[str, tf.Tensor]) -> tf.Tensor:
+            return table.lookup(inputs["title"])
+
+        return Signature(
+            {"title": tf.TensorSpec([None], tf.string)},
+            lambda inputs: Request({"film": look_up(inputs)}),
+        )
+
+    signatures = {f"row_{row}": signature(row) for row in range(4)}
+    export(TABLE, tmp_path, feature_config=FEATURES, signatures=signatures)
+    served = load(tmp_path)
+    for row in range(4):
+        found = served[f"row_{row}"](title=tf.constant(["Alien"]))["film"]
+        np.testing.assert_array_equal(found, next(iter(TABLE.values()))[row : row + 1])
+
+
 class Hidden:
     """Neither trackable nor a dataclass."""
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import types
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ class _Reading:
     """One reading of a callable."""
 
     def __init__(self) -> None:
-        self._functions: set[int] = set()  # By address; the callable keeps them alive.
+        self._functions: set[Callable[..., Any]] = set()
 
     def called(self, value: Any, depth: int) -> str:
         """What is known of a callable that makes the numbers."""
@@ -74,9 +74,9 @@ class _Reading:
 
     def _function(self, function: types.FunctionType, depth: int) -> str:
         name = function.__qualname__
-        if id(function) in self._functions or _is_of_library(function):
+        if function in self._functions or _is_of_library(function):
             return name
-        self._functions.add(id(function))
+        self._functions.add(function)
         cells = []
         for cell in function.__closure__ or ():
             try:

@@ -290,16 +290,16 @@ class _Module(tf.Module):
             self.users = list(_trackables(users))
 
 
-def _trackables(value: Any, seen: set[int] | None = None) -> Iterator[Any]:
+def _trackables(value: Any, seen: dict[int, Any] | None = None) -> Iterator[Any]:
     """The trackable objects of a value: in containers, and those functions refer to.
 
     A tf.lookup table or a Keras layer in the closure or the globals of a function is
     no attribute of anything that TensorFlow would save.
     """
-    seen = set() if seen is None else seen
+    seen = {} if seen is None else seen
     if id(value) in seen:
         return
-    seen.add(id(value))
+    seen[id(value)] = value  # A value that is kept does not pass its id to another.
     if isinstance(value, tf.__internal__.tracking.Trackable):
         yield value
     elif isinstance(value, types.MethodType):
