@@ -31,7 +31,7 @@ from tpu_embedding.engines.base import RowChanges, TableStore
 from tpu_embedding.engines.process_group import calling
 from tpu_embedding.engines.telemetry import Counts
 from tpu_embedding.inputs import IdBatch, InputKind, to_id_batch
-from tpu_embedding.layout.output_shapes import OutputShapes
+from tpu_embedding.layout.output_shapes import InputShapes, OutputShapes
 from tpu_embedding.layout.partition import TableLayout
 from tpu_embedding.layout.plan import UPDATES, Plan, TableSpec
 from tpu_embedding.layout.stacking import Layout
@@ -174,6 +174,11 @@ class Core(EngineTables):
         layout = self.lay_out()
         assert layout is not None
         return layout.tables
+
+    @property
+    def inputs(self) -> InputShapes:
+        """The inputs declared or looked up so far."""
+        return self.output_shapes.inputs
 
     def set_batch_size(self, size: int | None) -> None:
         """Fixes the batch size of a replica, unless `size` is None."""

@@ -168,7 +168,12 @@ class TPUEmbeddingV0(RestoresLayouts):
             spec.index: VariableReader(self._variables[spec.name][PARAMETERS])
             for spec in self._plan.tables
         }
-        lookup = FeatureLookup(self._plan, readers, check_numerics=self.check_numerics)
+        lookup = FeatureLookup(
+            self._plan,
+            readers,
+            check_numerics=self.check_numerics,
+            inputs=self.core.inputs,
+        )
         if self._topology.program() is None:
             return self._structure.pack(lookup(specs, values, flat))
         on_host = self._topology.on_host

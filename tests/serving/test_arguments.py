@@ -61,6 +61,96 @@ def test_a_signature_of_ones_own(tmp_path: pathlib.Path) -> None:
         signatures["ask"](title=tf.constant(["Cube"]), more=tf.zeros([1, 1]))
 
 
+def _examples(rows: list[list[int]]) -> tf.Tensor:
+    lists = [tf.train.Int64List(value=row) for row in rows]
+    features = [{"film": tf.train.Feature(int64_list=ids)} for ids in lists]
+    made = [tf.train.Example(features=tf.train.Features(feature=f)) for f in features]
+    return tf.constant([example.SerializeToString() for example in made])
+
+
+def _train(how: str, num_ids: int = 1) -> Any:
+    """An embedding or layer whose batches are [2, 3, num_ids]."""
+    batch = {"film": tf.reshape(tf.range(6 * num_ids) % V, [2, 3, num_ids])}
+    features = {"film": te.FeatureConfig(te.TableConfig(V, D, combiner="sum"))}
+    if how == "layer":
+        layer = te.keras.TPUEmbedding(features, te.SGD(0.1))
+        layer(batch)
+        return layer
+    if how == "functional":
+        layer = te.keras.TPUEmbedding(features, te.SGD(0.1))
+        layer({"film": keras.Input([3, num_ids], dtype="int64", name="film")})
+        return layer
+    kind: Any = {"V2": te.TPUEmbeddingV2, "V0": te.TPUEmbeddingV0}
+    embedding = kind.get(how, te.TPUEmbedding)(features, te.SGD(0.1))
+    if how == "build":
+        embedding.build({"film": tf.TensorShape([2, 3, num_ids])})
+    elif how == "batch":
+        embedding.enqueue(batch)
+        embedding.apply_gradients(embedding.dequeue())
+    else:
+        embedding(batch)
+    return embedding
+
+
+SEVERAL_AXES = ["batch", "build", "V2", "V0", "layer", "functional"]
+
+
+@pytest.mark.parametrize("how", SEVERAL_AXES)
+def test_a_feature_is_served_with_the_axes_that_training_read(
+    how: str, tmp_path: pathlib.Path
+) -> None:
+    source = _train(how)
+    (table,) = source.embedding_tables.values()
+    values = np.asarray(table)
+    export(source, tmp_path)
+    served = load(tmp_path)
+    rows = [[0, 1, 2], [3, 4, 5], [2, 2], []]
+    # The activation of a position without an id is zeros.
+    expected = np.zeros([4, 3, D], np.float32)
+    for sample, ids in enumerate(rows):
+        expected[sample, : len(ids)] = values[ids]
+    ragged = tf.ragged.constant(rows, tf.int64, row_splits_dtype=tf.int64)
+    answers = {
+        "examples": served["examples"](examples=_examples(rows)),
+        "ragged": served["ragged"](
+            film_values=ragged.values, film_row_splits=ragged.row_splits
+        ),
+    }
+    dense = tf.constant([[[0, 5], [1, 1], [2, 0]]], tf.int64)
+    answer = served["dense"](film=dense)["film"]
+    np.testing.assert_array_equal(answer, values[dense].sum(-2))
+    for kind, found in answers.items():
+        assert served[kind].structured_outputs["film"].shape == (None, 3, D)
+        np.testing.assert_array_equal(found["film"], expected, kind)
+
+
+@pytest.mark.parametrize("how", SEVERAL_AXES)
+@pytest.mark.parametrize("num_ids", [2, 0])
+def test_ragged_rows_that_do_not_tell_their_positions_are_refused(
+    how: str, num_ids: int, tmp_path: pathlib.Path
+) -> None:
+    source = _train(how, num_ids)
+    for kind in ("ragged", "examples"):
+        with pytest.raises(ValueError, match=r"film.*Pass `signatures=\[\"dense"):
+            export(source, tmp_path, signatures=[kind])
+    assert not list(tmp_path.iterdir())
+    export(source, tmp_path, signatures=["dense", "sparse"])
+    answer = load(tmp_path)["dense"](film=tf.zeros([1, 3, 4], tf.int64))["film"]
+    assert answer.shape == (1, 3, D)
+
+
+def test_positions_of_batches_that_differ_are_not_told_by_ragged_rows(
+    tmp_path: pathlib.Path,
+) -> None:
+    embedding = _train("batch")
+    with pytest.raises(ValueError, match="does not match"):  # It counts for nothing.
+        embedding.enqueue({"film": tf.zeros([2, 4], tf.int64)})
+    export(embedding, tmp_path / "1")
+    embedding.enqueue({"film": tf.zeros([2, 4, 1], tf.int64)}, training=False)
+    with pytest.raises(ValueError, match="an equal number of positions"):
+        export(embedding, tmp_path / "2")
+
+
 def lookup_table() -> Any:
     keys = tf.lookup.KeyValueTensorInitializer(["Alien", "Brazil"], tf.range(2, 4))
     return tf.lookup.StaticHashTable(keys, -1)

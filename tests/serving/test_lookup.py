@@ -178,7 +178,7 @@ def test_sizes_of_batches(size: int) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_another_batch_size_than_that_of_the_output_shape(mode: str) -> None:
-    """As TensorFlow's: only ragged rows fill the output shape."""
+    """Ragged rows fill an output shape of several axes."""
     table = films(combiner="sum")
     config = {
         "one": te.FeatureConfig(table, output_shape=[8]),
@@ -204,10 +204,11 @@ def test_another_batch_size_than_that_of_the_output_shape(mode: str) -> None:
         np.testing.assert_array_equal(
             found["sparse"], [VALUES[1] + VALUES[2], VALUES[3]]
         )
-    for rows in (3, 4):  # Also where TensorFlow's would cut each row into two samples.
-        ragged = {"one": tf.ragged.constant([[1]] * rows)}
-        with pytest.raises(ValueError, match=r"one.*\(8,\).*FeatureConfig.output_sha"):
-            serving(ragged)
+    for rows in (0, 3, 8, 20):
+        ragged = tf.ragged.constant([[1]] * rows, tf.int64, ragged_rank=1)
+        assert serving({"one": ragged})["one"].shape == (rows, D)
+    with pytest.raises(ValueError, match=r"two.*\(8, 2\).*FeatureConfig.output_sha"):
+        serving({"two": tf.ragged.constant([[1]] * 3)})
     wrong = {"two": tf.constant([[[1], [2], [3]]])}
     with pytest.raises(ValueError, match=r"two.*\(None, 2\)"):
         serving(wrong)

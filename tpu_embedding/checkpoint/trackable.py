@@ -22,6 +22,7 @@ from tpu_embedding.checkpoint.sparse_core_format import (
 from tpu_embedding.checkpoint.tensorflow_format import Bundle, read_tensorflow
 from tpu_embedding.checkpoint.writing import NoProgress
 from tpu_embedding.engines.base import Engine, GrowingState, TableStore
+from tpu_embedding.layout.output_shapes import InputShapes
 from tpu_embedding.layout.partition import TableLayout
 from tpu_embedding.layout.plan import UPDATES, Plan
 from tpu_embedding.nest_utils import Structure
@@ -85,7 +86,11 @@ class StoredTables(abc.ABC):
 
 
 class VariableTables(StoredTables):
-    """Tables that are one variable each, or a copy in each replica."""
+    """Tables that are one variable each, or a copy in each replica.
+
+    Attributes:
+      inputs: The inputs that were looked up so far.
+    """
 
     def __init__(
         self,
@@ -100,6 +105,7 @@ class VariableTables(StoredTables):
         self.plan, self.structure = plan, structure
         self.check_numerics = check_numerics
         self._variables, self._growing = variables, growing
+        self.inputs = InputShapes(len(plan.features))
 
     def growing(self) -> dict[str, GrowingState]:
         """See `StoredTables.growing`."""

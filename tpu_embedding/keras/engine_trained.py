@@ -353,6 +353,7 @@ class EngineTrainedTables:
             check_numerics=self._check_numerics,
             batch_size=self._batch_size if checked else None,
             any_batch_size=not own,
+            inputs=self.core.inputs if own else None,
         )
         activations = lookup(plan.features, values, weights)
         if not trainable or tf.executing_eagerly():

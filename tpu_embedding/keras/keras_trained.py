@@ -122,5 +122,6 @@ class KerasTrainedTables(VariableTables):
             },
             check_numerics=self.check_numerics,
             any_batch_size=plan is not self.plan,
+            inputs=self.inputs if plan is self.plan else None,
         )
         return lookup(plan.features, values, weights)

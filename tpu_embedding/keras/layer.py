@@ -562,6 +562,10 @@ class TPUEmbedding(SavesTables, keras_api.Layer):
             symbols.as_samples(ids, alone),
             symbols.as_samples(of_weights, alone),
         )
+        core = self._built.tables.core
+        if serving_config is None and core is not None:
+            for spec, symbol in zip(wanted.plan.features, ids, strict=True):
+                core.inputs.add(spec.index, symbol.shape)
         shapes = [
             (*symbol.shape, shape[-1]) if each else shape
             for symbol, shape, each in zip(ids, shapes, alone, strict=True)

@@ -38,10 +38,38 @@ def from_input(path: str, feature: FeatureConfig, shape: Shape) -> Shape:
     return (*rows, length) if length else rows
 
 
+class InputShapes:
+    """The inputs that each feature has had, as far as their shapes agree."""
+
+    def __init__(self, num_features: int) -> None:
+        self._inner: list[Shape | None] = [None] * num_features
+
+    def add(self, feature: int, shape: Shape) -> None:
+        """Adds the static shape of a dense or sparse input."""
+        known, inner = self._inner[feature], shape[1:]
+        if known is not None and known != inner and len(known) == len(inner):
+            pairs = zip(known, inner, strict=True)
+            inner = tuple(a if a == b else None for a, b in pairs)
+        self._inner[feature] = inner
+
+    def copy(self) -> InputShapes:
+        """A copy that later inputs do not change."""
+        copied = InputShapes(0)
+        copied._inner = list(self._inner)
+        return copied
+
+    def inner(self, feature: int) -> Shape | None:
+        """The shape without the first axis; an axis that differs is None."""
+        return self._inner[feature]
+
+
 class OutputShapes:
     """The declared output shapes.
 
     Sources by descending priority: `FeatureConfig.output_shape`, build(), `batch_size`.
+
+    Attributes:
+      inputs: The inputs declared or checked so far.
     """
 
     def __init__(self, features: Sequence[FeatureSpec]) -> None:
@@ -53,6 +81,7 @@ class OutputShapes:
             for spec in features
         ]
         self._ranks: list[int | None] = [None] * len(self._features)
+        self.inputs = InputShapes(len(self._features))
         self._batch_size: int | None = None
 
     def declare_inputs(self, shapes: Sequence[Shape], source: str) -> None:
@@ -69,6 +98,8 @@ class OutputShapes:
             incoming = from_input(spec.path, spec.config, shape)
             declared.append(self._merge(spec, incoming, source))
         self._declared = declared
+        for spec, given in zip(self._features, shapes, strict=True):
+            self.inputs.add(spec.index, given)
 
     def set_batch_size(self, batch_size: int) -> None:
         """Declares the rows per replica of every input without an output shape."""
@@ -105,12 +136,12 @@ class OutputShapes:
 
     @contextlib.contextmanager
     def forgets_refused(self) -> Iterator[None]:
-        """Restores the ranks if the body of the context refuses its batch."""
-        ranks = list(self._ranks)
+        """Forgets the inputs of the batch that the body of the context refuses."""
+        ranks, inputs = list(self._ranks), self.inputs.copy()
         try:
             yield
         except BaseException:
-            self._ranks = ranks
+            self._ranks, self.inputs = ranks, inputs
             raise
 
     def declared(self, feature: int) -> Declared | None:
@@ -196,6 +227,8 @@ class OutputShapes:
             raise self._mismatch(spec, declared, incoming, source)
         if self._ranks[feature] is None:
             self._ranks[feature] = len(incoming)
+        if not ragged:
+            self.inputs.add(feature, shape)
 
     def _check_undeclared(self, feature: int, incoming: Shape, source: str) -> None:
         spec = self._features[feature]

@@ -9,7 +9,12 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding.inputs import IdBatch, InputKind, to_id_batch
-from tpu_embedding.layout.output_shapes import OutputShapes, Shape, from_input
+from tpu_embedding.layout.output_shapes import (
+    InputShapes,
+    OutputShapes,
+    Shape,
+    from_input,
+)
 from tpu_embedding.layout.plan import FeatureSpec, Plan, refuse_custom
 from tpu_embedding.lookup.combine import (
     combine,
@@ -32,8 +37,11 @@ class FeatureLookup:
       max_samples: The largest number of samples that sparse input may claim to have.
       check_numerics: Whether weights must be finite.
       batch_size: The size that static shapes must agree with, or None for any size.
-      any_batch_size: Whether dense and sparse features may have another batch size than
-        their `output_shape`; ragged features fill it.
+      any_batch_size: Whether features may have another batch size than their
+        `output_shape`. Ragged features fill one of several axes.
+      positions: By path, for features whose ragged rows are samples of several
+        positions: their number, or None if ragged rows do not tell the positions.
+      inputs: Receives the shapes of inputs, or None.
     """
 
     plan: Plan
@@ -42,6 +50,8 @@ class FeatureLookup:
     check_numerics: bool = False
     batch_size: int | None = None
     any_batch_size: bool = False
+    positions: Mapping[str, int | None] = dataclasses.field(default_factory=dict)
+    inputs: InputShapes | None = None
 
     def __call__(
         self,
@@ -54,8 +64,9 @@ class FeatureLookup:
         for chosen in self._choose(specs, values, weights):
             activation = combine(chosen.selection, self._reader(chosen.spec))
             activation.set_shape((*chosen.shape, self._dim(chosen.spec)))
-            is_declared = chosen.spec.config.output_shape is not None
-            if not (is_declared and chosen.batch.kind is InputKind.RAGGED):
+            declared = chosen.spec.config.output_shape
+            fills = declared is not None and len(declared) > 1
+            if not (fills and chosen.batch.kind is InputKind.RAGGED):
                 static = tuple(chosen.batch.static_shape.as_list())
                 rows = from_input(chosen.spec.path, chosen.spec.config, static)
                 activation.set_shape((*rows, self._dim(chosen.spec)))
@@ -95,12 +106,16 @@ class FeatureLookup:
     ) -> list[_Chosen]:
         refuse_custom([self.plan.tables[s.table] for s in specs], optimizers=False)
         # Renumber them: these may be only some of the features of the plan.
+        numbers = [spec.index for spec in specs]
         specs = [dataclasses.replace(s, index=i) for i, s in enumerate(specs)]
         batches = [
             to_id_batch(spec.path, value, weight)
             for spec, value, weight in zip(specs, values, weights, strict=True)
         ]
         shapes = self._check_shapes(specs, batches)
+        for number, batch in zip(numbers, batches, strict=True):
+            if self.inputs is not None and batch.kind is not InputKind.RAGGED:
+                self.inputs.add(number, tuple(batch.static_shape.as_list()))
         selections = select(
             [
                 FeatureInput(
@@ -110,6 +125,7 @@ class FeatureLookup:
                     declared=shapes.declared(spec.index),
                     check_numerics=self.check_numerics,
                     max_samples=self.max_samples,
+                    positions=self._positions(spec, batch),
                 )
                 for spec, batch in zip(specs, batches, strict=True)
             ]
@@ -118,6 +134,21 @@ class FeatureLookup:
             _Chosen(spec, batch, selection, shapes.activation(spec.index))
             for spec, batch, selection in zip(specs, batches, selections, strict=True)
         ]
+
+    def _positions(self, spec: FeatureSpec, batch: IdBatch) -> int:
+        """The positions of each ragged row that is one sample, else 0."""
+        if batch.kind is not InputKind.RAGGED:
+            return 0
+        positions = self.positions.get(spec.path, 0)
+        if positions is None:
+            raise ValueError(
+                f"Feature {spec.path} was trained on inputs of several axes, and its "
+                "ragged rows do not tell which ids belong together: that takes one id "
+                "for each position, and an equal number of positions in each batch. "
+                'Pass `signatures=["dense", "sparse"]`, or set '
+                "FeatureConfig(output_shape), which ragged rows fill."
+            )
+        return positions
 
     def _reader(self, spec: FeatureSpec) -> TableReader:
         config = self.plan.tables[spec.table].config
@@ -136,9 +167,11 @@ class FeatureLookup:
             shape = tuple(batch.static_shape.as_list())
             ragged = batch.kind is InputKind.RAGGED
             for declared in (expected, shapes):
-                if self.any_batch_size and not ragged:
+                known = spec.config.output_shape or ()
+                if self.any_batch_size and not (ragged and len(known) > 1):
                     declared.allow_any_batch_size(spec.index)
-                declared.check_input(spec.index, shape, ragged=ragged)
+                if not self._positions(spec, batch):
+                    declared.check_input(spec.index, shape, ragged=ragged)
         return shapes
 
 

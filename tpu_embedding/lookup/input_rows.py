@@ -44,6 +44,8 @@ class FeatureInput:
       declared: The output shape that was declared, or None.
       check_numerics: Whether weights must be finite.
       max_samples: The largest number of samples that the input may have.
+      positions: Where each ragged row is a sample of the declared shape, the number
+        of its positions; else 0.
       max_rows: int64 scalar, the largest number of rows that an input with this many
         ids may have. Set by `with_sizes` if `claims`.
       num_indices: int64 scalar, the size of the indices of an input with this many
@@ -56,6 +58,7 @@ class FeatureInput:
     declared: Declared | None
     check_numerics: bool
     max_samples: int = MAX_SAMPLES
+    positions: int = 0
     max_rows: tf.Tensor | None = None
     num_indices: tf.Tensor | None = None
 
@@ -186,7 +189,11 @@ def output_axes(
     length, declared = feature.spec.config.max_sequence_length, feature.declared
     if not length and declared and feature.batch.kind is InputKind.RAGGED:
         (count,) = rows.axes
-        return _filled(feature, declared, count)
+        if not feature.positions:
+            return _filled(feature, declared, count)
+        axes = [count, *(tf.constant(a, tf.int64) for a in declared.shape[1:])]
+        positions = tf.constant(feature.positions, tf.int64)
+        return axes, positions, lambda: _check_size(feature, axes, feature.max_samples)
     axes, positions = rows.axes, None
     if length:
         positions = tf.constant(length, tf.int64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -14,7 +15,8 @@ from tpu_embedding.checkpoint.writing import in_all_processes, require_alike
 from tpu_embedding.embedding_v0 import TPUEmbeddingV0
 from tpu_embedding.engines.process_group import calling
 from tpu_embedding.errors import argument_type
-from tpu_embedding.layout.plan import Plan
+from tpu_embedding.layout.output_shapes import InputShapes
+from tpu_embedding.layout.plan import FeatureSpec, Plan
 from tpu_embedding.lookup.features import FeatureLookup
 from tpu_embedding.lookup.input_rows import MAX_SAMPLES
 from tpu_embedding.nest_utils import Structure
@@ -147,7 +149,7 @@ def export(
         )
     share = _share(deltas)
     _check_mapped(mapped, share, os.fspath(path))
-    exported = _read_source(source, feature_config, invalid_ids)
+    exported = _with_known_shapes(_read_source(source, feature_config, invalid_ids))
     plan = exported.plan
     named = _make_signatures(signatures, exported, weighted, dense_inputs or {})
     if model is None:
@@ -179,6 +181,7 @@ def export(
         most_samples,
         check_numerics=exported.check_numerics,
         any_batch_size=True,
+        positions=exported.positions,
     )
     serving = _Served(exported, lookup, model)
     functions = {name: serving.function(signature) for name, signature in named.items()}
@@ -276,12 +279,16 @@ class _Exported:
       structure: Structure of the features.
       tables: By index.
       check_numerics: Whether weights must be finite.
+      inputs: The inputs that the source has had, or None if it does not know.
+      positions: See `FeatureLookup`.
     """
 
     plan: Plan
     structure: Structure
     tables: list[Source]
     check_numerics: bool = False
+    inputs: InputShapes | None = None
+    positions: Mapping[str, int | None] = dataclasses.field(default_factory=dict)
 
 
 def _read_source(source: Any, feature_config: Any, invalid_ids: Any) -> _Exported:
@@ -307,7 +314,9 @@ def _read_source(source: Any, feature_config: Any, invalid_ids: Any) -> _Exporte
             ]
         else:
             tables = _gathered(core.plan, source.embedding_tables, core.growing())
-        return _Exported(core.plan, core.structure, tables, core.check_numerics)
+        return _Exported(
+            core.plan, core.structure, tables, core.check_numerics, core.inputs
+        )
     if not isinstance(source, Mapping):
         raise TypeError(
             "The first argument of export must be a TPUEmbedding, a TPUEmbeddingV2, a "
@@ -323,6 +332,34 @@ def _read_source(source: Any, feature_config: Any, invalid_ids: Any) -> _Exporte
         )
     plan = plan_of(convert_features(feature_config, invalid_ids))
     return _Exported(plan, Structure(feature_config), _gathered(plan, source))
+
+
+def _with_known_shapes(exported: _Exported) -> _Exported:
+    """With the axes that build() or batches gave to features, after the batch.
+
+    `FeatureConfig.output_shape` goes before them, and ragged rows fill it. Of other
+    shapes a ragged row is a sample: with training's inputs [B, n, 1] it has n ids.
+    """
+    if exported.inputs is None:
+        return exported
+    features: list[FeatureSpec] = []
+    positions: dict[str, int | None] = {}
+    for spec in exported.plan.features:
+        config, inner = spec.config, exported.inputs.inner(spec.index)
+        declared = config.output_shape is not None and (
+            spec.shape_source == FeatureSpec.shape_source
+        )
+        if inner is None or len(inner) < 2 or declared or config.max_sequence_length:
+            features.append(spec)
+            continue
+        sizes = [size for size in inner if size]
+        known = inner[-1] == 1 and len(sizes) == len(inner)
+        positions[spec.path] = math.prod(sizes) if known else None
+        config = dataclasses.replace(config, output_shape=(None, *inner[:-1]))
+        source = "build() or the batches of training"
+        features.append(dataclasses.replace(spec, config=config, shape_source=source))
+    plan = dataclasses.replace(exported.plan, features=tuple(features))
+    return dataclasses.replace(exported, plan=plan, positions=positions)
 
 
 def _require_different_outputs(plan: Plan) -> None:
