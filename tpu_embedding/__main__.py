@@ -75,6 +75,11 @@ def _add_delta(parser: argparse.ArgumentParser) -> None:
 
 def _add_place(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", help="an export whose tables are mapped")
+    parser.add_argument(
+        "--no-verify",
+        action="store_true",
+        help="do not compare the files with their checksums, which reads them",
+    )
     _runs(parser, "serving.mapping", "run")
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from serving.exported import Trained, graph_of
 
 import tpu_embedding as te
 from tpu_embedding.__main__ import main
+from tpu_embedding.serving import mapping
 from tpu_embedding.serving.mapping import place
 from tpu_embedding.serving.quantization import STORAGES
 
@@ -138,6 +141,102 @@ def test_a_wrong_file_is_named_and_nothing_changes(
     with pytest.raises(tf.errors.DataLossError, match=r"1\.table is missing"):
         place(path)
     assert (path / "saved_model.pb").read_bytes() == before
+
+
+@pytest.fixture(name="damaged")
+def make_damaged(tmp_path: pathlib.Path) -> tuple[pathlib.Path, te.TableConfig]:
+    """An export of 2.5 MiB, of whose file one bit in the second MiB is flipped."""
+    films = te.TableConfig(5 << 10, 128, name="films")
+    te.serving.export(
+        {films: tf.ones([5 << 10, 128])},
+        tmp_path / "model",
+        feature_config={"film": te.FeatureConfig(films)},
+        signatures=["dense"],
+        mapped=True,
+    )
+    with open(tmp_path / "model" / "mapped" / "0.table", "r+b") as file:
+        file.seek((1 << 20) + 12345)
+        octet = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([octet ^ 4]))
+    return tmp_path / "model", films
+
+
+def _serve(path: pathlib.Path, table: te.TableConfig, **options: bool) -> Any:
+    config = {"film": te.FeatureConfig(table)}
+    return te.TPUEmbeddingForServing(config, None, mapped=path, **options)
+
+
+def test_a_flipped_bit_is_named_and_nothing_changes(
+    damaged: tuple[pathlib.Path, te.TableConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, films = damaged
+    before = (path / "saved_model.pb").read_bytes()
+    message = r"0\.table is damaged in its MiB 1, .* `verify=False` reads"
+    with pytest.raises(tf.errors.DataLossError, match=message):
+        place(path)
+    with pytest.raises(tf.errors.DataLossError, match=message):
+        _serve(path, films)
+    assert (path / "saved_model.pb").read_bytes() == before
+    assert main(["place", str(path), "--no-verify"]) == 0
+    assert capsys.readouterr().out.splitlines() == [str(path / "mapped" / "0.table")]
+    found = _serve(path, films, verify=False)({"film": tf.constant([0, 5119])})
+    np.testing.assert_array_equal(found["film"], np.ones([2, 128]))
+
+
+def test_an_export_without_checksums_is_read(
+    damaged: tuple[pathlib.Path, te.TableConfig],
+) -> None:
+    path, films = damaged
+    described = path / "mapped" / "tables.json"
+    (table,) = json.loads(described.read_text())
+    assert [len(sums) for sums in table.pop("checksums").values()] == [3]
+    described.write_text(json.dumps([table]))
+    place(path)
+    _serve(path, films)
+    described.unlink()  # As at first.
+    place(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text[:-1], r"tables\.json is damaged"),
+        (lambda text: text[: len(text) // 2], r"tables\.json is damaged"),
+        (lambda _: "", r"tables\.json is damaged"),
+        (lambda _: "[]", r"tables\.json lacks the table of file 0\.table"),
+        (lambda text: text.replace("sums", "sumz"), r"tables\.json is damaged"),
+        (lambda text: text.replace('"table"', '"tuble"'), "lacks the checksums of pa"),
+        (lambda text: text.replace("]}}", ", 7]}}"), "damaged in its MiB 3"),
+        (lambda text: text.replace("]}}", ', "7"]}}'), "of table films is no integer"),
+        (lambda text: text.replace("{", "[", 1).replace("}}]", "}]]"), "is damaged"),
+    ],
+)
+def test_a_description_that_was_cut_or_changed_is_refused(
+    change: Callable[[str], str], message: str, tmp_path: pathlib.Path
+) -> None:
+    films = te.TableConfig(5 << 10, 128, name="films")
+    te.serving.export(
+        {films: tf.ones([5 << 10, 128])},
+        tmp_path,
+        feature_config={"film": te.FeatureConfig(films)},
+        signatures=["dense"],
+        mapped=True,
+    )
+    described = tmp_path / "mapped" / "tables.json"
+    changed = change(described.read_text())
+    assert changed != described.read_text()
+    described.write_text(changed)
+    with pytest.raises(tf.errors.DataLossError, match=message):
+        place(tmp_path)
+    with pytest.raises((tf.errors.DataLossError, ValueError)):
+        _serve(tmp_path, films)
+
+
+def test_the_checksum_is_crc_32c() -> None:
+    assert mapping.crc32c(b"123456789") == 0xE3069283  # The check value of CRC-32C.
+    assert mapping.crc32c(bytes(32)) == 0x8A9136AA  # RFC 3720, B.4.
+    assert mapping.crc32c(b"") == 0
 
 
 def test_what_is_refused(trained: Trained, tmp_path: pathlib.Path) -> None:
@@ -265,6 +364,12 @@ def test_what_our_programs_refuse(trained: Trained, tmp_path: pathlib.Path) -> N
         with pytest.raises(ValueError, match=message):
             te.TPUEmbeddingForServing(te.FeatureConfig(table), None, mapped=path)
     exported.export(trained, tmp_path / "loaded", signatures=["ragged"])
+    config = te.FeatureConfig(te.TableConfig(23, 4))
+    with pytest.raises(ValueError, match="`verify=False` leaves out the check of the"):
+        te.TPUEmbeddingForServing(config, None, verify=False)
+    wrong: Any = "no"
+    with pytest.raises(TypeError, match="`verify` must be a bool"):
+        te.TPUEmbeddingForServing(config, None, mapped=path, verify=wrong)
     with pytest.raises(ValueError, match="loaded maps no tables"):
         in_our_program(trained, tmp_path / "loaded")
     tags = te.TableConfig(te.GrowingVocabulary(9), 4, name="tags")

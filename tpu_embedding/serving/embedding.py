@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding import distribution
+from tpu_embedding import distribution, errors
 from tpu_embedding.checkpoint.trackable import RestoresLayouts, VariableTables
 from tpu_embedding.engines import GrowingState
 from tpu_embedding.nest_utils import Structure, flatten_with_paths
@@ -65,6 +65,7 @@ class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrack
         *,
         invalid_ids: str | None = None,
         mapped: str | os.PathLike[str] | None = None,
+        verify: bool = True,
     ) -> None:
         """Reads the configuration; tables are made by build or the first lookup.
 
@@ -78,16 +79,18 @@ class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrack
             (also if None), "drop" or "mod". A TableConfig of this package has its own.
           mapped: The folder of an export with `mapped`, in whose files rows are looked
             up. There are no variables then, and checkpoints are not restored.
+          verify: Whether to compare the files of `mapped` with their checksums, which
+            reads them.
 
         Raises:
           RuntimeError: If created under a TPU strategy, or if `mapped` is given and the
             custom-op library cannot be loaded.
-          ValueError: If the configuration is wrong, or the export in `mapped` lacks a
-            table.
+          ValueError: If the configuration is wrong, the export in `mapped` lacks a
+            table, or `verify` is False without `mapped`.
           NotImplementedError: If an option is not supported here, or a mapped table
             grows.
-          tf.errors.DataLossError: If a file of a mapped table is missing or has another
-            size.
+          tf.errors.DataLossError: If a file of a mapped table is missing, damaged or
+            has another size.
         """
         if distribution.is_tpu():
             raise RuntimeError(
@@ -102,6 +105,13 @@ class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrack
                 f"{experimental_sparsecore_restore_info!r}`: it restores whole tables. "
                 "Leave it at None; checkpoints of SparseCores are restored without it."
             )
+        if not isinstance(verify, bool):
+            raise errors.argument_type("verify", verify, "a bool")
+        if mapped is None and not verify:
+            raise ValueError(
+                "`verify=False` leaves out the check of the files of `mapped`, and "
+                "there are none. Pass `mapped`, or leave it out."
+            )
         converted = convert_features(feature_config, invalid_ids)
         self._structure = Structure(feature_config)
         self._plan = plan_of(converted, convert_optimizer(optimizer), growing=True)
@@ -112,7 +122,7 @@ class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrack
         self._mapped = None if mapped is None else os.fspath(mapped)
         if self._mapped is not None:
             specs = self._plan.tables
-            readers = open_tables(self._mapped, specs)
+            readers = open_tables(self._mapped, specs, verify=verify)
             lookup = FeatureLookup(self._plan, readers, any_batch_size=True)
             self._tables = _Tables([], lookup, {})
         freeze_configs(feature_config)

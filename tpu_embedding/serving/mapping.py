@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
+import itertools
 import json
 import math
 import os
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +34,10 @@ FOLDER = "mapped"
 _TABLES = f"{FOLDER}/tables.json"
 _OP, _PATH = "ImmutableConst", "memory_region_name"
 _UNFINISHED = ".unfinished"
+_BLOCK = 1 << 20  # Bytes of a file that have a checksum of their own.
+# A record of TensorFlow: the length of the data, its checksum, the data, its checksum.
+_BEFORE_DATA = 12
+_MASK = 0xA282EAD8
 
 
 class MappedPart:
@@ -68,13 +75,24 @@ class MappedPart:
 
 @dataclasses.dataclass(frozen=True)
 class MappedTable:
-    """A table of an export, as the file of its tables describes it."""
+    """A table of an export, as the file of its tables describes it.
+
+    Attributes:
+      checksums: By part the CRC-32C of each `_BLOCK` of its file; none in exports that
+        were written before there were checksums.
+    """
 
     name: str
     rows: int
     dim: int
     storage: str
     grows: bool = False
+    checksums: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        sums = [value for part in self.checksums.values() for value in part]
+        if not all(type(value) is int for value in sums):
+            raise TypeError(f"a checksum of table {self.name} is no integer")
 
 
 def file_of(table: int, part: str) -> str:
@@ -87,11 +105,73 @@ def write_files(
 ) -> None:
     """Writes the parts of tables, by file in their order, into a model's folder."""
     tf.io.gfile.makedirs(f"{model}/{FOLDER}")
+    sums: dict[str, _Checksums] = {}
     for piece in pieces:
+        octets = piece.values.tobytes()
         with open(f"{model}/{piece.key}", "ab") as file:
-            file.write(piece.values.tobytes())
+            file.write(octets)
+        sums.setdefault(piece.key, _Checksums()).add(octets)
+    described = []
+    for number, table in enumerate(tables):
+        prefix = file_of(number, "")
+        parts = {
+            key.removeprefix(prefix): own.finish()
+            for key, own in sums.items()
+            if key.startswith(prefix)
+        }
+        described.append(dataclasses.asdict(table) | {"checksums": parts})
     with open(f"{model}/{_TABLES}", "w", encoding="utf-8") as file:
-        json.dump([dataclasses.asdict(table) for table in tables], file)
+        json.dump(described, file)
+
+
+class _Checksums:
+    """The checksums of a file that is written piece by piece."""
+
+    def __init__(self) -> None:
+        self._sums: list[int] = []
+        self._rest = b""
+
+    def add(self, octets: bytes) -> None:
+        """Takes the next octets of the file."""
+        octets = self._rest + octets
+        whole = len(octets) - len(octets) % _BLOCK
+        for begin in range(0, whole, _BLOCK):
+            self._sums.append(crc32c(octets[begin : begin + _BLOCK]))
+        self._rest = octets[whole:]
+
+    def finish(self) -> list[int]:
+        """The checksums, with that of a last block that is shorter."""
+        return [*self._sums, crc32c(self._rest)] if self._rest else self._sums
+
+
+def crc32c(octets: bytes) -> int:
+    """The CRC-32C that TensorFlow writes behind the data of a record."""
+    path = f"ram://tpu_embedding/{threading.get_ident()}"  # A file in memory.
+    try:
+        with tf.io.TFRecordWriter(path) as writer:
+            writer.write(octets)
+        with tf.io.gfile.GFile(path, "rb") as file:
+            file.seek(_BEFORE_DATA + len(octets))
+            masked = int.from_bytes(file.read(4), "little")
+    finally:
+        tf.io.gfile.remove(path)
+    turned = (masked - _MASK) % 2**32
+    return turned >> 17 | turned << 15 & 0xFFFFFFFF
+
+
+def _verify(path: str, checksums: Sequence[int]) -> None:
+    """Compares a file with its checksums."""
+    with open(path, "rb") as file:
+        blocks = iter(functools.partial(file.read, _BLOCK), b"")
+        found = (crc32c(block) for block in blocks)
+        pairs = itertools.zip_longest(found, checksums)
+        bad = next((n for n, (own, told) in enumerate(pairs) if own != told), None)
+    if bad is not None:
+        message = (
+            f"{path} is damaged in its MiB {bad}, whose checksum is not that in "
+            f"{_TABLES}. Copy or export it again; `verify=False` reads it as it is."
+        )
+        raise tf.errors.DataLossError(None, None, message)
 
 
 class _OpenedPart:
@@ -109,9 +189,11 @@ class _OpenedPart:
 
 
 def open_tables(
-    path: str | os.PathLike[str], specs: Sequence[TableSpec]
+    path: str | os.PathLike[str], specs: Sequence[TableSpec], *, verify: bool
 ) -> dict[int, ConvertedTable]:
     """Tables of an export with `mapped`, for lookups of this process; by index.
+
+    `verify` compares their files with their checksums.
 
     Raises:
       ValueError: If the export maps no tables, or lacks one of these.
@@ -126,7 +208,10 @@ def open_tables(
     def form(number: int, table: MappedTable) -> ConvertedTable:
         def make(part: str, shape: list[int], dtype: tf.DType) -> _OpenedPart:
             file = os.path.join(export, file_of(number, part))
-            return _OpenedPart(file, shape, dtype)
+            opened = _OpenedPart(file, shape, dtype)
+            if verify and table.checksums:
+                _verify(file, _checksums_of(export, table, part))
+            return opened
 
         return form_of_rows(table.storage, table.rows, table.dim, make)
 
@@ -141,10 +226,21 @@ def _read_tables(export: str) -> dict[str, tuple[int, MappedTable]]:
             tables = [MappedTable(**table) for table in json.load(file)]
     except FileNotFoundError:
         raise _maps_nothing(export) from None
-    except (TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         message = f"{path} is damaged: {error}."
         raise tf.errors.DataLossError(None, None, message) from None
     return {table.name: (number, table) for number, table in enumerate(tables)}
+
+
+def _checksums_of(export: str, table: MappedTable, part: str) -> Sequence[int]:
+    if part not in table.checksums:
+        raise tf.errors.DataLossError(
+            None,
+            None,
+            f"{os.path.join(export, _TABLES)} lacks the checksums of part {part} of "
+            f"table {table.name}.",
+        )
+    return table.checksums[part]
 
 
 def _find_table(
@@ -175,18 +271,19 @@ def _maps_nothing(export: str) -> ValueError:
     )
 
 
-def place(path: str | os.PathLike[str]) -> list[str]:
+def place(path: str | os.PathLike[str], *, verify: bool = True) -> list[str]:
     """Tells an export with `mapped` where it is, after its folder was moved.
 
     Args:
       path: The export. Its saved_model.pb is replaced when all files were found.
+      verify: Whether to compare the files with their checksums, which reads them.
 
     Returns:
       The files of its tables.
 
     Raises:
       ValueError: If it maps no tables.
-      tf.errors.DataLossError: If a file is missing or has another size.
+      tf.errors.DataLossError: If a file is missing, damaged or has another size.
     """
     export = os.path.abspath(os.fspath(path))
     model = saved_model_pb2.SavedModel()
@@ -205,11 +302,27 @@ def place(path: str | os.PathLike[str]) -> list[str]:
             node.attr[_PATH].s = found[-1].encode()
         if not found:
             raise _maps_nothing(export)
+        if verify and os.path.exists(os.path.join(export, _TABLES)):
+            _verify_all(export, {os.path.basename(file) for file in found})
         with open(name + _UNFINISHED, "wb") as file:
             file.write(model.SerializeToString(deterministic=True))
         os.replace(name + _UNFINISHED, name)
         fingerprinting_utils.write_fingerprint(export)
     return sorted(set(found))
+
+
+def _verify_all(export: str, names: Iterable[str]) -> None:
+    """Compares files of an export with their checksums, if it has any."""
+    tables = dict(_read_tables(export).values())
+    for name in sorted(names):
+        number, _, part = name.partition(".")
+        table = tables.get(int(number))
+        if table is None:
+            message = f"{os.path.join(export, _TABLES)} lacks the table of file {name}."
+            raise tf.errors.DataLossError(None, None, message)
+        if table.checksums:
+            file = os.path.join(export, FOLDER, name)
+            _verify(file, _checksums_of(export, table, part))
 
 
 def _mapping_nodes(model: Any) -> Iterator[Any]:
@@ -231,6 +344,6 @@ def _require_size(path: str, expected: int) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs `place`."""
-    for file in place(arguments.path):
+    for file in place(arguments.path, verify=not arguments.no_verify):
         print(file)
     return 0
