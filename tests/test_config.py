@@ -55,7 +55,7 @@ BAD_TABLE_ARGUMENTS: list[tuple[str, Any]] = [
     ("vocabulary_size", -1),
     ("vocabulary_size", 2.0),
     ("vocabulary_size", "2"),
-    ("vocabulary_size", np.int64(2)),
+    ("vocabulary_size", np.float64(2)),
     ("vocabulary_size", None),
     ("dim", 0),
     ("dim", 1.5),
@@ -65,6 +65,12 @@ BAD_TABLE_ARGUMENTS: list[tuple[str, Any]] = [
     ("dtype", tf.float64),
     ("dtype", tf.string),
 ]
+
+
+def test_sizes_of_numpy_become_ints() -> None:
+    table = TableConfig(np.int64(4), np.int32(2))
+    assert (table.vocabulary_size, table.dim) == (4, 2)
+    assert {type(table.vocabulary_size), type(table.dim)} == {int}
 
 
 @pytest.mark.parametrize(("argument", "value"), BAD_TABLE_ARGUMENTS)

@@ -165,6 +165,8 @@ class TableConfig(_ChangeableUntilUsed):
     placement: str | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        self.vocabulary_size = _plain(self.vocabulary_size)
+        self.dim = _plain(self.dim)
         for argument, size in (("vocabulary_size", self.max_rows), ("dim", self.dim)):
             if not _is_int(size) or size < 1:
                 raise errors.argument_int(argument, size, smallest=1)
@@ -424,7 +426,8 @@ def check_invalid_ids(value: object) -> None:
 
 
 def _is_int(value: object) -> bool:
-    # As in TensorFlow, NumPy's integers are not accepted; a bool would be a mistake.
+    # As in TensorFlow, NumPy's integers are not accepted, but by TableConfig; a bool
+    # would be a mistake.
     return isinstance(value, int) and not isinstance(value, bool)
 
 

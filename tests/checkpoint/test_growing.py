@@ -286,7 +286,11 @@ def test_another_budget(
         te.checkpoint.restore(_make(te.GrowingVocabulary(9))[0], path)
 
 
-def test_static_and_growing(tmp_path: pathlib.Path, rng: np.random.Generator) -> None:
+def test_static_and_growing(
+    tmp_path: pathlib.Path,
+    rng: np.random.Generator,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Row r of a static table is that of id r; the other way ids are given."""
     static, table = _make(6)
     static.build()
@@ -310,7 +314,9 @@ def test_static_and_growing(tmp_path: pathlib.Path, rng: np.random.Generator) ->
         other, fixed = _make(6)
         other.build()
         kept = other.variables[fixed]["accumulators"].numpy()
-        te.checkpoint.restore(other, back, ids={"films": [77, 8, 0]})
+        with caplog.at_level(logging.WARNING):
+            te.checkpoint.restore(other, back, ids={"films": [77, 8, 0]})
+        assert "`ids` has 1 ids that the checkpoint lacks: 8." in caplog.text
         assert np.array_equal(_look_up(other, [0, 2]), _look_up(growing, [77, 0]))
         found = other.variables[fixed]["accumulators"].numpy()
         assert np.array_equal(found[[1, 3, 4, 5]], kept[[1, 3, 4, 5]])
@@ -342,9 +348,12 @@ def test_chosen_ids(
     other, table = _make(vocabulary, te.Adam(0.1))
     _train(other, [[1, 2]])
     with caplog.at_level(logging.WARNING):
-        te.checkpoint.restore(
-            other, path, tables=["films"], ids={"films": [7, 1000, -3]}
-        )
+        ids = [7, 1000, -3, 7, *range(2000, 2010)]
+        te.checkpoint.restore(other, path, tables=["films"], ids={"films": ids})
+    lacking = ", ".join(map(str, [1000, *range(2000, 2009)]))
+    told = f"`ids` has 11 ids that the checkpoint lacks: {lacking}, ...."
+    assert f"Table films: {told}" in caplog.text
+    assert "Table films: `ids` has 1 ids more than once: 7." in caplog.text
     assert f"Table films: 2 of 4 ids of {path} were left out." in caplog.text
     assert "lacks films/momenta, films/velocities" in caplog.text
     contents = other.vocabularies[table]

@@ -228,6 +228,34 @@ def test_each_of_many_signatures_saves_its_own_lookup_table(
         np.testing.assert_array_equal(found, next(iter(TABLE.values()))[row : row + 1])
 
 
+def test_tables_of_numpy_and_storages_by_name(tmp_path: pathlib.Path) -> None:
+    users = te.TableConfig(4, 16, name="users")
+    values = np.arange(64, dtype=np.float32).reshape(4, 16)
+    tables = {FILMS: next(iter(TABLE.values())).numpy(), users: values}
+    options: Any = {
+        "feature_config": {**FEATURES, "user": te.FeatureConfig(users)},
+        "signatures": ["dense"],
+    }
+    storage = {"users": "int8", FILMS: "float16"}
+    report = export(tables, tmp_path / "1", storage=storage, **options)
+    assert [table.storage for table in report.tables] == ["float16", "int8"]
+    answer = load(tmp_path / "1")["dense"](
+        film=tf.constant([2], tf.int64), user=tf.constant([3], tf.int64)
+    )
+    np.testing.assert_array_equal(answer["film"], [[6.0, 7.0, 8.0]])
+    np.testing.assert_allclose(answer["user"], values[3:], atol=15 / 510)
+    both: Any = {"users": "int8", users: "int8"}
+    with pytest.raises(ValueError, match="has table users by TableConfig and by name"):
+        export(tables, tmp_path / "2", storage=both, **options)
+    for bad in (values.astype(np.int32), values[:3], values.astype(object)):
+        with pytest.raises(ValueError, match=r"variable, tensor or NumPy array of sha"):
+            export({**tables, users: bad}, tmp_path / "2", **options)
+    with pytest.raises(ValueError, match="must be a floating point variable or tenso"):
+        te.serving_embedding_lookup(
+            {"user": tf.constant([3])}, None, tables, options["feature_config"]
+        )
+
+
 class Hidden:
     """Neither trackable nor a dataclass."""
 
@@ -348,7 +376,7 @@ REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     ),
     (KEPT, {"storage": "int2"}, ValueError, "Unknown storage 'int2'. Known are float3"),
     (KEPT, {"storage": {FILMS: "f"}}, ValueError, "Unknown storage 'f'. Known are fl"),
-    (KEPT, {"storage": {"films": "int8"}}, ValueError, "`storage` names 'films'; know"),
+    (KEPT, {"storage": {"movies": "int8"}}, ValueError, "`storage` names 'movies'; k"),
     (KEPT, {"weighted": ["x"]}, ValueError, "`weighted` names x; known are film."),
     (
         KEPT,

@@ -26,6 +26,8 @@ from tpu_embedding.vocabulary import (
     UPDATES_BEGUN,
 )
 
+_SHOWN = 10  # Ids of a warning.
+
 
 def logical_table(
     name: str, state: Mapping[str, np.ndarray], group: ProcessGroup | None
@@ -43,6 +45,22 @@ def logical_table(
 
 def _in_memory(values: np.ndarray) -> Vector:
     return Vector(len(values), lambda: values)
+
+
+def warn_of_ids(table: str, ids: np.ndarray, stored: np.ndarray) -> None:
+    """Warns of ids to restore that the checkpoint lacks, or that come twice."""
+    each, counts = np.unique(ids, return_counts=True)
+    for what, told in (
+        ("ids that the checkpoint lacks", np.setdiff1d(each, stored)),
+        ("ids more than once", each[counts > 1]),
+    ):
+        if len(told):
+            shown = ", ".join(map(str, told[:_SHOWN]))
+            more = ", ..." if len(told) > _SHOWN else ""
+            logging.warning(
+                "Table %s: `ids` has %d %s: %s%s.",
+                *(table, len(told), what, shown, more),
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +120,10 @@ class Growth:
         if (np.diff(ids[order]) == 0).any():
             raise self._refused("has an id twice")
         shares, grew = stored > size, "state" in found
-        chosen = order if self.ids is None else order[np.isin(ids[order], self.ids)]
+        chosen = order
+        if self.ids is not None:
+            warn_of_ids(self.spec.name, self.ids, ids)
+            chosen = order[np.isin(ids[order], self.ids)]
         if len(chosen) < size:
             logging.warning(
                 "Table %s: %d of %d ids of %s were left out.",

@@ -11,7 +11,7 @@ from absl import logging
 
 from tpu_embedding.checkpoint import errors
 from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint, LogicalTable
-from tpu_embedding.checkpoint.growing_tables import Growth
+from tpu_embedding.checkpoint.growing_tables import Growth, warn_of_ids
 from tpu_embedding.checkpoint.writing import Progress
 from tpu_embedding.engines.base import GrowingState
 from tpu_embedding.layout.plan import TableSpec
@@ -242,6 +242,7 @@ def _places(
     at = np.searchsorted(stored, ids, sorter=order)
     rows = order[np.minimum(at, len(order) - 1)] if len(order) else at
     found = stored[rows] == ids if len(order) else np.zeros(len(ids), bool)
+    warn_of_ids(table, ids, stored)
     places = np.full(height, -1, np.int64)
     places[: len(ids)] = np.where(found, rows, -1)
     logging.info("Table %s: %d of %d rows are restored.", table, found.sum(), height)

@@ -34,6 +34,22 @@ class GatheredRows(TableRows):
         return tf.gather(self._values, tf.range(start, stop)).numpy()
 
 
+class _ArrayRows(TableRows):
+    """A NumPy array [V, D], which may be mapped from a file."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        super().__init__(values.shape, values.dtype)
+        self._values = values
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return self._values[start:stop]
+
+
+def rows_of(table: Any) -> TableRows:
+    """The rows of a variable, a tensor or a NumPy array."""
+    return _ArrayRows(table) if isinstance(table, np.ndarray) else GatheredRows(table)
+
+
 class SomeRows(TableRows):
     """The rows [begin, end) of a table."""
 

@@ -20,7 +20,7 @@ from tpu_embedding.layout.plan import FeatureSpec, Plan
 from tpu_embedding.lookup.features import FeatureLookup
 from tpu_embedding.lookup.input_rows import MAX_SAMPLES
 from tpu_embedding.nest_utils import Structure
-from tpu_embedding.serving.conversion import GatheredRows, SomeRows, Source
+from tpu_embedding.serving.conversion import SomeRows, Source, rows_of
 from tpu_embedding.serving.delta_files import Base, BaseTable, new_id
 from tpu_embedding.serving.embedding import TPUEmbeddingForServing
 from tpu_embedding.serving.following import Follower
@@ -95,8 +95,9 @@ def export(
 
     Args:
       source: A TPUEmbedding, a TPUEmbeddingV2, a TPUEmbeddingV0, a
-        TPUEmbeddingForServing, a te.keras.TPUEmbedding, or a dict of variables or
-        tensors [vocabulary_size, dim] by TableConfig, as `embedding_tables` has them.
+        TPUEmbeddingForServing, a te.keras.TPUEmbedding, or a dict of variables,
+        tensors or NumPy arrays [vocabulary_size, dim] by TableConfig, as
+        `embedding_tables` has them.
       path: A folder that does not exist or is empty.
       model: A function of the activations in the structure of the features and, if
         there are `dense_inputs`, a dict of those. It returns a tensor or a dict of
@@ -105,8 +106,8 @@ def export(
       signatures: Any of "dense", "sparse", "ragged" and "examples" (serialized
         tf.train.Example); or by name Signatures of your own.
       storage: "float32", "bfloat16", "float16", "int8" or "int4", or one of them by
-        TableConfig, "float32" for the others. Tables of rows that would not get
-        smaller stay float32.
+        TableConfig or name, "float32" for the others. Tables of rows that would not
+        get smaller stay float32.
       weighted: Paths of the features that come with weights.
       dense_inputs: By name the further inputs of the model, [None, ...] each.
       invalid_ids: For a dict of tables, the policy for those of
@@ -384,7 +385,7 @@ def _gathered(
     return [
         source_of(spec, states[spec.name])
         if spec.name in states
-        else Source(spec.name, GatheredRows(find_table(spec, tables, path)))
+        else Source(spec.name, rows_of(find_table(spec, tables, path, arrays=True)))
         for spec, path in zip(plan.tables, paths, strict=True)
     ]
 
@@ -426,14 +427,21 @@ def _make_signatures(
 
 def _storages(plan: Plan, storage: str | Mapping[Any, str]) -> list[str]:
     """By index of the table."""
+    names = {spec.key: spec.name for spec in plan.tables}
     if not isinstance(storage, Mapping):
-        storage = {spec.key: storage for spec in plan.tables}
-    keys = [spec.key for spec in plan.tables]
-    unknown = [repr(key) for key in storage if key not in keys]
+        storage = dict.fromkeys(names, storage)
+    named = [names.get(key, key) for key in storage]
+    unknown = [repr(name) for name in named if name not in names.values()]
     if unknown:
-        names = [spec.name for spec in plan.tables]
-        raise _unknown_names("storage", unknown, names)
-    chosen = [storage.get(key, "float32") for key in keys]
+        raise _unknown_names("storage", unknown, names.values())
+    by_name = dict(zip(named, storage.values(), strict=True))
+    if len(by_name) < len(named):
+        twice = {name for name in named if named.count(name) > 1}
+        raise ValueError(
+            f"`storage` has table {', '.join(twice)} by TableConfig and by name. Leave "
+            "one of them out."
+        )
+    chosen = [by_name.get(name, "float32") for name in names.values()]
     for value in chosen:
         if value not in STORAGES:
             raise ValueError(

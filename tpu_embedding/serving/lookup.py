@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tpu_embedding.layout.plan import FeatureSpec, Plan, TableSpec, make_plan
@@ -105,13 +106,16 @@ def features_at(plan: Plan, paths: Sequence[str]) -> list[FeatureSpec]:
     return [known[path] for path in paths]
 
 
-def find_table(spec: TableSpec, tables: Mapping[Any, Any], path: str) -> Any:
+def find_table(
+    spec: TableSpec, tables: Mapping[Any, Any], path: str, *, arrays: bool = False
+) -> Any:
     """The variable or tensor of a table.
 
     Args:
       spec: The table.
       tables: By the TableConfig that the user passed.
       path: A feature that needs it, for messages.
+      arrays: Whether NumPy arrays are taken.
 
     Raises:
       ValueError: If it is not there, or of another shape or kind.
@@ -123,8 +127,9 @@ def find_table(spec: TableSpec, tables: Mapping[Any, Any], path: str) -> Any:
         )
     table = tables[spec.key]
     shape = (spec.config.vocabulary_size, spec.config.dim)
-    is_tensor = isinstance(table, (tf.Variable, tf.Tensor))
-    if is_tensor and table.dtype.is_floating and tuple(table.shape) == shape:
+    kinds = (tf.Variable, tf.Tensor, *([np.ndarray] if arrays else []))
+    fits = isinstance(table, kinds) and tuple(table.shape) == shape
+    if fits and table.dtype != object and tf.as_dtype(table.dtype).is_floating:
         return table
     received = (
         f"{table.dtype.name} of shape {tuple(table.shape)}"
@@ -132,8 +137,9 @@ def find_table(spec: TableSpec, tables: Mapping[Any, Any], path: str) -> Any:
         else repr(table)
     )
     raise ValueError(
-        f"Table {spec.name} must be a floating point variable or tensor of shape "
-        f"{shape}. Received: {received}."
+        f"Table {spec.name} must be a floating point variable"
+        f"{', tensor or NumPy array' if arrays else ' or tensor'} of shape {shape}. "
+        f"Received: {received}."
     )
 
 

@@ -18,8 +18,8 @@ inline std::string PartitionLimitText(const std::string& table, int64_t shard,
       unique ? "max_unique_ids_per_table" : "max_ids_per_table";
   return Concat("Table ", table, ": a SparseCore asks SparseCore ", shard,
                 " for ", count, " ", what, ", but the limit is ", limit, " (",
-                option, "). Raise the limit (compute_sparse_core_stats tells ",
-                "what a batch needs), make the batch smaller, or spread the ",
+                option, "). Raise the limit (compute_sparse_core_requirements ",
+                "tells what a batch needs), make the batch smaller, or spread the ",
                 "ids over more devices.");
 }
 
