@@ -56,6 +56,10 @@ serialize_optimizer = _in_one_format(tf_keras.optimizers.serialize)
 deserialize_optimizer = _in_one_format(tf_keras.optimizers.deserialize)
 
 
+def require_tensorflow(name: str) -> None:
+    """Does nothing: tf_keras has no other backend."""
+
+
 class Layer(tf_keras.layers.Layer):
     """The base class of the layer."""
 

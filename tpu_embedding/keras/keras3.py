@@ -39,7 +39,7 @@ class Layer(keras.layers.Layer):
     """The base class of the layer."""
 
     def __init__(self, **kwargs: Any) -> None:
-        _require_tensorflow("TPUEmbedding")
+        require_tensorflow("TPUEmbedding")
         super().__init__(autocast=False, **kwargs)
         self.supports_jit = False  # XLA has no kernels for these lookups.
 
@@ -53,7 +53,8 @@ class Layer(keras.layers.Layer):
         raise NotImplementedError  # In `EmbeddingLayer`.
 
 
-def _require_tensorflow(name: str) -> None:
+def require_tensorflow(name: str) -> None:
+    """Raises RuntimeError if Keras runs on another backend."""
     if keras.backend.backend() != "tensorflow":
         raise RuntimeError(
             f"tpu_embedding.keras.{name} needs Keras on TensorFlow, and Keras "
@@ -66,7 +67,7 @@ class RowEmbedding(keras.layers.Embedding):
     """An Embedding that reads the rows of its ids, and never the whole table."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        _require_tensorflow("Embedding")
+        require_tensorflow("Embedding")
         super().__init__(*args, **kwargs)
 
     def call(self, inputs: Any) -> Any:

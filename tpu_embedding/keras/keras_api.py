@@ -33,4 +33,15 @@ if typing.TYPE_CHECKING or not _is_tf_keras():
 else:
     from tpu_embedding.keras import keras2 as keras_api
 
-__all__ = ["keras_api"]
+__all__ = ["keras_api", "of_other_keras"]
+
+
+def of_other_keras(value: object) -> str:
+    """What to do with an object of the Keras that this process does not use, or ""."""
+    packages = {base.__module__.partition(".")[0] for base in type(value).__mro__}
+    used = keras_api.Layer.__mro__[1].__module__.partition(".")[0]
+    if "tf_keras" in packages and used == "keras":
+        return " It is of tf_keras: set TF_USE_LEGACY_KERAS=1 before Python starts."
+    if "keras" in packages and used == "tf_keras":
+        return " It is of Keras 3: unset TF_USE_LEGACY_KERAS before Python starts."
+    return ""
