@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding.errors import type_name
-from tpu_embedding.keras.keras_api import keras_api
+from tpu_embedding.keras.keras_api import keras_api, of_other_keras
 from tpu_embedding.keras.rows import fused
 from tpu_embedding.keras.rows.rules import SLOTS, idle_of, rule_of, step_of
 from tpu_embedding.keras.rows.variable import (
@@ -419,7 +419,7 @@ def RowSparseOptimizer(inner: Any, lazy: bool = False) -> Any:  # noqa: N802
         in Keras. SGD without momentum and Adagrad are the same either way.
 
     Returns:
-      `inner`; of a name the optimizer.
+      `inner`, which may update rows already; of a name the optimizer.
 
     Raises:
       TypeError: If it is not an optimizer of Keras.
@@ -427,14 +427,16 @@ def RowSparseOptimizer(inner: Any, lazy: bool = False) -> Any:  # noqa: N802
         another value of `lazy`, if Keras does not know the name, or for
         `loss_scale_factor`.
       NotImplementedError: Under a strategy other than MirroredStrategy.
+      RuntimeError: If Keras does not run on TensorFlow.
     """
+    keras_api.require_tensorflow("RowSparseOptimizer")
     if isinstance(inner, str):
         inner = keras_api.optimizers.get(inner)
     if not isinstance(inner, keras_api.Optimizer):
         raise TypeError(
             "RowSparseOptimizer takes an optimizer of Keras, such as "
             f"keras.optimizers.Adagrad(0.1). Received: {inner!r} of type "
-            f"{type_name(inner)}."
+            f"{type_name(inner)}.{of_other_keras(inner)}"
         )
     if isinstance(inner, UpdatesRows):
         if inner.lazy == lazy:
