@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from typing import Any
 
@@ -12,7 +13,7 @@ import tensorflow as tf
 from keras_layer import models
 
 import tpu_embedding as te
-from tpu_embedding.keras import TPUEmbedding
+from tpu_embedding.keras import TPUEmbedding, converting
 
 EmbeddingFeature = tf.tpu.experimental.HardwareFeature.EmbeddingFeature
 
@@ -84,6 +85,29 @@ def test_another_backend(monkeypatch: pytest.MonkeyPatch):
         "'jax'. Set the environment variable KERAS_BACKEND to \"tensorflow\" before "
         "Keras is imported."
     )
+    model = keras.Sequential()
+    for name, call in {
+        "RowSparseOptimizer": lambda: te.keras.RowSparseOptimizer("adam"),
+        "convert": lambda: te.keras.convert(model),
+        "Embedding": lambda: te.keras.Embedding(3, 2),
+    }.items():
+        with pytest.raises(RuntimeError, match=rf"keras\.{name} needs Keras on"):
+            call()
+    with pytest.raises(RuntimeError, match=r"keras\.convert needs Keras on"):
+        converting.convert_process()  # `run --keras` and `try`.
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("tf_keras") is None, reason="tf_keras is not installed"
+)
+def test_objects_of_the_keras_that_the_process_does_not_use():
+    import tf_keras
+
+    variable = "of tf_keras: set TF_USE_LEGACY_KERAS=1 before Python"
+    with pytest.raises(TypeError, match=variable):
+        te.keras.RowSparseOptimizer(tf_keras.optimizers.Adam())
+    with pytest.raises(TypeError, match=variable):
+        te.keras.convert(tf_keras.Sequential())
 
 
 @pytest.mark.parametrize("value", ["2", True, [2.0], tf.constant(2.0)])

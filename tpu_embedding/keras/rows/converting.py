@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tpu_embedding.errors import type_name
-from tpu_embedding.keras.keras_api import keras_api
+from tpu_embedding.keras.keras_api import keras_api, of_other_keras
 from tpu_embedding.keras.rows.embedding import Embedding, regularizes
 from tpu_embedding.keras.rows.optimizer import (
     RowSparseOptimizer,
@@ -44,7 +44,9 @@ def convert(model: Any, lazy: bool = False) -> Any:
       ValueError: If `RowSparseOptimizer` refuses the optimizer of the model. Then
         nothing has changed.
       NotImplementedError: Likewise.
+      RuntimeError: If Keras does not run on TensorFlow.
     """
+    keras_api.require_tensorflow("convert")
     layers = _layers(model, keras_api.Embedding)
     optimizer = _innermost(getattr(model, "optimizer", None))
     if optimizer is not None and not isinstance(optimizer, UpdatesRows):
@@ -97,6 +99,7 @@ def convert_process(note: Callable[[str, str], None] = lambda what, why: None) -
 
     `note` is told of each what it is and why it was not converted, or "".
     """
+    keras_api.require_tensorflow("convert")
     _hook_embeddings(note)
     _hook_optimizers(note)
 
@@ -155,7 +158,7 @@ def _layers(model: Any, cls: Any) -> list[Any]:
         raise TypeError(
             "`model` must be a model of the Keras of this process, "
             f"{keras_api.Model.__module__.partition('.')[0]}. Received: {model!r} of "
-            f"type {type_name(model)}."
+            f"type {type_name(model)}.{of_other_keras(model)}"
         )
     return [layer for layer in model._flatten_layers() if type(layer) is cls]
 
