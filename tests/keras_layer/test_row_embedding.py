@@ -519,6 +519,22 @@ def test_a_refused_conversion_changes_nothing():
     assert type(bags.layers[-1]) is Embedding
 
 
+def test_a_conversion_names_what_it_skips(caplog: pytest.LogCaptureFixture):
+    class Mine(keras.layers.Embedding):
+        pass
+
+    class DistributedEmbedding(keras.layers.Dense):
+        __module__ = "keras_rs.src.layers.embedding"
+
+    layers = [Mine(V, D, name="mine"), DistributedEmbedding(3, name="distributed")]
+    te.keras.convert(keras.Sequential([keras.Input([2], dtype="int64"), *layers]))
+    assert "convert: mine of " in caplog.text
+    assert "Mine, distributed of keras_rs.src.layers.embedding." in caplog.text
+    caplog.clear()
+    te.keras.convert(model(keras.layers.Embedding(V, D), "sgd"))
+    assert "left as it is" not in caplog.text
+
+
 def test_two_optimizers_of_a_custom_loop(rng: np.random.Generator):
     layer, dense = Embedding(V, D), keras.layers.Dense(1)
     layer.build((None, 1))

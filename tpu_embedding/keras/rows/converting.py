@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from absl import logging
+
 from tpu_embedding.errors import type_name
 from tpu_embedding.keras.keras_api import keras_api, of_other_keras
 from tpu_embedding.keras.rows.embedding import Embedding, regularizes
@@ -24,7 +26,8 @@ def convert(model: Any, lazy: bool = False) -> Any:
 
     Each `keras.layers.Embedding` becomes a `te.keras.Embedding`, and the optimizer of a
     compiled model a `te.keras.RowSparseOptimizer`: the same objects, with their
-    weights, slots and names. Layers of the user's own subclasses stay as they are.
+    weights, slots and names. Subclasses and layers of keras-rs stay as they are, with a
+    warning that names them.
 
     >>> import keras
     >>> model = keras.Sequential([keras.Input([2]), keras.layers.Embedding(10, 4)])
@@ -58,6 +61,26 @@ def convert(model: Any, lazy: bool = False) -> Any:
         optimizer.wait_for(model.trainable_variables)
     _forget_traces(model)
     return model
+
+
+def _warn_of_skipped(model: Any) -> None:
+    """Names the layers that look rows up and stay as they are."""
+    skipped = [
+        f"{layer.name} of {type(layer).__module__}.{type(layer).__qualname__}"
+        for layer in model._flatten_layers()
+        if (isinstance(layer, keras_api.Embedding) and not isinstance(layer, Embedding))
+        or (
+            type(layer).__module__.startswith("keras_rs.")
+            and "Embed" in type(layer).__name__
+        )
+    ]
+    if skipped:
+        logging.warning(
+            "convert: %s: left as it is. te.keras.convert changes keras.layers."
+            "Embedding itself: derive a class of your own from te.keras.Embedding, and "
+            "use te.keras.TPUEmbedding in the place of a layer of keras-rs.",
+            ", ".join(skipped),
+        )
 
 
 def unconvert(model: Any) -> Any:
