@@ -172,6 +172,8 @@ def test_each_page_with_code_is_run():
 def test_the_program_of_a_page_runs(page: pathlib.Path):
     ran = forked.run(["-W", "ignore", documented_pages.__file__, page])
     assert ran.returncode == 0, ran.stdout + ran.stderr
+    if page.name == "README.md":  # The first thing that a reader runs.
+        assert "WARNING:absl" not in ran.stdout + ran.stderr
 
 
 def test_lines_of_a_program_are_those_of_its_page(tmp_path: pathlib.Path):

@@ -87,6 +87,16 @@ def test_row_ids(offset: int, dtype: tf.DType) -> None:
     np.testing.assert_array_equal(ours, stock)
 
 
+def test_many_tables_of_different_sizes_cause_no_warning_of_retracing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tf.get_logger().addHandler(caplog.handler)
+    for rows in range(1000, 1008):
+        te.TPUEmbedding(te.FeatureConfig(te.TableConfig(rows, 16)), None).build()
+    tf.get_logger().removeHandler(caplog.handler)
+    assert "retracing" not in caplog.text
+
+
 def test_row_ids_take_a_tensor_shape() -> None:
     values = initializers.RowIdInitializer()(tf.TensorShape([2, 2]))
     np.testing.assert_array_equal(values, [[0, 0], [1, 1]])

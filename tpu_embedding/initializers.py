@@ -48,8 +48,9 @@ class _TruncatedNormal:
     stddev: float
 
     def __call__(self, shape: Any, dtype: tf.DType = tf.float32) -> tf.Tensor:
-        numbers = _truncated_normal_function()(
-            tf.convert_to_tensor(shape, tf.int32),
+        sizes = tf.convert_to_tensor(shape, tf.int32)
+        numbers = _truncated_normal_function(sizes.shape, dtype)(
+            sizes,
             _philox_words(),
             tf.constant(0, tf.uint64),
             tf.cast(self.stddev, dtype),
@@ -60,7 +61,7 @@ class _TruncatedNormal:
         """See `RowIdInitializer.by_rows`."""
         seeds = _philox_words()
         dim = int(shape[1])
-        function = _truncated_normal_function()
+        function = _truncated_normal_function([1], dtype)
 
         def read(start: int, stop: int) -> tf.Tensor:
             group, before = divmod(start * dim, _GROUP)
@@ -86,9 +87,18 @@ def _philox_words() -> tf.Tensor:
     return tf.constant(seeds, tf.uint64)
 
 
-def _truncated_normal_function() -> Any:
-    """A new one for each table: TensorFlow forgets those of a cluster that is left."""
-    return tf.function(_scaled_truncated_normal, autograph=False)
+def _truncated_normal_function(shape_of_shape: Any, dtype: tf.DType) -> Any:
+    """A new one for each table: TensorFlow forgets those of a cluster that is left.
+
+    Of calls of a tf.function TensorFlow counts the traces, and warns of many tables.
+    """
+    function = tf.function(_scaled_truncated_normal, autograph=False)
+    return function.get_concrete_function(
+        tf.TensorSpec(shape_of_shape, tf.int32),
+        tf.TensorSpec([2], tf.uint64),
+        tf.TensorSpec([], tf.uint64),
+        tf.TensorSpec([], dtype),
+    )
 
 
 def _scaled_truncated_normal(
