@@ -102,6 +102,30 @@ def test_uninstall_gives_the_names_back(monkeypatch: pytest.MonkeyPatch):
     assert names() == before
 
 
+def test_names_of_tensorflow_1_and_2_3():
+    te.install("host")
+    try:
+        options = tf.distribute.InputOptions(experimental_prefetch_to_device=False)
+        assert options == tf.distribute.InputOptions(experimental_fetch_to_device=False)
+        assert isinstance(options, drop_in.InputOptions.__base__)
+        assert tf.distribute.InputOptions().experimental_fetch_to_device
+        with pytest.raises(ValueError, match="an older name of `experimental_fetch_"):
+            tf.distribute.InputOptions(False, experimental_prefetch_to_device=False)
+        for root in (tf, tf.compat.v1, tf.compat.v2):
+            names: Any = root.tpu.experimental
+            assert names.AdagradParameters is te.interop.AdagradParameters
+            assert names.embedding_column is te.interop.embedding_column
+            assert names.shared_embedding_columns is te.interop.shared_embedding_columns
+        removed: Any = tf
+        parameters = removed.estimator.tpu.experimental.AdagradParameters
+        assert parameters is te.interop.AdagradParameters
+        with pytest.raises(AttributeError, match="AdagradParameters, AdamParameters"):
+            removed.estimator.tpu.experimental.NoParameters  # noqa: B018
+    finally:
+        te.uninstall()
+    assert not hasattr(tf.tpu.experimental, "embedding_column")
+
+
 PROGRAM = """
 import sys
 import tensorflow as tf

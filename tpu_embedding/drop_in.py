@@ -49,8 +49,12 @@ _ESTIMATOR = {
         *("InputPipelineConfig", "RunConfig", "TPUConfig", "TPUEstimator"),
         "TPUEstimatorSpec",
     ),
-    "tpu.experimental": ("EmbeddingConfigSpec",),
+    "tpu.experimental": (
+        *("EmbeddingConfigSpec", "AdagradParameters", "AdamParameters"),
+        *("FtrlParameters", "StochasticGradientDescentParameters"),
+    ),
 }
+_COLUMNS = ("embedding_column", "shared_embedding_columns")
 # TensorFlow still has these of `tf.estimator`, in `tf.compat.v1.train`.
 _HOOKS = (
     *("CheckpointSaverHook", "CheckpointSaverListener", "FeedFnHook", "FinalOpsHook"),
@@ -92,9 +96,9 @@ def install(on: str = "host") -> None:
       `tf.distribute.cluster_resolver.TPUClusterResolver`,
       `tf.tpu.experimental.initialize_tpu_system` and
       `tf.config.experimental_connect_to_cluster` accept any address, and connect to
-      nothing.
+      nothing. `tf.distribute.InputOptions` takes `experimental_prefetch_to_device`.
     - `tf.estimator` and `tf.compat.v1.estimator`, where TensorFlow has none, with
-      TPUEstimator; the `*Parameters` of `tf.compat.v1.tpu.experimental`.
+      TPUEstimator; the columns and `*Parameters` of `tf.tpu.experimental`.
     - TFRS's layer `tensorflow_recommenders.layers.embedding.TPUEmbedding`.
 
     Set the environment variable TF_USE_LEGACY_KERAS to "1" before for programs that use
@@ -241,6 +245,30 @@ class _Instances(type):
         return value is not None and value is _process.strategy
 
 
+class InputOptions(tf.distribute.InputOptions):
+    """TensorFlow's, which also takes the name that an option had before TF 2.4."""
+
+    def __new__(
+        cls,
+        *args: Any,
+        experimental_prefetch_to_device: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Returns the options.
+
+        Raises:
+          ValueError: If the option is given by both names.
+        """
+        if experimental_prefetch_to_device is not None:
+            if args or kwargs.get("experimental_fetch_to_device") is not None:
+                raise ValueError(
+                    "InputOptions(experimental_prefetch_to_device=...) is an older "
+                    "name of `experimental_fetch_to_device`. Pass one of them."
+                )
+            kwargs["experimental_fetch_to_device"] = experimental_prefetch_to_device
+        return super().__new__(cls, *args, **kwargs)
+
+
 class TPUStrategy(metaclass=_Instances):
     """Gives the strategy of `install`, one for the process, instead of an instance."""
 
@@ -359,6 +387,7 @@ def _replace_tpu_system() -> Iterator[str]:
         ("distribute.TPUStrategy", TPUStrategy),
         ("distribute.experimental.TPUStrategy", TPUStrategy),
         ("distribute.cluster_resolver.TPUClusterResolver", TPUClusterResolver),
+        ("distribute.InputOptions", InputOptions),
         ("tpu.experimental.initialize_tpu_system", initialize_tpu_system),
         ("tpu.experimental.shutdown_tpu_system", shutdown_tpu_system),
         ("config.experimental_connect_to_cluster", experimental_connect_to_cluster),
@@ -385,7 +414,7 @@ class _Estimator(types.ModuleType):
                 f"tpu_embedding has only {', '.join(_ESTIMATOR[part])} of it here, "
                 "and the hooks of tf.compat.v1.train in tf.estimator."
             )
-        package = "interop" if name == "EmbeddingConfigSpec" else "estimator"
+        package = "interop" if part == "tpu.experimental" else "estimator"
         value = getattr(importlib.import_module(f"tpu_embedding.{package}"), name)
         if name == "RunConfig":
             value = _without_cluster(value)
@@ -408,11 +437,14 @@ def _without_cluster(run_config: Callable[..., Any]) -> Callable[..., Any]:
 def _replace_estimator() -> Iterator[str]:
     from tpu_embedding import interop
 
-    parameters = [name for name in interop.__all__ if name.endswith("Parameters")]
-    for module in _modules("tpu.experimental", roots=("compat.v1.",)):
-        for name in parameters:
-            _replace(module, name, getattr(interop, name))
-    yield "tf.compat.v1.tpu.experimental.*Parameters"
+    for module in _modules("tpu.experimental"):
+        for name in interop.__all__:
+            # TensorFlow 1 had both here; TensorFlow 2 has columns in compat.v1 alone.
+            column = name in _COLUMNS and not hasattr(module, name)
+            if name.endswith("Parameters") or column:
+                _replace(module, name, getattr(interop, name))
+    yield "tf.tpu.experimental.*Parameters"
+    yield from (f"tf.tpu.experimental.{name}" for name in _COLUMNS)
     for root in ("tensorflow.", "tensorflow.compat.v1."):
         parent = importlib.import_module(root.rstrip("."))
         if hasattr(parent, "estimator"):
