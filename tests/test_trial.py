@@ -80,7 +80,9 @@ def test_try_compares(script: str):
     assert "by rows: optimizer SGD" in done.stdout
     assert "(50 x 4): Mine is a subclass: derive it from te.keras" in done.stdout
     assert "(50 x 4): Calls is a subclass with a call of its own" in done.stdout
-    assert "by rows   [##############################] step 5 of 5" in done.stderr
+    assert "step 5 of 5" not in done.stderr  # It is no terminal.
+    assert "The last loss is" not in done.stdout
+    assert "The first run wrote" not in done.stdout
 
 
 def test_the_table_says_what_was_found():
@@ -91,10 +93,58 @@ def test_the_table_says_what_was_found():
     assert "200.0 ms      100.0 ms    50.0%" in text
     assert "9.0 s         8.0 s" in text
     assert "2 MiB         1 MiB" in text
-    assert "largest difference of losses in 4 steps: 0.5" in text
+    assert "largest difference of losses in 4 steps: 0.5\nThe last loss is " in text
+    assert "The last loss is lower by rows.\nWhere ids repeat in a batch" in text
     assert text.endswith("by rows: optimizer adam\nleft as it is: layer x: why")
     assert "does not call `fit`" in trial.compare(trial.Run(), rows)
     assert "Nothing was replaced" in trial.compare(plain, trial.Run())
+
+
+def test_a_terminal_shows_the_steps(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    trial._draw("rows", 5, 5)
+    bar = "by rows   [##############################] step 5 of 5"
+    assert bar in capsys.readouterr().err
+
+
+def test_losses_are_compared_in_their_direction():
+    plain, rows = (trial.Run([0.1], [0.1], [1.0, last]) for last in (2.0, 2.1))
+    text = trial.compare(plain, rows)
+    assert "The last loss is higher by rows." in text
+    assert "Where ids repeat" not in text  # Nothing was replaced.
+    rows.losses[1] = 2.00001
+    assert "The last loss" not in trial.compare(plain, rows)
+
+
+@pytest.mark.second_tier
+@pytest.mark.parametrize(
+    "optimizer",
+    ["keras.optimizers.Adagrad(0.1)", "keras.optimizers.SGD(0.5, global_clipnorm=0.1)"],
+)
+def test_a_script_whose_ids_repeat_and_that_writes_files(
+    optimizer: str, tmp_path: pathlib.Path
+):
+    path = tmp_path / "nightly.py"
+    path.write_text(
+        f"""
+import keras
+import numpy as np
+random = np.random.default_rng(0)
+layers = [keras.layers.Embedding(20, 4), keras.layers.Flatten(), keras.layers.Dense(1)]
+model = keras.Sequential([keras.Input([3], dtype="int32"), *layers])
+model.compile({optimizer}, "mse")
+ids = random.integers(0, 20, [320, 3])
+model.fit(ids, random.random(320), batch_size=64, verbose=0, shuffle=False)
+model.save_weights({str(tmp_path / "kept.weights.h5")!r})
+"""
+    )
+    done = command("try", "--steps", "0", str(path))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "by rows.\nWhere ids repeat in a batch" in done.stdout
+    assert "The first run wrote" in done.stdout
+    assert "kept.weights.h5. If the script reads" in done.stdout
 
 
 def test_what_is_refused(

@@ -26,6 +26,13 @@ from tpu_embedding import drop_in
 _WAYS = {"plain": "as it is", "rows": "by rows"}
 _SEED = 1
 _BAR = 30
+_ROUNDING = 1e-4  # Of a loss: differences above it have another reason.
+_MOST_FILES = 20_000  # That are looked at for what the first run wrote.
+_REASON = """\
+Where ids repeat in a batch, optimizers of Keras 3 square and clip the gradient of each
+occurrence; by rows the gradients of a row are summed before, as Keras does with dense
+gradients (docs/keras_embedding.md). Compare the validation loss of whole runs: if it is
+worse by rows, change the learning rate, or keep the script as it is."""
 
 
 class _Enough(BaseException):
@@ -53,8 +60,11 @@ class Run:
     notes: list[tuple[str, str]] = dataclasses.field(default_factory=list)
 
 
-def compare(plain: Run, rows: Run) -> str:
-    """The table of both runs, and what was replaced or not and why."""
+def compare(plain: Run, rows: Run, wrote: Sequence[str] = ()) -> str:
+    """The table of both runs, and what was replaced or not and why.
+
+    `wrote` are the files that the first run wrote.
+    """
     lines = [f"{'':28}{'as it is':>14}{'by rows':>14}"]
 
     def line(name: str, values: Sequence[Any], unit: str = "") -> None:
@@ -72,15 +82,26 @@ def compare(plain: Run, rows: Run) -> str:
     for step in sorted({1, steps // 4, steps // 2, steps} & set(range(1, steps + 1))):
         line(f"loss, step {step}", [f"{run.losses[step - 1]:.6g}" for run in pair])
     if steps:
-        apart = [
-            abs(a - b)
-            for a, b in zip(plain.losses[:steps], rows.losses[:steps], strict=True)
-        ]
-        lines.append(f"largest difference of losses in {steps} steps: {max(apart):.3g}")
+        pairs = list(zip(plain.losses[:steps], rows.losses[:steps], strict=True))
+        apart = max(abs(a - b) for a, b in pairs)
+        lines.append(f"largest difference of losses in {steps} steps: {apart:.3g}")
+        if any(abs(a - b) > _ROUNDING * abs(a) for a, b in pairs):
+            last, by_rows = pairs[-1]
+            direction = "higher" if by_rows > last else "lower"
+            lines.append(f"The last loss is {direction} by rows.")
+            if any(not why for _, why in rows.notes):
+                lines.append(_REASON)
     else:
         lines.append("No losses and step times: the script does not call `fit`.")
     for what, why in rows.notes:
         lines.append(f"left as it is: {what}: {why}" if why else f"by rows: {what}")
+    if wrote:
+        more = ", ..." if len(wrote) > 5 else ""
+        lines.append(
+            f"The first run wrote {', '.join(wrote[:5])}{more}. If the script reads\n"
+            "what it wrote, the second run began elsewhere: try it in a copy of its "
+            "folder."
+        )
     if not rows.notes:
         lines.append("Nothing was replaced: no Embedding and no optimizer was built.")
     return "\n".join(lines)
@@ -95,14 +116,33 @@ def try_script(script: str, arguments: Sequence[str], steps: int) -> int:
         raise ValueError(f"--steps must not be negative. Received: {steps}.")
     if not os.path.isfile(script):
         raise FileNotFoundError(f"There is no script {script!r}.")
-    runs = []
-    for way in _WAYS:
-        run = _run(way, steps, script, arguments)
-        if run is None:
-            return 1
-        runs.append(run)
-    print(compare(*runs))
+    before = _files(script)
+    plain = _run("plain", steps, script, arguments)
+    after = _files(script)
+    rows = None if plain is None else _run("rows", steps, script, arguments)
+    if plain is None or rows is None:
+        return 1
+    wrote = [path for path, written in after.items() if before.get(path) != written]
+    print(compare(plain, rows, sorted(wrote)))
     return 0
+
+
+def _files(script: str) -> dict[str, tuple[int, int]]:
+    """Time and size of the files beside a script and in the working directory."""
+    found: dict[str, tuple[int, int]] = {}
+    for top in {os.path.realpath(os.path.dirname(script) or "."), os.getcwd()}:
+        for folder, folders, names in os.walk(top):
+            hidden = [f for f in folders if f.startswith(".") or f == "__pycache__"]
+            for name in hidden:
+                folders.remove(name)
+            for name in names:
+                path = os.path.join(folder, name)
+                with contextlib.suppress(OSError):  # It is gone.
+                    state = os.stat(path)
+                    found[os.path.relpath(path)] = state.st_mtime_ns, state.st_size
+            if len(found) > _MOST_FILES:
+                break
+    return found
 
 
 def _run(way: str, steps: int, script: str, arguments: Sequence[str]) -> Run | None:
@@ -120,7 +160,8 @@ def _run(way: str, steps: int, script: str, arguments: Sequence[str]) -> Run | N
             _take(found, json.loads(line))
             if not found.peak:  # The last line, with the peak, is no step.
                 _draw(way, len(found.losses), steps)
-        print(file=sys.stderr)
+        if sys.stderr.isatty():
+            print(file=sys.stderr)
         if process.wait() == 0:
             return found
         printed.seek(0)
@@ -141,6 +182,9 @@ def _take(run: Run, message: dict[str, Any]) -> None:
 
 
 def _draw(way: str, done: int, steps: int) -> None:
+    """Draws the progress of a run on a terminal."""
+    if not sys.stderr.isatty():
+        return
     filled = min(_BAR, _BAR * done // steps) if steps else 0
     bar = f"[{'#' * filled}{'.' * (_BAR - filled)}] " if steps else ""
     of = f" of {steps}" if steps else ""
