@@ -709,6 +709,44 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return code, captured.out, captured.err
 
 
+@pytest.mark.parametrize("minibatching", [False, True])
+def test_a_plan_without_a_sample_compares_its_assumption_with_the_limits(
+    minibatching: bool,
+) -> None:
+    videos = te.TableConfig(500_000, 16, name="video")
+    features = {name: te.FeatureConfig(videos) for name in ("watched", "query")}
+
+    def note(batch_size: int, **limits: Any) -> str:
+        report = te.plan(
+            features,
+            te.Adagrad(0.1),
+            batch_size=batch_size,
+            topologies=["v6e:2x2"],
+            sparse_core_embedding_config=te.SparseCoreEmbeddingConfig(**limits),
+        )
+        (place,) = (p for p in report.placements if p.kind == "tpu")
+        assert place.fits
+        assert not place.note or f"v6e:2x2: {place.note}" in str(report)
+        return place.note
+
+    # 2 x 2,048 samples of a SparseCore, over 8 of them.
+    told = note(16384, minibatching=minibatching)
+    if minibatching:
+        assert told == ""
+        return
+    # The mean is 512, and three standard deviations are 68.
+    assert (
+        "a SparseCore may ask another for 580 ids (578 distinct) of stack vid" in told
+    )
+    assert "the limits are 256 and 256: set max_ids_per_table['video'] to 728" in told
+    assert "may ask another for 304 ids" in note(8192)
+    assert note(6144) == ""
+    limits = dict.fromkeys(
+        ("max_ids_per_table", "max_unique_ids_per_table"), {"video": 728}
+    )
+    assert note(16384, **limits) == ""
+
+
 def test_the_command(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -718,7 +756,9 @@ def test_the_command(
     code, out, _ = run(capsys, str(path), "--svg", str(svg), "--topology", "v6e:2x2")
     assert code == 0
     assert "2 tables, 3 slots: 218.75 KiB" in out
-    assert "v6e:2x2" in out
+    assert "v6e:2x2: the largest tables of the fullest device" in out
+    for other in ("one machine", "processes, synchronous", "v5p"):
+        assert other not in out  # Only what was asked for.
     root = xml.etree.ElementTree.fromstring(svg.read_text())
     assert root.tag.endswith("svg")
     np.savez(

@@ -149,7 +149,8 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         "--topology",
         action="append",
         metavar="NAME",
-        help="for example v6e:2x2; may be repeated (the smallest that fits of each)",
+        help="for example v6e:2x2; may be repeated (the smallest that fits of each). "
+        "Then only these, and what --processes and --machine-gib ask for",
     )
     parser.add_argument(
         "--processes",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import inspect
 import json
 import pathlib
@@ -55,13 +56,16 @@ def run(arguments: argparse.Namespace) -> int:
         config.optimizer,
         batch_size=batch_size,
         topologies=arguments.topology,
-        processes=arguments.processes or (2, 4, 8),
+        processes=arguments.processes or (() if arguments.topology else (2, 4, 8)),
         distributed_options=DistributedOptions(placement=arguments.placement),
         machine_bytes=None if memory is None else int(memory * 2**30),
         pipeline_execution_with_tensor_core=arguments.pipelined,
         sample=sample,
         sample_batches=arguments.sample_batches,
     )
+    if arguments.topology and memory is None:  # No machine was asked for.
+        asked = [p for p in report.placements if p.kind != "host"]
+        report = dataclasses.replace(report, placements=tuple(asked))
     print(report.to_json() if arguments.json else report)
     if arguments.svg:
         pathlib.Path(arguments.svg).write_text(report.to_svg(), encoding="utf-8")

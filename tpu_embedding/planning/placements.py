@@ -32,7 +32,13 @@ from tpu_embedding.layout.stacking import make_layout
 from tpu_embedding.nest_utils import Structure
 from tpu_embedding.planning.machines import Machines
 from tpu_embedding.planning.report import PlannedPlacement, PlanReport, table_arrays
-from tpu_embedding.planning.sample import Batch, Sample, Traffic, to_feature_ids
+from tpu_embedding.planning.sample import (
+    Batch,
+    Sample,
+    Traffic,
+    to_feature_ids,
+    without_sample,
+)
 from tpu_embedding.tf_configs import (
     check_batch_size,
     convert_features,
@@ -366,8 +372,10 @@ class _Planner:
             for index, height in zip(stack.tables, heights, strict=True):
                 share = size * height // stack.rows_per_shard
                 by_table[own.tables[index].name] = share
-        needs, per_sample, not_counted = [], None, ""
-        if self.sample is not None:
+        needs, per_sample, not_counted, note = [], None, "", ""
+        if self.sample is None:
+            note = without_sample(partitioning, generation)
+        else:
             needs, per_sample, not_counted = self.sample.limits(
                 own, layout, partitioning, generation
             )
@@ -382,6 +390,7 @@ class _Planner:
             limits=tuple(needs),
             max_ids_per_chip_per_sample=per_sample,
             not_counted=not_counted,
+            note=note,
             excesses=(
                 *limits.sparse_core_excesses(
                     own,

@@ -141,6 +141,7 @@ class PlannedPlacement:
         a time need on the fullest, beyond tables, slots and a step.
       not_counted: What the plan leaves out, or "".
       table_bytes: Of `device_bytes`, tables and slots.
+      note: What to set so that the first step does not fail, or "".
     """
 
     name: str
@@ -161,6 +162,7 @@ class PlannedPlacement:
     initializer_bytes: int = 0
     not_counted: str = ""
     table_bytes: tuple[int, ...] = ()
+    note: str = ""
 
     @property
     def fits(self) -> bool:
@@ -262,11 +264,13 @@ class PlanReport:
             if not own.fits:
                 problems.setdefault(own.problem, []).append(own.name)
         for own in self.placements:
+            if own.note:
+                problems.setdefault(own.note, []).append(own.name)
             if own.not_counted:
                 text = f"not counted is {own.not_counted}"
                 problems.setdefault(text, []).append(own.name)
         parts += [f"{', '.join(names)}: {text}" for text, names in problems.items()]
-        best = self.best
+        best = self.best or next((p for p in self.placements if p.by_table), None)
         if best is not None:
             parts.append(
                 f"{best.name}: the largest tables of the fullest device\n"

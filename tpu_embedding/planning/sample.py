@@ -283,6 +283,36 @@ def _stack_limits(
     )
 
 
+def without_sample(partitioning: Partitioning, generation: Generation) -> str:
+    """What one random id for each sample needs beyond the limits, or ""."""
+    shards, cores = partitioning.num_shards, partitioning.sparse_cores_per_device
+    found = []
+    for table in partitioning.tables:
+        mean = table.samples / cores / shards
+        ids = math.ceil(
+            mean + 3 * math.sqrt(mean)
+        )  # Of the busiest, as ids are random.
+        distinct = math.ceil(expected_distinct(table.rows // shards, ids))
+        limits = table.max_ids_per_partition, table.max_unique_ids_per_partition
+        if ids <= limits[0] and distinct <= limits[1]:
+            continue
+        multiple = generation.id_multiple
+        unique = _suggested(distinct, multiple, generation.max_unique_ids(shards))
+        most = _suggested(ids, multiple, generation.max_ids(shards, unique))
+        found.append(
+            f"{ids} ids ({distinct} distinct) of stack {table.name}, and the limits "
+            f"are {limits[0]} and {limits[1]}: set max_ids_per_table[{table.name!r}] "
+            f"to {most} and max_unique_ids_per_table[{table.name!r}] to {unique}"
+        )
+    if not found or partitioning.minibatching:
+        return ""
+    return (
+        "the first step would fail. With one random id for each sample, a "
+        f"SparseCore may ask another for {'; for '.join(found)}. Or set "
+        "minibatching=True, or plan with a sample."
+    )
+
+
 def _suggested(count: int, multiple: int, *most: int) -> int:
     wanted = -(-int(count * _HEADROOM) // multiple) * multiple
     return min(max(wanted, multiple), *most)
