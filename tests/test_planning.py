@@ -741,10 +741,8 @@ def test_a_plan_without_a_sample_compares_its_assumption_with_the_limits(
     assert "the limits are 256 and 256: set max_ids_per_table['video'] to 728" in told
     assert "may ask another for 304 ids" in note(8192)
     assert note(6144) == ""
-    limits = dict.fromkeys(
-        ("max_ids_per_table", "max_unique_ids_per_table"), {"video": 728}
-    )
-    assert note(16384, **limits) == ""
+    raised = {"video": 728}
+    assert note(16384, max_ids_per_table=raised, max_unique_ids_per_table=raised) == ""
 
 
 def test_the_command(

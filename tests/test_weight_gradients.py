@@ -175,6 +175,31 @@ def gradients_of(kind: str, embedding: Any, weights: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("combiner", COMBINERS)
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_layer_whose_tables_are_frozen(engine: str, combiner: str, graph: bool):
+    layer = make("layer", make_configs(combiner))
+    layer.trainable = False
+    weights = random_weights()
+    variables = {name: tf.Variable(value) for name, value in weights.items()}
+
+    def gradients() -> Any:
+        with tf.GradientTape() as tape:
+            given = {name: 1.0 * variable for name, variable in variables.items()}
+            activations = layer(*features_and_weights(given))
+            loss = tf.add_n(
+                [tf.reduce_sum(a * upstream()[n]) for n, a in activations.items()]
+            )
+        return tape.gradient(loss, variables)
+
+    before = {k: v.numpy() for k, v in layer.embedding_tables.items()}
+    found = (tf.function(gradients) if graph else gradients)()
+    for name, expected in dense_gradients(combiner, weights).items():
+        np.testing.assert_allclose(found[name], expected, 1e-5, 1e-6, err_msg=name)
+    for key, table in layer.embedding_tables.items():
+        assert (table.numpy() == before[key]).all()
+
+
+@pytest.mark.parametrize("combiner", COMBINERS)
 @pytest.mark.parametrize("kind", CLASSES)
 def test_dense_autodiff_and_training(engine: str, kind: str, combiner: str):
     weights = random_weights()

@@ -37,6 +37,28 @@ def test_checkpoints_fit_under_any_strategy(
     assert models.state(models.embedding_of(other))["films"][0, 0] == seed % 100
 
 
+def test_a_model_that_is_not_built_is_refused(tmp_path: pathlib.Path):
+    class Model(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            films = te.TableConfig(9, 2, name="films")
+            self.rows = TPUEmbedding(te.FeatureConfig(films), te.SGD(0.1))
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, inputs: tf.Tensor) -> tf.Tensor:
+            return self.dense(self.rows(inputs))
+
+    ids = tf.range(9)
+    model, other = Model(), Model()
+    model(ids)
+    path = checkpoint.save(model, tmp_path / "saved")
+    with pytest.raises(ValueError, match=r"The model .* is not built.*Call it on a ba"):
+        checkpoint.restore(other, path)
+    other(ids)
+    checkpoint.restore(other, path)
+    assert (other.rows(ids).numpy() == model.rows(ids).numpy()).all()
+
+
 @pytest.mark.parametrize("whole", [False, True])
 def test_save_and_restore_take_a_layer_or_a_model(whole: bool, tmp_path: pathlib.Path):
     """A vocabulary that grew by a day's new films, and the slots of the old ones."""

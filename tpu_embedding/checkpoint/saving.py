@@ -151,8 +151,8 @@ def restore(
     eviction decides which are given up, and the log says how many.
 
     Args:
-      embedding: A TPUEmbedding, TPUEmbeddingV2 or Keras layer, or a Keras model with
-        one such layer. Built first if it is not built yet.
+      embedding: A TPUEmbedding, TPUEmbeddingV2 or Keras layer, built first if it is
+        not built yet; or a Keras model with one such layer, which must be built.
       path: As for `read`.
       root: As for `read`.
       tables: Names of the embedding's tables to restore; None restores all tables.
@@ -176,12 +176,19 @@ def restore(
       ValueError: If a table has another shape (the text names both), if `tables`,
         `rename` or `ids` has names that the embedding lacks, if a table grows there
         and is static here without `ids`, if a growing table has too few rows and no
-        eviction, or if the processes of a job pass different arguments.
+        eviction, if a model is not built, or if the processes of a job pass different
+        arguments.
       TypeError: If a stored value has no floating point dtype, `embedding` is not an
         embedding, or another argument has the wrong type.
       tf.errors.NotFoundError: If no checkpoint is there.
       tf.errors.DataLossError: If a file is truncated or damaged.
     """
+    if not isinstance(embedding, SavesTables) and not getattr(embedding, "built", True):
+        raise ValueError(
+            f"The model {getattr(embedding, 'name', '')} is not built, and Keras 3 does "
+            "not restore layers that are built later. Call it on a batch first, or pass "
+            "its layer with the tables."
+        )
     core = _core_of(embedding)
     _require(resize, bool, "resize", "a bool")
     _require(slots, bool, "slots", "a bool")

@@ -268,7 +268,10 @@ class EngineTrainedTables:
         )
         if chosen is Mode.TRAIN:
             activations = self._hooked(values, weights, activations, looked_up)
-        elif trainable:
+        elif watched:
+            # The batch between the ops is a variant, of which no gradient is made.
+            activations = [tf.stop_gradient(activation) for activation in activations]
+        if chosen is not Mode.TRAIN and trainable:
             # tf.recompute_grad, and so keras.RematScope, computes gradients only of
             # variables that were read while nothing was recorded.
             tf.convert_to_tensor(self._placeholder)
