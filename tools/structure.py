@@ -26,35 +26,35 @@ PACKAGE = "tpu_embedding"
 SMALL_MODULE_LINES = 120
 # docs/architecture.md has the reason of an aim that is missed.
 AIMS = {
-    "Python lines": "34,000",
-    "Python files": "135",
+    "Python lines": "42,500",
+    "Python files": "170",
     "modules of at most 120 lines with one importer": "below 8",
-    "longest chain of imports": "21",
+    "longest chain of imports": "18",
     "functions that only make an error": "below 60",
     "steps of a CPU": "2",
-    "queues of batches": "3",
+    "queues of batches": "5",
     "mechanisms for an update that waits": "2",
-    "files that know which part of a table has a row": "1",
-    "files that make first values": "1",
-    "ops of ours": "24",
-    "methods of the engine protocol": "17",
-    ".Attr lines of ops": "below 50",
-    "functions under one enqueue": "20",
-    "calls in one Keras forward pass": "50",
-    "calls in one checkpoint.save": "40",
+    "files that know which part of a table has a row": "2",
+    "files that make first values": "2",
+    "ops of ours": "34",
+    "methods of the engine protocol": "18",
+    ".Attr lines of ops": "below 110",
+    "functions under one enqueue": "below 35",
+    "calls in one Keras forward pass": "below 70",
+    "calls in one checkpoint.save": "below 100",
 }
 # The folders of what computes, and the text that each file with a mechanism has.
 COMPUTING = ("engines", "layout", "tables", "ops")
 MECHANISMS = {
-    "queues of batches": r"^class (?!NestQueue|.*ABC)\w*Queues?\b",
+    "queues of batches": r"^class (?!NestQueue|.*ABC)\w*(Queues?|Ring)\b",
     "mechanisms for an update that waits": (
         r"^class (NestQueue|PendingUpdate)\b|std::deque<Update> updates_"
     ),
     "files that know which part of a table has a row": (
-        r"^(?!.*(sparse_core|offset)).*%\s*(self\.)?(num_)?(parts|shards|number|n)\b"
+        r"^(?!.*(sparse_core|offset)).*%\s*(self\.)?(num_)?(parts|shards|number|n|size_)\b"
     ),
     "files that make first values": (
-        r"^class FirstValues\b|^(?!.*def ).*\binitial_value\($"
+        r"^class FirstValues\b|^def first_values\b|^(?!.*def ).*\binitial_value\($"
     ),
 }
 

@@ -383,7 +383,7 @@ class Core(EngineTables):
         return state.evict()
 
     def _growing_table(self, table: Any) -> tuple[TableSpec, GrowingState]:
-        """A growing table of the user's, without a pending update."""
+        """A growing table of the user, without a pending update."""
         found = self.growing()
         for spec in self.plan.tables:
             if spec.key is table and spec.name in found:

@@ -157,7 +157,7 @@ class EmbeddingBase(TrackableTables):
           table: The TableConfig of the growing table.
 
         Returns:
-          The number of rows that were given up.
+          The number of evicted rows.
 
         Raises:
           ValueError: If it is none of this embedding, or has eviction=None.

@@ -189,7 +189,7 @@ class TPUEmbeddingV0(RestoresLayouts):
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
         # The last moment for tables that are to be saved or restored, as in
-        # `checkpoint.tracking`: they would be left out without a word.
+        # `TrackableTables`: they would be left out without a word.
         if tf.executing_eagerly() and not checkpoint_context.in_async_metrics_context():
             self.build()
         return super()._trackable_children(save_type, **kwargs)

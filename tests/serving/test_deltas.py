@@ -174,7 +174,7 @@ BAD: dict[str, tuple[Callable[[Blocks], Blocks], str]] = {
     ),
     "more than said": (
         lambda b: [with_field(b[0], 5, 1), *b[1:]],
-        "more rows of table a/b.c than it says",
+        "more rows of table a/b.c than its header announces",
     ),
 }
 

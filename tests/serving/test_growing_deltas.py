@@ -425,7 +425,7 @@ def test_refuses_bad_deltas_with_nothing_changed(tmp_path: pathlib.Path) -> None
         "changes -1 rows of table films": [with_numbers(good[0], f6=-1)],
         "wrong numbers": [good[0], with_numbers(good[1], f2=-1)],
         "bytes for 2 rows": [good[0], with_numbers(good[1], f2=1)],
-        "more rows of table films than it says": [
+        "more rows of table films than its header announces": [
             with_numbers(good[0], f6=1),
             *good[1:],
         ],

@@ -148,7 +148,7 @@ def restore(
 
     A growing table takes all ids of the checkpoint, with what is known of them; row r
     of a static table there is that of id r. If they are more than `max_rows`, its
-    eviction decides which are given up, and the log says how many.
+    eviction decides which are left out, and the log says how many.
 
     Args:
       embedding: A TPUEmbedding, TPUEmbeddingV2 or Keras layer, built first if it is
@@ -185,9 +185,9 @@ def restore(
     """
     if not isinstance(embedding, SavesTables) and not getattr(embedding, "built", True):
         raise ValueError(
-            f"The model {getattr(embedding, 'name', '')} is not built, and Keras 3 does "
-            "not restore layers that are built later. Call it on a batch first, or pass "
-            "its layer with the tables."
+            f"The model {getattr(embedding, 'name', '')} is not built, and Keras 3 "
+            "does not restore layers that are built later. Call it on a batch first, "
+            "or pass its layer with the tables."
         )
     core = _core_of(embedding)
     _require(resize, bool, "resize", "a bool")

@@ -62,7 +62,7 @@ def choose(topology: Topology, plan: Plan) -> type[Engine]:
             "build this outside of the strategy's scope, where it runs on this "
             "machine's CPU."
         )
-    # Kernels of ours cannot call functions of the user's.
+    # Kernels of ours cannot call user functions.
     if engine.for_custom and any(table.function for table in plan.tables):
         engine = _ENGINES[engine.for_custom]
     if not engine.grows:

@@ -84,7 +84,8 @@ class Call:
     """What an engine needs to know of one call of the user.
 
     Attributes:
-      replica: Index of the calling replica; None: all of them, or none of them.
+      replica: Index of the calling replica. None outside of a replica, or for a batch
+        of all replicas.
       training: Whether gradients will be applied, or may be.
       name: A tag for the ops of TPU v2 to v4, whose compiler pairs them by it.
       shapes: For each feature the static shape of its output in the graph that is
@@ -169,7 +170,7 @@ class RowChanges(Protocol):
         ...
 
     def take(self) -> list[Changed]:
-        """Those that changed since the last commit, by table."""
+        """Returns the changed rows of each table since the last commit."""
         ...
 
     def read(self, table: int, rows: np.ndarray) -> np.ndarray:
@@ -475,7 +476,7 @@ class Engine(Steps, TableStore):
     grows: ClassVar[bool] = False
     # True: `flush` and `reset` are calls of all processes, also before the first step.
     meets: ClassVar[bool] = False
-    # The engine that stands in where a table has a function of the user's, or None.
+    # The engine that stands in where a table has a user function, or None.
     for_custom: ClassVar[str | None] = None
 
     def __init__(self, options: EngineOptions) -> None:

@@ -14,7 +14,7 @@ from tpu_embedding.lookup.graph_checks import Check, require, text
 
 @contextlib.contextmanager
 def function_of(table: str, what: str) -> Iterator[None]:
-    """Notes on what a function of the user's raises inside whose function it is."""
+    """Notes on what a user function raises inside whose function it is."""
     try:
         yield
     except Exception as error:
@@ -25,7 +25,7 @@ def function_of(table: str, what: str) -> Iterator[None]:
 def trace(
     table: str, what: str, function: Callable[..., Any], inputs: Sequence[Any]
 ) -> Any:
-    """Traces a function of the user's; its errors say which table it is of."""
+    """Traces a user function; its errors say which table it is of."""
     with function_of(table, what):
         return tf.function(function, autograph=False).get_concrete_function(*inputs)
 

@@ -15,7 +15,7 @@ import tensorflow as tf
 _SHOWN = 200  # Characters of a text; a longer one ends with its hash.
 _DEEPEST = 8  # Values within values.
 _MANY = 100  # Numbers in a list that is read as an array.
-# What they make has counters and names that are not of the user's program.
+# What they make has counters and names that do not come from the user program.
 _LIBRARIES = {"tensorflow", "keras", "tf_keras"}
 
 

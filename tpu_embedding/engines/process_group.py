@@ -255,7 +255,7 @@ class Channel:
 
 
 class _Thread:
-    """What one embedding knows of a thread of the user's program.
+    """What one embedding knows of a thread of the user program.
 
     Attributes:
       looks_up: Whether it has looked up, eagerly.
@@ -267,7 +267,7 @@ class _Thread:
 
 
 class _Threads(threading.local):
-    """Finds the thread of the user's program; `strategy.run` starts another one."""
+    """Finds the thread of the user program; `strategy.run` starts another one."""
 
     def __init__(self) -> None:
         self._own, self._of_replica = _Thread(), None

@@ -27,7 +27,7 @@ class TableCounts:
         updates all rows.
       vocabulary: Of all updates of a growing table, also those before telemetry: ids
         without a row, those of them that were admitted and that were refused, and rows
-        that were given up; else None.
+        that were evicted; else None.
     """
 
     ids: int = 0

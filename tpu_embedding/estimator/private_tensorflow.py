@@ -1,7 +1,7 @@
 """The private TensorFlow names that the estimator uses, checked at import.
 
-TensorFlow 2.21 has them, but they are not part of its API. No other module of this
-package imports private TensorFlow modules.
+TensorFlow 2.21 has them, but they are not part of its API. docs/architecture.md lists
+what other modules of this package import.
 """
 
 from __future__ import annotations

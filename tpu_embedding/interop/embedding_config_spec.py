@@ -64,7 +64,7 @@ class EmbeddingConfigSpec(collections.namedtuple("EmbeddingConfigSpec", _FIELDS)
         taken out of `feature_columns`, no argument.
       optimization_parameters: One of the *Parameters; for tables with none.
       clipping_limit: c > 0 limits each element of a row's summed gradient to
-        [-c, c]. (Upstream keeps it and never reads it.)
+        [-c, c]. (TensorFlow 1 keeps it and never reads it.)
       pipeline_execution_with_tensor_core: Looks each step up before the update of
         the step before.
       experimental_gradient_multiplier_fn: A function of the global step whose

@@ -113,7 +113,7 @@ def to_optimizer(
     make, renamed = _CARRIED[type(parameters)]
     arguments: dict[str, Any] = {name: getattr(parameters, name) for name in _COMMON}
     arguments |= {ours: getattr(parameters, theirs) for ours, theirs in renamed.items()}
-    # Upstream took an accumulator of 0 for FTRL as it was.
+    # TensorFlow 1 took an accumulator of 0 for FTRL as it was.
     if arguments.get("allow_zero_accumulator") is False:
         zero = arguments["initial_accumulator_value"] == 0
         arguments["allow_zero_accumulator"] = zero

@@ -269,7 +269,7 @@ class _Optimizers:
         self._rates: dict[int, StepRate | VariableRate] = {}
         self.common: Optimizer | None = None
         shared = spec.optimization_parameters
-        # Upstream does not look at them where every table has its own.
+        # TensorFlow 1 does not look at them where every table has its own.
         if shared is not None and any(
             table.optimization_parameters is None for table in tables
         ):

@@ -50,7 +50,7 @@ class Layer(keras.layers.Layer):
         return self._infer(features, weights, serving_config, placeholder)
 
     def _infer(self, *args: Any) -> Any:
-        raise NotImplementedError  # In `EmbeddingLayer`.
+        raise NotImplementedError  # In `TPUEmbedding`.
 
 
 def require_tensorflow(name: str) -> None:

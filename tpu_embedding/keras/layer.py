@@ -471,8 +471,8 @@ class TPUEmbedding(SavesTables, keras_api.Layer):
         structure = wanted.structure
         if isinstance(features, PackedFeatures) and self._keeps_axes():
             raise NotImplementedError(
-                "In the place of the layer of TFRS this layer keeps the axes of dense "
-                "ids on a CPU, and a packed batch has none. Pass the features "
+                "When it replaces TFRS's layer, this layer keeps the shape of dense "
+                "ids, which a packed batch does not have. Pass the features "
                 "themselves, or use tpu_embedding.keras.TPUEmbedding by its name."
             )
         with self._refusing(serving_config):

@@ -37,7 +37,7 @@ class TableSpec:
 
     @property
     def function(self) -> str | None:
-        """What the table has that calls a function of the user's in each step."""
+        """What the table has that calls a user function in each step."""
         if self.optimizer is not None and self.optimizer.is_custom:
             return "CustomOptimizer"
         return None if self.config.custom_combiner is None else "CustomCombiner"
@@ -145,7 +145,7 @@ def make_plan(
 def stacking_kind(spec: TableSpec) -> tuple[Any, ...]:
     """The properties that all tables of a stack share, besides the padded width.
 
-    Functions of the user's see the table's own width, and the weights of a combiner
+    User functions see the table's own width, and the weights of a combiner
     are one table's: TensorFlow's stacker, which is not asked about them, has no rule.
     The ids of a growing table are no rows that could be numbered through.
     """
@@ -160,7 +160,7 @@ def stacking_kind(spec: TableSpec) -> tuple[Any, ...]:
 
 
 def refuse_custom(tables: Sequence[TableSpec], *, optimizers: bool = True) -> None:
-    """Refuses tables with a function of the user's, also CustomOptimizers if asked."""
+    """Refuses tables with a user function, also CustomOptimizers if asked."""
     for table in tables:
         if optimizers and table.optimizer is not None and table.optimizer.is_custom:
             raise NotImplementedError(

@@ -1,3 +1,3 @@
-"""Private: the library of the host engine's ops, and typed wrappers of them."""
+"""Private: the library of the host engine's ops."""
 
 __all__: list[str] = []

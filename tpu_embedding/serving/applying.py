@@ -49,7 +49,9 @@ def apply_delta(model: Any, path: str | os.PathLike[str]) -> int:
         state = apply(block=tf.constant(block))
     if not state or state["next_block"]:
         raise tf.errors.DataLossError(
-            None, None, f"Delta {os.fspath(path)} is truncated: its last block lacks."
+            None,
+            None,
+            f"Delta {os.fspath(path)} is truncated: the last block is missing.",
         )
     return int(state["sequence"])
 

@@ -250,7 +250,8 @@ def read_header(path: str | os.PathLike[str]) -> Header:
             raise _damaged(f"Blocks of delta {os.fspath(path)} were exchanged.")
         total = chained(total, found[0])
     if header is None or kind != END:
-        raise _damaged(f"Delta {os.fspath(path)} is truncated: its last block lacks.")
+        name = os.fspath(path)
+        raise _damaged(f"Delta {name} is truncated: the last block is missing.")
     return header
 
 

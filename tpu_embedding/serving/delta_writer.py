@@ -96,7 +96,7 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
         Raises:
           TypeError: If an argument is of another type.
           ValueError: If the export takes no deltas, or deltas were applied to it, or
-            its tables are others, or the name is in use.
+            its tables differ, or the name is in use.
           tf.errors.NotFoundError: If there is no export.
           NotImplementedError: If the engine of the embedding does not track changes: on
             TPUs and on the portable engine, and in a Keras layer with
@@ -148,7 +148,7 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
     def export_delta(self, path: str | os.PathLike[str]) -> dict[str, int]:
         """Writes the rows that changed since the last delta.
 
-        Of a growing table it also writes the ids that were given up, and the row that
+        Of a growing table it also writes the ids that were evicted, and the row that
         ids without one share. The pending update is applied first. If it fails, no file
         is left, and the next delta has the rows, too.
 
@@ -156,7 +156,7 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
           path: A file that does not exist yet.
 
         Returns:
-          The number of rows by name of the table; ids that were given up count.
+          The number of rows by name of the table; evicted ids count.
 
         Raises:
           RuntimeError: In a tf.function, or after `stop`.
@@ -173,7 +173,7 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
         for spec, rows in zip(self._base.tables, changed, strict=True):
             for what, number, most in (
                 ("rows changed", len(rows.keys), spec.most_changed),
-                ("rows were given up", len(rows.deleted), spec.most_changed),
+                ("rows were evicted", len(rows.deleted), spec.most_changed),
                 ("ids are there", rows.size, spec.rows),
             ):
                 if number > most:
@@ -311,7 +311,7 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
     def _take(self) -> list[Changed]:
         """What changed, by table of the base; a shared row is in every delta.
 
-        Ids that were given up and that the models never had are left out.
+        Ids that were evicted and that the models never had are left out.
         """
         taken = self._changes.take()
         found = [

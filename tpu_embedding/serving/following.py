@@ -354,7 +354,7 @@ class Follower:
             ),
             _check(
                 coming <= self.state.announced[index],
-                "A delta has more rows of table {table} than it says.",
+                "A delta has more rows of table {table} than its header announces.",
                 table=spec.name,
             ),
         ]

@@ -75,7 +75,7 @@ class GrowingState(abc.ABC, tf.__internal__.tracking.Trackable):
 
     def evict(self) -> int:
         """Gives up rows now, after a flush; how many. See `TPUEmbedding.evict`."""
-        raise NotImplementedError("Only tables that are trained give up rows.")
+        raise NotImplementedError("Only tables that are trained evict rows.")
 
     @abc.abstractmethod
     def read(self) -> dict[str, np.ndarray]:

@@ -192,7 +192,7 @@ class HostEngine(Engine):
         return activations, prepared._replace(value=looked_up)
 
     def _keep_rows(self, prepared: Prepared, looked_up: Any) -> Prepared:
-        """With tensors: while they exist, the rows of the lookup are not given up."""
+        """With tensors: while they exist, the rows of the lookup are not evicted."""
         own = looked_up.own if isinstance(looked_up, Routed) else looked_up
         return self._with_tensors(prepared, [own])
 

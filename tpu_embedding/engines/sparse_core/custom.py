@@ -97,7 +97,7 @@ def _rule(table: str, optimizer: CustomOptimizer, dim: int, width: int) -> Any:
     inputs = [*rows, *[_NUMBER] * (1 + len(optimizer.hyperparameters))]
 
     def trace(columns: int) -> tuple[Any, list[tf.Operation]]:
-        """The rule for some columns, and the ops of the user's function."""
+        """The rule for some columns, and the ops of the user function."""
         own: list[tf.Operation] = []
 
         def rule(*values: tf.Tensor) -> tuple[tf.Tensor, ...]:

@@ -436,7 +436,7 @@ class SparseCoreEngine(Engine):
         """
         topology = self._topology
         values = [value for _, value in changes]
-        # Assertions of the user's program before this call are in the same order of
+        # Assertions of the user program before this call are in the same order of
         # stateful ops as the first barrier, those after it as the second.
         with tf.control_dependencies(topology.barrier([*values, *after])):
             assigned = [
