@@ -244,7 +244,7 @@ class TPUEmbeddingV2(EmbeddingBase):
         if self.core.topology.tpu is None:
             place = None  # All replicas are in this process.
         if not isinstance(features, PreprocessedFeatures):
-            with self.core.refusing("lookup"):  # The others will meet in dequeue.
+            with self.core.refusing("lookup"):  # The others call dequeue.
                 return self._preprocess(features, weights, place)[0]
         if weights is not None:
             raise ValueError(

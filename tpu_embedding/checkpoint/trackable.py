@@ -43,6 +43,11 @@ class StoredTables(abc.ABC):
     structure: Structure
     check_numerics: bool = False
 
+    @property
+    def inputs(self) -> InputShapes | None:
+        """The inputs declared or looked up so far, or None if that is not noted."""
+        return None
+
     def growing(self) -> dict[str, GrowingState]:
         """Growing tables by name."""
         return {}
@@ -86,11 +91,7 @@ class StoredTables(abc.ABC):
 
 
 class VariableTables(StoredTables):
-    """Tables that are one variable each, or a copy in each replica.
-
-    Attributes:
-      inputs: The inputs that were looked up so far.
-    """
+    """Tables that are one variable each, or a copy in each replica."""
 
     def __init__(
         self,
@@ -105,7 +106,12 @@ class VariableTables(StoredTables):
         self.plan, self.structure = plan, structure
         self.check_numerics = check_numerics
         self._variables, self._growing = variables, growing
-        self.inputs = InputShapes(len(plan.features))
+        self._inputs = InputShapes(len(plan.features))
+
+    @property
+    def inputs(self) -> InputShapes:
+        """The inputs that were looked up so far."""
+        return self._inputs
 
     def growing(self) -> dict[str, GrowingState]:
         """See `StoredTables.growing`."""

@@ -282,7 +282,7 @@ class EngineTrainedTables:
         return self.core.with_weight_gradients(activations, watched, values, weights)
 
     def refusing(self, *, trainable: bool) -> contextlib.AbstractContextManager[None]:
-        """Tells other processes of an error before a look-up that meets them."""
+        """Tells other processes of an error before a collective look-up."""
         if self._mode(trainable) is Mode.SERVE:
             return contextlib.nullcontext()
         return self.core.refusing("lookup")

@@ -94,7 +94,7 @@ class KerasTrainedTables(VariableTables):
         return [keras_api.value_of(weight) for weight in self._weights.values()]
 
     def refusing(self, *, trainable: bool) -> contextlib.AbstractContextManager[None]:
-        """See `EngineTrainedTables.refusing`: a look-up here meets no process."""
+        """See `EngineTrainedTables.refusing`: a look-up here is not collective."""
         del trainable
         return contextlib.nullcontext()
 

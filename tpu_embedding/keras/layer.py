@@ -516,7 +516,7 @@ class TPUEmbedding(SavesTables, keras_api.Layer):
         return structure.pack(activations)
 
     def _refusing(self, serving_config: Any) -> contextlib.AbstractContextManager[None]:
-        if serving_config is not None:  # No process meets another in it.
+        if serving_config is not None:  # It is no collective call.
             return contextlib.nullcontext()
         return self._built.tables.refusing(trainable=self.trainable)
 

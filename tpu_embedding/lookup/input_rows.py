@@ -191,7 +191,8 @@ def output_axes(
         (count,) = rows.axes
         if not feature.positions:
             return _filled(feature, declared, count)
-        axes = [count, *(tf.constant(a, tf.int64) for a in declared.shape[1:])]
+        inner = [axis for axis in declared.shape[1:] if axis is not None]
+        axes = [count, *(tf.constant(axis, tf.int64) for axis in inner)]
         positions = tf.constant(feature.positions, tf.int64)
         return axes, positions, lambda: _check_size(feature, axes, feature.max_samples)
     axes, positions = rows.axes, None

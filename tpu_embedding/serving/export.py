@@ -157,8 +157,15 @@ def export(
         _require_different_outputs(plan)
     storages = _storages(plan, storage)
     group = exported.tables[0].rows.group
-    alike = {"storage": storages, "deltas": share, "mapped": mapped}
-    require_alike(group, {"path": os.fspath(path), **alike})
+    alike: dict[str, Any] = {
+        "path": os.fspath(path),
+        "storage": storages,
+        "deltas": share,
+        "mapped": mapped,
+        "output_shape": {f.path: f.config.output_shape for f in plan.features},
+        "positions": dict(exported.positions),
+    }
+    require_alike(group, alike)
     with in_all_processes(group):
         if group is None or group.rank == 0:
             require_empty(path)
@@ -436,7 +443,7 @@ def _storages(plan: Plan, storage: str | Mapping[Any, str]) -> list[str]:
         raise _unknown_names("storage", unknown, names.values())
     by_name = dict(zip(named, storage.values(), strict=True))
     if len(by_name) < len(named):
-        twice = {name for name in named if named.count(name) > 1}
+        twice = {str(name) for name in named if named.count(name) > 1}
         raise ValueError(
             f"`storage` has table {', '.join(twice)} by TableConfig and by name. Leave "
             "one of them out."

@@ -59,6 +59,7 @@ def convert(model: Any, lazy: bool = False) -> Any:
         layer.make_tables()
     if optimizer is not None:
         optimizer.wait_for(model.trainable_variables)
+    _warn_of_skipped(model)
     _forget_traces(model)
     return model
 
