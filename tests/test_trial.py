@@ -63,7 +63,7 @@ def test_run_keras_replaces_both(script: str):
     done = command("run", "--keras", script, "argument")
     assert done.returncode == 0, done.stderr[-3000:]
     # Without the regularizer of strength 0, whose gradient is dense.
-    expected = "tpu_embedding.keras.embedding RowSparseSGD 1 argument"
+    expected = "tpu_embedding.keras.rows.embedding RowSparseSGD 1 argument"
     assert done.stdout.splitlines()[-1] == expected
     assert done.stderr.count("keras.layers.Embedding is te.keras.Embedding") == 1
 

@@ -186,7 +186,7 @@ def _replace(owner: Any, name: str, value: Any) -> None:
 
 def install_keras() -> None:
     """Makes the Embedding layers and optimizers of Keras work by rows, and says so."""
-    from tpu_embedding.keras import converting  # Loads Keras.
+    from tpu_embedding.keras.rows import converting  # Loads Keras.
 
     converting.convert_process()
     print(

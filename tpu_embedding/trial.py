@@ -202,8 +202,8 @@ def _child(arguments: Sequence[str]) -> None:
         print(json.dumps(message), file=channel, flush=True)
 
     def replace() -> None:
-        from tpu_embedding.keras import converting  # Loads Keras.
         from tpu_embedding.keras.keras_api import keras_api
+        from tpu_embedding.keras.rows import converting  # Loads Keras.
 
         if way == "rows":
             converting.convert_process(lambda what, why: notes.append((what, why)))

@@ -253,12 +253,12 @@ def test_what_is_refused(rng: np.random.Generator):
 @pytest.mark.skipif(not hasattr(keras, "Variable"), reason="tf_keras has it not")
 def test_a_loss_scale_of_keras_3_is_refused(rng: np.random.Generator):
     optimizer = keras.optimizers.Adam(loss_scale_factor=8.0)
-    with pytest.raises(ValueError, match="`loss_scale_factor=8.0` of Adam works on"):
+    with pytest.raises(ValueError, match=r"`loss_scale_factor=8\.0` of Adam works on"):
         RowSparseOptimizer(optimizer)
     assert type(optimizer) is keras.optimizers.Adam
     optimizer = RowSparseOptimizer(keras.optimizers.Adam())
     optimizer.loss_scale_factor = 8.0
-    with pytest.raises(ValueError, match="`loss_scale_factor=8.0` of Adam works on"):
+    with pytest.raises(ValueError, match=r"`loss_scale_factor=8\.0` of Adam works on"):
         optimizer.build([variable(rng, V, D)])
 
 

@@ -12,8 +12,8 @@ correction. A row that has waited from step t to step n = t + k is therefore
     row_n = K * (row_t - sum_{j=1..k} w_j * f(j) * m),    slot_n = fade^k * slot_t,
     w_j = fade_m^j * c_{t+j} / prod_{i<=j} keep_{t+i},     K = prod_{i<=k} keep_{t+i}.
 
-The weights w_j are the same for all rows with this t. f(j) is 1 for momenta; for Adam it
-is 1 / (sqrt(v) * r^j + epsilon) with r = sqrt(beta_2), a smooth function of j that
+The weights w_j are the same for all rows with this t. f(j) is 1 for momenta. For Adam
+it is 1 / (sqrt(v) * r^j + epsilon) with r = sqrt(beta_2), a smooth function of j that
 differs by value. A polynomial through a few nodes x_i replaces it (Lagrange's formula),
 so that the sum needs f at these nodes only:
 

@@ -85,7 +85,7 @@ class Embedding(keras_api.RowEmbedding):
         return weight
 
     def make_tables(self) -> None:
-        """Lets rows wait for their gradients (`optimizer.py`), of a copied layer, too."""
+        """Lets the rows of the weights wait for gradients, of a copied layer, too."""
         for weight in self.trainable_weights:
             make_table(weight)
 

@@ -130,14 +130,14 @@ class UpdatesRows:
         if idle is None or why:
             return
         slots = self._slots(keras_api.index_of(self, variable)).values()
-        if not all([make_table(slot) for slot in slots]):
+        if not all(make_table(slot) for slot in slots):
             return
-        if self._owner is None:
-            self.__dict__["_owner"] = new_owner()
-        for part, *own in zip(parts, *(components(slot) for slot in slots)):
-            if part.waiting is not None and part.waiting.owner == self._owner:
+        owner = self.__dict__.setdefault("_owner", new_owner())
+        of_slots = (components(slot) for slot in slots)
+        for part, *own in zip(parts, *of_slots, strict=True):
+            if part.waiting is not None and part.waiting.owner == owner:
                 continue
-            take_over(part, Waiting(idle, (part, *own), self._owner, decays))
+            take_over(part, Waiting(idle, (part, *own), owner, decays))
 
     def _idle(self: Any, decays: bool) -> tuple[Idle | None, str]:
         """What a step does to rows without a gradient; None for nothing.
@@ -352,9 +352,8 @@ def sum_duplicates(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
 
 
 def _dense(gradient: tf.IndexedSlices) -> tf.Tensor:
-    return tf.math.unsorted_segment_sum(
-        gradient.values, gradient.indices, gradient.dense_shape[0]
-    )
+    shape: Any = gradient.dense_shape
+    return tf.math.unsorted_segment_sum(gradient.values, gradient.indices, shape[0])
 
 
 def _row_sparse_class(rule: Any) -> Any:
@@ -442,8 +441,8 @@ def RowSparseOptimizer(inner: Any, lazy: bool = False) -> Any:  # noqa: N802
         if inner.lazy == lazy:
             return inner
         raise ValueError(
-            f"RowSparseOptimizer: this {inner._rule.__name__} updates rows already, with "
-            f"lazy={inner.lazy}. Create another one for lazy={lazy}."
+            f"RowSparseOptimizer: this {inner._rule.__name__} updates rows already, "
+            f"with lazy={inner.lazy}. Create another one for lazy={lazy}."
         )
     if type(inner) not in _CLASSES:
         wraps = hasattr(inner, "inner_optimizer")

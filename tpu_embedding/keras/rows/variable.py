@@ -72,7 +72,7 @@ class TableVariable(_Variable):
 
     @_handle.setter
     def _handle(self, value: Any) -> None:
-        self.__dict__["_handle"] = value
+        vars(self)["_handle"] = value
 
 
 def _flushed(name: str) -> Any:
@@ -111,7 +111,7 @@ def make_table(variable: Any) -> bool:
             and cls._read_variable_op is _Variable._read_variable_op
         )
         if reads_as_usual and part.shape.rank == 2 and part.dtype.is_floating:
-            part.__class__ = TableVariable
+            object.__setattr__(part, "__class__", TableVariable)
     return all(isinstance(part, TableVariable) for part in parts)
 
 
@@ -123,9 +123,9 @@ def make_plain(variable: Any) -> None:
             waiting.flush()
             for each in waiting.variables:
                 each.waiting = None
-                each.__class__ = _Variable
+                object.__setattr__(each, "__class__", _Variable)
         if isinstance(component, TableVariable):
-            component.__class__ = _Variable
+            object.__setattr__(component, "__class__", _Variable)
 
 
 def local(variable: Any) -> Any:

@@ -58,14 +58,14 @@ def kernels_for(variables: Sequence[Any]) -> Any:
     return library.load() if possible else None
 
 
-def gather(variable: Any, rows: tf.Tensor) -> tf.Tensor:
+def gather(variable: Any, rows: Any) -> Any:
     """Reads rows as they are stored."""
     return tf.raw_ops.ResourceGather(
         resource=variable.handle, indices=rows, dtype=variable.dtype.base_dtype
     )
 
 
-def scatter(variable: Any, rows: tf.Tensor, values: tf.Tensor) -> None:
+def scatter(variable: Any, rows: Any, values: tf.Tensor) -> None:
     """Writes rows; each is named once."""
     tf.raw_ops.ResourceScatterUpdate(
         resource=variable.handle, indices=rows, updates=values
@@ -176,7 +176,8 @@ class Waiting:
         weights = start[..., 2:]
         if idle.move == "sign":  # Sums from the first step on.
             weights = (end[2:] - weights) * tf.exp(start[..., :1])
-        factors = [tf.cast(w, dtype) for w in tf.split(weights, weights.shape[-1], -1)]
+        terms = self.history.shape[1] - 2
+        factors = [tf.cast(w, dtype) for w in tf.split(weights, terms, -1)]
         if idle.move == "follow":
             rate = tf.cast(end[1], dtype)
             row = tf.where(steps > 0, self._followed(slots, rate), row)

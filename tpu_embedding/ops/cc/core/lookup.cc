@@ -11,10 +11,6 @@
 namespace tpu_embedding {
 namespace {
 
-// How many entries ahead a row is asked for: far enough to cover a miss to
-// memory (~100 ns) with the work of the rows between.
-constexpr int64_t kEntriesAhead = 16;
-
 // The rows of a sample and their gains. Asking for a row asks for a later one.
 template <class Element, Gains kGains>
 struct RowTerms {
@@ -23,10 +19,11 @@ struct RowTerms {
   const int32_t* rows;
   const float* gains;
   int64_t last;              // of all entries
+  int64_t distance;          // of a row that is prefetched
   float sample_gain = 1.0f;  // of the sample at hand
 
   TPU_EMBEDDING_INLINE const Element* vector(int64_t i) const {
-    const int64_t ahead = std::min(i + kEntriesAhead, last);
+    const int64_t ahead = std::min(i + distance, last);
     Prefetch(table + rows[ahead] * dim, dim);
     return table + rows[i] * dim;
   }
@@ -40,8 +37,12 @@ struct RowTerms {
 template <class Element, Gains kGains>
 TPU_EMBEDDING_INLINE RowTerms<Element, kGains> TermsOf(
     const FeatureEntries& entries, const Element* table, int64_t dim) {
-  return {table, dim, entries.rows->data(), entries.csr->gains.data(),
-          entries.rows->size() - 1};
+  return {table,
+          dim,
+          entries.rows->data(),
+          entries.csr->gains.data(),
+          entries.rows->size() - 1,
+          RowsAhead(dim * static_cast<int64_t>(sizeof(Element)))};
 }
 
 // Entries of sample `s`, as terms of `SumManyTerms`.

@@ -18,9 +18,7 @@
 
 namespace tpu_embedding {
 
-// How many groups ahead a row is prefetched, and how many entries ahead a
-// gradient.
-constexpr int64_t kRowsAhead = 3;
+// How many entries ahead a gradient is prefetched.
 constexpr int64_t kGradientsAhead = 8;
 
 // The gradients of all entries and their gains, for sums of some of them.
@@ -283,6 +281,10 @@ struct RowLoop {
     block.gradients = sums.data();
     const int32_t* const rows = gradients.groups->rows.data();
     const int64_t num_groups = gradients.groups->num_rows();
+    const int64_t slot_bytes = update.slots_per_row ? 4 : 4 * dim;
+    const int64_t distance =
+        RowsAhead(dim * static_cast<int64_t>(sizeof(Element)) +
+                  update.num_slots * slot_bytes);
     int64_t group = begin;
     if (all_rows) {
       group = std::lower_bound(rows, rows + num_groups, begin) - rows;
@@ -293,7 +295,7 @@ struct RowLoop {
         const int64_t row = all_rows ? i + k : rows[i + k];
         float* const sum = block.gradients + k * dim;
         if (group < num_groups && rows[group] == row) {
-          const int64_t ahead = group + kRowsAhead;
+          const int64_t ahead = group + distance;
           if (ahead < num_groups) {
             PrefetchRow(parameters.data(), update, dim, rows[ahead]);
           }

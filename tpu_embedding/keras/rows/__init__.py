@@ -1,0 +1,26 @@
+"""Keras models that train the rows of a batch, with the numbers of Keras.
+
+A step of `te.keras.RowSparseOptimizer` goes one of three ways, by variable. The
+optimizer says which in `updates_rows_by`:
+
+- "op": one op of the library updates the rows of all tables (`fused.py`), by a rule
+  that the kernels have (`rules.py`): SGD without momentum, Adagrad, Adam, AdamW, Ftrl.
+- "rows": TensorFlow's ops read the rows of the gradient, `update_step` of the Keras
+  class computes on them, and they are written back (`optimizer.py`): every other
+  optimizer, and all of them in XLA, under a strategy and without the library.
+- "dense": `update_step` of the Keras class computes on the whole variable: gradients
+  that are no tf.IndexedSlices, variables of other layers, and rows that cannot be
+  caught up.
+
+In the first two ways the other rows of a `te.keras.Embedding` wait, unless `lazy=True`:
+
+    Embedding (embedding.py)           marks its table as a TableVariable
+        |  read
+    TableVariable (variable.py)        a tf.Variable whose readers see rows caught up
+        |  caught up by
+    Waiting (waiting.py)               since when each row waits, and what that does
+        |  as described by
+    Idle (optimizers/idle.py)          what a step without a gradient does to a row
+
+`converting.py` changes models that exist, and processes.
+"""
