@@ -24,7 +24,7 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PACKAGE = "tpu_embedding"
 SMALL_MODULE_LINES = 120
-# docs/architecture.md has the reason of an aim that is missed.
+# CONTRIBUTING.md has the reason of an aim that is missed.
 AIMS = {
     "Python lines": "42,500",
     "Python files": "170",

@@ -24,3 +24,5 @@ In the first two ways the other rows of a `te.keras.Embedding` wait, unless `laz
 
 `converting.py` changes models that exist, and processes.
 """
+
+__all__: list[str] = []

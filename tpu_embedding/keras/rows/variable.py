@@ -12,7 +12,6 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager import record
-from tensorflow.python.framework import func_graph
 from tensorflow.python.ops import resource_variable_ops
 
 from tpu_embedding.keras.keras_api import keras_api
@@ -27,9 +26,9 @@ _flushes_before: contextvars.ContextVar[bool] = contextvars.ContextVar(
 class TableVariable(_Variable):
     """A table, or a slot of one, that an optimizer may leave behind.
 
-    The class of a tf.Variable is changed to it. Whoever reads the whole variable gets
-    rows that were caught up and written; a read of some rows (`tf.gather`) writes
-    nothing. Ops that take its `handle` see what is stored.
+    The class of a tf.Variable is changed to it. A read of the whole variable catches
+    all rows up and writes them; a read of some rows (`tf.gather`) writes nothing. Ops
+    that take its `handle` see what is stored.
     """
 
     waiting: Waiting | None = None  # Once an optimizer is built.
@@ -169,8 +168,8 @@ def _is_called_by_generated_op() -> bool:
 def _outermost_graph() -> Any:
     """The graph of the tf.function that is traced; None if none is."""
     graph: Any = tf.compat.v1.get_default_graph()
-    if tf.executing_eagerly() or not isinstance(graph, func_graph.FuncGraph):
-        return None
+    if tf.executing_eagerly() or not hasattr(graph, "capture_call_time_value"):
+        return None  # The latter: a graph of TensorFlow 1.
     while graph.is_control_flow_graph:
         graph = graph.outer_graph
     return graph

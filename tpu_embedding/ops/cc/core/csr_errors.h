@@ -16,11 +16,12 @@ inline std::string PartitionLimitText(const std::string& table, int64_t shard,
   const char* what = unique ? "unique ids" : "ids";
   const char* option =
       unique ? "max_unique_ids_per_table" : "max_ids_per_table";
-  return Concat("Table ", table, ": a SparseCore asks SparseCore ", shard,
-                " for ", count, " ", what, ", but the limit is ", limit, " (",
-                option, "). Raise the limit (compute_sparse_core_requirements ",
-                "tells what a batch needs), make the batch smaller, or spread the ",
-                "ids over more devices.");
+  return Concat(
+      "Table ", table, ": a SparseCore asks SparseCore ", shard, " for ", count,
+      " ", what, ", but the limit is ", limit, " (", option,
+      "). Raise the limit (compute_sparse_core_requirements ",
+      "tells what a batch needs), make the batch smaller, or spread the ",
+      "ids over more devices.");
 }
 
 inline std::string IdBufferText(const std::string& table, int64_t required,

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "core/simd.h"
 #include "core/update.h"
@@ -13,37 +14,54 @@ namespace {
 constexpr double kSmallestLog = -300.0;
 
 // What the loops over columns need. The loops are compiled for each number of
-// nodes, so that the nodes are unrolled and the columns vectorized.
+// nodes, and the nodes are written out, so that the columns are vectorized.
 struct Columns {
   const float* row;
   const float* moment;
   const float* square;
   int64_t dim;
-  float* out;
+  float* out;  // may be `row`
+};
+
+template <int kNodes>
+struct Terms {
+  Terms(const Wait& wait, const float* root_fades, bool squares) {
+    for (int i = 0; i < kNodes; ++i) {
+      factors[i] = wait.factors[i];
+      fades[i] = root_fades[i];
+      epsilons[i] = wait.epsilons[i];
+      if (!squares) continue;
+      fades[i] *= fades[i];
+      epsilons[i] *= epsilons[i];
+    }
+  }
+  template <size_t... kNode>
+  TPU_EMBEDDING_INLINE float Beside(float root,
+                                    std::index_sequence<kNode...>) const {
+    return (... + (factors[kNode] / (root * fades[kNode] + epsilons[kNode])));
+  }
+  template <size_t... kNode>
+  TPU_EMBEDDING_INLINE float Inside(float square,
+                                    std::index_sequence<kNode...>) const {
+    return (... + (factors[kNode] /
+                   std::sqrt(square * fades[kNode] + epsilons[kNode])));
+  }
+
+  std::array<float, kNodes> factors, fades, epsilons;
 };
 
 template <int kNodes>
 struct MoveByRoot {
   template <class F32xN>
   TPU_EMBEDDING_INLINE static void Run(const Columns& columns, const Wait& wait,
-                                       const float* fades) {
-    const float* const row = columns.row;
-    const float* const moment = columns.moment;
-    const float* const square = columns.square;
-    float* const out = columns.out;
-    std::array<float, kNodes> factor, fade, epsilon;
-    for (int i = 0; i < kNodes; ++i) {
-      factor[i] = wait.factors[i];
-      fade[i] = fades[i];
-      epsilon[i] = wait.epsilons[i];
-    }
+                                       const float* root_fades) {
+    const Terms<kNodes> terms(wait, root_fades, false);
+    const auto [row, moment, square, dim, out] = columns;
     const float keep = wait.keep;
-    for (int64_t d = 0; d < columns.dim; ++d) {
-      const float root = std::sqrt(square[d]);
-      float divided = 0.0f;
-      for (int i = 0; i < kNodes; ++i) {
-        divided += factor[i] / (root * fade[i] + epsilon[i]);
-      }
+    constexpr std::make_index_sequence<kNodes> kEach;
+#pragma GCC ivdep
+    for (int64_t d = 0; d < dim; ++d) {
+      const float divided = terms.Beside(std::sqrt(square[d]), kEach);
       out[d] = (row[d] - moment[d] * divided) * keep;
     }
   }
@@ -54,23 +72,14 @@ template <int kNodes>
 struct MoveByRootInside {
   template <class F32xN>
   TPU_EMBEDDING_INLINE static void Run(const Columns& columns, const Wait& wait,
-                                       const float* fades) {
-    const float* const row = columns.row;
-    const float* const moment = columns.moment;
-    const float* const square = columns.square;
-    float* const out = columns.out;
-    std::array<float, kNodes> factor, fade, epsilon;
-    for (int i = 0; i < kNodes; ++i) {
-      factor[i] = wait.factors[i];
-      fade[i] = fades[i] * fades[i];
-      epsilon[i] = wait.epsilons[i] * wait.epsilons[i];
-    }
+                                       const float* root_fades) {
+    const Terms<kNodes> terms(wait, root_fades, true);
+    const auto [row, moment, square, dim, out] = columns;
     const float keep = wait.keep;
-    for (int64_t d = 0; d < columns.dim; ++d) {
-      float divided = 0.0f;
-      for (int i = 0; i < kNodes; ++i) {
-        divided += factor[i] / std::sqrt(square[d] * fade[i] + epsilon[i]);
-      }
+    constexpr std::make_index_sequence<kNodes> kEach;
+#pragma GCC ivdep
+    for (int64_t d = 0; d < dim; ++d) {
+      const float divided = terms.Inside(square[d], kEach);
       out[d] = (row[d] - moment[d] * divided) * keep;
     }
   }
@@ -90,6 +99,7 @@ struct Scale {
   template <class F32xN>
   TPU_EMBEDDING_INLINE static void Run(const float* values, float factor,
                                        int64_t dim, float* out) {
+#pragma GCC ivdep
     for (int64_t d = 0; d < dim; ++d) out[d] = values[d] * factor;
   }
 };
@@ -111,7 +121,7 @@ WaitingRows::WaitingRows(const IdleRule& rule, const WaitingState& state)
 Wait WaitingRows::Find(int64_t row) const {
   Wait wait;
   const int64_t now = state_.clock[0];
-  const int64_t since = std::max<int64_t>(state_.since[row], state_.clock[1]);
+  const int64_t since = Since(row);
   wait.steps = now - since;
   if (wait.steps == 0) return wait;
   const double* const start = Start(since);
@@ -234,6 +244,10 @@ bool WaitingRows::is_full() const {
 void WaitingRows::Restart() {
   state_.clock[1] = state_.clock[0];
   std::fill_n(Start(state_.clock[0]), width_, 0.0);
+}
+
+void PrefetchWait(const TableView& table, int64_t far, int64_t near) {
+  table.waiting->Prefetch(far, near);
 }
 
 void EndWait(const TableView& table, int64_t row, float* weights) {

@@ -5,6 +5,7 @@
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_IDLE_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_IDLE_H_
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <string>
@@ -68,6 +69,13 @@ class WaitingRows {
   int64_t num_rows() const { return state_.num_rows; }
   bool none_waits() const { return state_.clock[0] <= state_.clock[1]; }
 
+  // Prefetches what `Find` reads of a row that comes `far` ahead, and of a
+  // nearer one what the first call has told about it.
+  void Prefetch(int64_t far, int64_t near) const {
+    __builtin_prefetch(state_.since + far);
+    __builtin_prefetch(Start(Since(near)));
+  }
+
   // What waiting did to a row.
   Wait Find(int64_t row) const;
 
@@ -91,6 +99,9 @@ class WaitingRows {
   void Restart();
 
  private:
+  int64_t Since(int64_t row) const {
+    return std::max<int64_t>(state_.since[row], state_.clock[1]);
+  }
   double* Start(int64_t step) const {
     return state_.history + step % state_.capacity * width_;
   }

@@ -298,6 +298,9 @@ struct RowLoop {
           const int64_t ahead = group + distance;
           if (ahead < num_groups) {
             PrefetchRow(parameters.data(), update, dim, rows[ahead]);
+            if (table.waiting) {
+              PrefetchWait(table, rows[ahead], rows[group + distance / 2]);
+            }
           }
           SumGradients<F32xN>(gradients, group++, dim, sum);
         } else {

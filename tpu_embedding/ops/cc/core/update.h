@@ -35,6 +35,8 @@ struct TableView {
 
 // Catches up the row of a table with `waiting`, before its gradient is applied.
 void EndWait(const TableView& table, int64_t row, float* weights);
+// Prefetches for it; see WaitingRows::Prefetch.
+void PrefetchWait(const TableView& table, int64_t far, int64_t near);
 
 // One step's gradients for a table.
 struct TableGradients {

@@ -6,12 +6,14 @@
 
 #include <algorithm>
 #include <map>
-#include <unordered_map>
 #include <utility>
 
 #include "core/pieces.h"
+#include "core/weighted_sum-inl.h"
 #include "kernels/plan.h"
+#include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/resource_mgr.h"
 #include "tensorflow/core/framework/shape_inference.h"
 
 namespace tpu_embedding {
@@ -26,6 +28,8 @@ using tensorflow::shape_inference::ShapeHandle;
 
 // Rough cycles to catch a row up, without those for its columns.
 constexpr int64_t kCyclesPerWait = 150;
+// How many rows ahead one is prefetched.
+constexpr int64_t kAhead = 16;
 
 absl::Status GetDoubles(const Record& record, const char* name,
                         std::vector<double>* values) {
@@ -162,18 +166,43 @@ struct LockedTables {
   }
 };
 
-// What each distinct row is read into, at the first of its places.
+// Where each distinct row is read into: the first of its places.
 class FirstPlaces {
  public:
-  explicit FirstPlaces(int64_t count) { places_.reserve(count); }
-  // The first place of a row, which is `place` if the row is new.
-  int64_t Of(int64_t row, int64_t place) {
-    return places_.emplace(row, place).first->second;
+  explicit FirstPlaces(size_t count) {
+    size_t size = 16;
+    while (size < 2 * count) size *= 2;
+    places_.assign(size, -1);
+  }
+  // The first place of the row `rows[place]`, which is `place` if it is new.
+  int64_t Of(const std::vector<int64_t>& rows, int64_t place) {
+    const size_t mask = places_.size() - 1;
+    const uint64_t hash = rows[place] * uint64_t{0x9E3779B97F4A7C15};
+    for (size_t i = hash >> 32;; ++i) {
+      int64_t& found = places_[i & mask];
+      if (found < 0) found = place;
+      if (rows[found] == rows[place]) return found;
+    }
   }
 
  private:
-  std::unordered_map<int64_t, int64_t> places_;
+  std::vector<int64_t> places_;
 };
+
+// The rows that an input names, each in [0, num_rows).
+template <class Number>
+absl::Status ReadRows(const Tensor& tensor, int64_t num_rows,
+                      std::vector<int64_t>* rows) {
+  const auto numbers = tensor.flat<Number>();
+  rows->assign(numbers.data(), numbers.data() + numbers.size());
+  for (size_t i = 0; i < rows->size(); ++i) {
+    const int64_t row = (*rows)[i];
+    if (row >= 0 && row < num_rows) continue;
+    return absl::InvalidArgumentError(absl::StrCat(
+        "indices[", i, "] = ", row, " is not in [0, ", num_rows, ")"));
+  }
+  return absl::OkStatus();
+}
 
 REGISTER_OP("TpuEmbeddingCaughtUpRows")
     .Input("tables: num_tables * resource")
@@ -227,16 +256,11 @@ class CaughtUpRowsOp : public tensorflow::OpKernel {
     OP_REQUIRES_OK(context, tables.LookUp(context, rules_, false));
     const TableView& view = tables.views[0];
     const Tensor& rows = context->input(context->num_inputs() - 1);
-    std::vector<int64_t> numbers(rows.NumElements());
-    for (size_t i = 0; i < numbers.size(); ++i) {
-      numbers[i] = rows.dtype() == tensorflow::DT_INT32
-                       ? rows.flat<int32_t>()(i)
-                       : rows.flat<int64_t>()(i);
-      OP_REQUIRES(context, numbers[i] >= 0 && numbers[i] < view.num_rows,
-                  absl::InvalidArgumentError(
-                      absl::StrCat("indices[", i, "] = ", numbers[i],
-                                   " is not in [0, ", view.num_rows, ")")));
-    }
+    std::vector<int64_t> numbers;
+    OP_REQUIRES_OK(context,
+                   rows.dtype() == tensorflow::DT_INT32
+                       ? ReadRows<int32_t>(rows, view.num_rows, &numbers)
+                       : ReadRows<int64_t>(rows, view.num_rows, &numbers));
     tensorflow::TensorShape shape = rows.shape();
     OP_REQUIRES_OK(context, shape.AddDimWithStatus(view.dim));
     std::vector<float*> outputs;
@@ -257,7 +281,7 @@ class CaughtUpRowsOp : public tensorflow::OpKernel {
     std::vector<int64_t> first(count), distinct;
     FirstPlaces places(count);
     for (int64_t i = 0; i < count; ++i) {
-      first[i] = places.Of(rows[i], i);
+      first[i] = places.Of(rows, i);
       if (first[i] == i) distinct.push_back(i);
     }
     const int64_t width = view.dim * (1 + view.slots.size());
@@ -276,6 +300,12 @@ class CaughtUpRowsOp : public tensorflow::OpKernel {
                     output + i * view.dim);
       }
     }
+  }
+
+  static void PrefetchRow(const TableView& view, int64_t row) {
+    Prefetch(std::get<float*>(view.parameters) + row * view.dim, view.dim);
+    for (const float* slot : view.slots)
+      Prefetch(slot + row * view.dim, view.dim);
   }
 
   static void ReadRow(const TableView& view, const WaitingRows& waiting,
@@ -474,9 +504,9 @@ absl::Status CheckStep(const IdleRule& rule, const WaitingRows& waiting,
         "RowSparseOptimizer, or use lazy=True."));
   }
   if (shrinkage < 1.0) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat(
-      "weight_decay * learning_rate must be below 1 for ", rule.name,
-      ". Use a smaller weight_decay, or lazy=True."));
+  return absl::InvalidArgumentError(
+      absl::StrCat("weight_decay * learning_rate must be below 1 for ",
+                   rule.name, ". Use a smaller weight_decay, or lazy=True."));
 }
 
 void AdvanceTable(const ParallelFor& parallel_for, const Tensor& steps,
