@@ -61,7 +61,7 @@ class Idle:
     """What a step with a gradient of zeros does to a row of an optimizer.
 
     Attributes:
-      fades: By slot, the factor of a step.
+      fades: By slot, the factor of a step; 0 of a slot that no step reads.
       move: How a row moves: "" (not at all), "momentum" (by a slot), "sign" (by the
         sign of a slot), "root" (by a slot over the root of another plus epsilon) or
         "follow" (the row is a function of the slots and the rate, as in Ftrl).
@@ -86,7 +86,7 @@ class Idle:
     @property
     def changes_nothing(self) -> bool:
         """Whether a row without weight decay stays as it is, and its slots, too."""
-        return not self.move and all(fade == 1.0 for fade in self.fades)
+        return not self.move and all(fade in (0.0, 1.0) for fade in self.fades)
 
     @property
     def root_fade(self) -> float:

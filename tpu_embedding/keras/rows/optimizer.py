@@ -97,8 +97,10 @@ class UpdatesRows:
     def build(self: Any, variables: Any) -> None:
         """Creates the slots: by now options or the strategy may be others."""
         _check_use(self, self._rule.__name__)
+        had_slots = keras_api.is_built(self)  # tf_keras builds in each step.
         self._rule.build(self, variables)
-        self.wait_for(variables)
+        if self._owner is None or not had_slots:
+            self.wait_for(variables)
 
     def get_config(self: Any) -> dict[str, Any]:
         """Returns the configuration of Keras's class, and `lazy` if it is set."""

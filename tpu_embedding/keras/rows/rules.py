@@ -199,7 +199,9 @@ def _rmsprop_waits(o: Any) -> Idle:
 
 
 def _sgd_waits(o: Any) -> Idle:
-    return Idle((o.momentum,), "momentum") if o.momentum else Idle()
+    if o.momentum:
+        return Idle((o.momentum,), "momentum")
+    return Idle((0.0,)) if getattr(o, "momentums", None) else Idle()  # Of tf_keras.
 
 
 def _ftrl_waits(o: Any) -> Idle:
