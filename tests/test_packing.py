@@ -427,5 +427,5 @@ def test_packed_batches_that_do_not_fit(rng: np.random.Generator):
     with pytest.raises(TypeError, match=r"functional Keras model takes the features"):
         layer(te.PackedFeatures(*untyped))
     layer._keeps_dense_axes = True
-    with pytest.raises(NotImplementedError, match="In the place of the layer of TFRS"):
+    with pytest.raises(NotImplementedError, match="When it replaces TFRS's layer"):
         layer(te.pack(batch(rng)[0]))

@@ -13,7 +13,8 @@ import tensorflow as tf
 from keras_layer import models
 
 import tpu_embedding as te
-from tpu_embedding.keras import TPUEmbedding, converting
+from tpu_embedding.keras import TPUEmbedding
+from tpu_embedding.keras.rows import converting
 
 EmbeddingFeature = tf.tpu.experimental.HardwareFeature.EmbeddingFeature
 

@@ -7,6 +7,18 @@
 #include "core/simd.h"
 #include "core/update.h"
 
+// The symbols of these functions that older systems have, too: see
+// older_systems.cc.
+#if defined(__GLIBC__) && defined(__x86_64__)
+__asm__(".symver exp, exp@GLIBC_2.2.5");
+__asm__(".symver log, log@GLIBC_2.2.5");
+__asm__(".symver pow, pow@GLIBC_2.2.5");
+#elif defined(__GLIBC__) && defined(__aarch64__)
+__asm__(".symver exp, exp@GLIBC_2.17");
+__asm__(".symver log, log@GLIBC_2.17");
+__asm__(".symver pow, pow@GLIBC_2.17");
+#endif
+
 namespace tpu_embedding {
 namespace {
 
