@@ -9,6 +9,7 @@ table yet, and the limit.
 
 from __future__ import annotations
 
+import gc
 import json
 import pathlib
 import shutil
@@ -72,6 +73,7 @@ def main(folder: str, size: str, *storages: str) -> None:
             deltas=bool(deltas),
         )
         shutil.rmtree(path)
+        gc.collect()  # The functions of an export refer to themselves.
 
     export(train(8), "int8")
     start = resident()
