@@ -259,7 +259,8 @@ void WaitingRows::Restart() {
 }
 
 void PrefetchWait(const TableView& table, int64_t far, int64_t near) {
-  table.waiting->Prefetch(far, near);
+  table.waiting->PrefetchSince(far);
+  table.waiting->PrefetchStart(near);
 }
 
 void EndWait(const TableView& table, int64_t row, float* weights) {

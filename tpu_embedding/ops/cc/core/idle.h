@@ -69,11 +69,13 @@ class WaitingRows {
   int64_t num_rows() const { return state_.num_rows; }
   bool none_waits() const { return state_.clock[0] <= state_.clock[1]; }
 
-  // Prefetches what `Find` reads of a row that comes `far` ahead, and of a
-  // nearer one what the first call has told about it.
-  void Prefetch(int64_t far, int64_t near) const {
-    __builtin_prefetch(state_.since + far);
-    __builtin_prefetch(Start(Since(near)));
+  // Prefetches what `Find` reads of a row: first the step since when it waits,
+  // and later what the history has of this step.
+  void PrefetchSince(int64_t row) const {
+    __builtin_prefetch(state_.since + row);
+  }
+  void PrefetchStart(int64_t row) const {
+    __builtin_prefetch(Start(Since(row)));
   }
 
   // What waiting did to a row.

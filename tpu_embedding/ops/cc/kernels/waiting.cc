@@ -282,7 +282,9 @@ class CaughtUpRowsOp : public tensorflow::OpKernel {
     FirstPlaces places(count);
     for (int64_t i = 0; i < count; ++i) {
       first[i] = places.Of(rows, i);
-      if (first[i] == i) distinct.push_back(i);
+      if (first[i] != i) continue;
+      waiting.PrefetchSince(rows[i]);
+      distinct.push_back(i);
     }
     const int64_t width = view.dim * (1 + view.slots.size());
     const int64_t num_distinct = distinct.size();
@@ -290,6 +292,11 @@ class CaughtUpRowsOp : public tensorflow::OpKernel {
         parallel_for, {{num_distinct, num_distinct * (kCyclesPerWait + width)}},
         [&](const Piece& piece) {
           for (int64_t i = piece.begin; i < piece.end; ++i) {
+            if (i + kAhead < piece.end) {
+              const int64_t row = rows[distinct[i + kAhead]];
+              waiting.PrefetchStart(row);
+              PrefetchRow(view, row);
+            }
             ReadRow(view, waiting, rows[distinct[i]], distinct[i], outputs);
           }
         });
