@@ -35,75 +35,55 @@ struct Columns {
   float* out;  // may be `row`
 };
 
-template <int kNodes>
-struct Terms {
-  Terms(const Wait& wait, const float* root_fades, bool squares) {
-    for (int i = 0; i < kNodes; ++i) {
-      factors[i] = wait.factors[i];
-      fades[i] = root_fades[i];
-      epsilons[i] = wait.epsilons[i];
-      if (!squares) continue;
-      fades[i] *= fades[i];
-      epsilons[i] *= epsilons[i];
-    }
-  }
-  template <size_t... kNode>
-  TPU_EMBEDDING_INLINE float Beside(float root,
-                                    std::index_sequence<kNode...>) const {
-    return (... + (factors[kNode] / (root * fades[kNode] + epsilons[kNode])));
-  }
-  template <size_t... kNode>
-  TPU_EMBEDDING_INLINE float Inside(float square,
-                                    std::index_sequence<kNode...>) const {
-    return (... + (factors[kNode] /
-                   std::sqrt(square * fades[kNode] + epsilons[kNode])));
-  }
-
-  std::array<float, kNodes> factors, fades, epsilons;
-};
-
-template <int kNodes>
+// kSquares: epsilon^2 stands inside of the root, else epsilon beside it.
+template <int kNodes, bool kSquares>
 struct MoveByRoot {
   template <class F32xN>
   TPU_EMBEDDING_INLINE static void Run(const Columns& columns, const Wait& wait,
                                        const float* root_fades) {
-    const Terms<kNodes> terms(wait, root_fades, false);
+    std::array<float, kNodes> factors, fades, epsilons;
+    for (int i = 0; i < kNodes; ++i) {
+      factors[i] = wait.factors[i];
+      fades[i] = root_fades[i];
+      epsilons[i] = wait.epsilons[i];
+      if (!kSquares) continue;
+      fades[i] *= fades[i];
+      epsilons[i] *= epsilons[i];
+    }
     const auto [row, moment, square, dim, out] = columns;
     const float keep = wait.keep;
-    constexpr std::make_index_sequence<kNodes> kEach;
 #pragma GCC ivdep
     for (int64_t d = 0; d < dim; ++d) {
-      const float divided = terms.Beside(std::sqrt(square[d]), kEach);
+      const float scale = kSquares ? square[d] : std::sqrt(square[d]);
+      const float divided = Sum(factors, fades, epsilons, scale,
+                                std::make_index_sequence<kNodes>());
       out[d] = (row[d] - moment[d] * divided) * keep;
     }
   }
-};
 
-// With epsilon^2 inside of the root.
-template <int kNodes>
-struct MoveByRootInside {
-  template <class F32xN>
-  TPU_EMBEDDING_INLINE static void Run(const Columns& columns, const Wait& wait,
-                                       const float* root_fades) {
-    const Terms<kNodes> terms(wait, root_fades, true);
-    const auto [row, moment, square, dim, out] = columns;
-    const float keep = wait.keep;
-    constexpr std::make_index_sequence<kNodes> kEach;
-#pragma GCC ivdep
-    for (int64_t d = 0; d < dim; ++d) {
-      const float divided = terms.Inside(square[d], kEach);
-      out[d] = (row[d] - moment[d] * divided) * keep;
-    }
+ private:
+  using Numbers = std::array<float, kNodes>;
+
+  template <size_t... kNode>
+  TPU_EMBEDDING_INLINE static float Sum(const Numbers& factors,
+                                        const Numbers& fades,
+                                        const Numbers& epsilons, float scale,
+                                        std::index_sequence<kNode...>) {
+    return (... +
+            (factors[kNode] / Root(scale * fades[kNode] + epsilons[kNode])));
+  }
+  TPU_EMBEDDING_INLINE static float Root(float value) {
+    return kSquares ? std::sqrt(value) : value;
   }
 };
 
-template <template <int> class Body, int kNodes = kMostNodes>
-void RunForNodes(int64_t nodes, const Columns& columns, const Wait& wait,
+template <bool kSquares, int kNodes = kMostNodes>
+void MoveByRoots(int64_t nodes, const Columns& columns, const Wait& wait,
                  const float* fades) {
   if (nodes == kNodes) {
-    RunOnThisCpu<Body<kNodes>>(columns, wait, fades);
+    RunOnThisCpu<MoveByRoot<kNodes, kSquares>>(columns, wait, fades);
   } else if constexpr (kNodes > 1) {
-    RunForNodes<Body, kNodes - 1>(nodes, columns, wait, fades);
+    MoveByRoots<kSquares, kNodes - 1>(nodes, columns, wait, fades);
   }
 }
 
@@ -189,11 +169,10 @@ void WaitingRows::CatchUp(const Wait& wait, const float* row,
       break;
     case Move::kRoot:
       if (rule_.epsilon_inside) {
-        RunForNodes<MoveByRootInside>(rule_.num_terms(), columns, wait,
-                                      root_fades_.data());
+        MoveByRoots<true>(rule_.num_terms(), columns, wait, root_fades_.data());
       } else {
-        RunForNodes<MoveByRoot>(rule_.num_terms(), columns, wait,
-                                root_fades_.data());
+        MoveByRoots<false>(rule_.num_terms(), columns, wait,
+                           root_fades_.data());
       }
       break;
     case Move::kFollow: {

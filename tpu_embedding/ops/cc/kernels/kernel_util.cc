@@ -44,31 +44,6 @@ constexpr tensorflow::DataTypeSet kTableTypes =
     tensorflow::ToSet(tensorflow::DT_FLOAT) |
     tensorflow::ToSet(tensorflow::DT_BFLOAT16);
 
-// The variables behind the list `name`, which must be matrices of one of
-// `types`.
-absl::Status LookUpVariables(OpKernelContext* context, const char* name,
-                             tensorflow::DataTypeSet types, const char* rule,
-                             std::vector<Variable>* variables) {
-  tensorflow::OpInputList handles;
-  TF_RETURN_IF_ERROR(context->input_list(name, &handles));
-  variables->reserve(handles.size());
-  for (const Tensor& handle : handles) {
-    TF_RETURN_IF_ERROR(CheckScalar(name, handle));
-    Variable variable;
-    TF_RETURN_IF_ERROR(tensorflow::LookupResource(
-        context, handle.scalar<tensorflow::ResourceHandle>()(), &variable));
-    const tensorflow::tf_shared_lock lock(*variable->mu());
-    const Tensor& value = *variable->tensor();
-    if (!types.Contains(value.dtype()) || value.dims() != 2) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          rule, ", but ", handle.scalar<tensorflow::ResourceHandle>()().name(),
-          " is ", value.DeviceSafeDebugString()));
-    }
-    variables->push_back(std::move(variable));
-  }
-  return absl::OkStatus();
-}
-
 }  // namespace
 
 ParallelFor WorkerPool(OpKernelContext* context) {
@@ -163,15 +138,39 @@ absl::Status ActivationShapes(
   return absl::OkStatus();
 }
 
+absl::Status LookUpVariables(OpKernelContext* context, const char* name,
+                             int dims, tensorflow::DataTypeSet types,
+                             const char* rule,
+                             std::vector<Variable>* variables) {
+  tensorflow::OpInputList handles;
+  TF_RETURN_IF_ERROR(context->input_list(name, &handles));
+  variables->reserve(handles.size());
+  for (const Tensor& handle : handles) {
+    TF_RETURN_IF_ERROR(CheckScalar(name, handle));
+    Variable variable;
+    TF_RETURN_IF_ERROR(tensorflow::LookupResource(
+        context, handle.scalar<tensorflow::ResourceHandle>()(), &variable));
+    const tensorflow::tf_shared_lock lock(*variable->mu());
+    const Tensor& value = *variable->tensor();
+    if (!types.Contains(value.dtype()) || value.dims() != dims) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          rule, ", but ", handle.scalar<tensorflow::ResourceHandle>()().name(),
+          " is ", value.DeviceSafeDebugString()));
+    }
+    variables->push_back(std::move(variable));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status LookUpTables(OpKernelContext* context,
                           std::vector<Variable>* tables) {
-  return LookUpVariables(context, "tables", kTableTypes,
+  return LookUpVariables(context, "tables", 2, kTableTypes,
                          "Tables must be float32 or bfloat16 matrices", tables);
 }
 
 absl::Status LookUpSlots(OpKernelContext* context,
                          std::vector<Variable>* slots) {
-  return LookUpVariables(context, "slots",
+  return LookUpVariables(context, "slots", 2,
                          tensorflow::ToSet(tensorflow::DT_FLOAT),
                          "Slots must be float32 matrices", slots);
 }
@@ -179,7 +178,7 @@ absl::Status LookUpSlots(OpKernelContext* context,
 absl::Status LookUpArrays(OpKernelContext* context,
                           std::vector<Variable>* arrays) {
   return LookUpVariables(
-      context, "arrays", kTableTypes,
+      context, "arrays", 2, kTableTypes,
       "Tables and slots must be float32 or bfloat16 matrices", arrays);
 }
 

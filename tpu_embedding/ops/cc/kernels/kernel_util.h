@@ -60,6 +60,13 @@ absl::Status ActivationShapes(
 
 using Variable = tensorflow::core::RefCountPtr<tensorflow::Var>;
 
+// The variables behind the resource inputs `name`, of rank `dims` and one of
+// `types`. `rule` says so in an error.
+absl::Status LookUpVariables(tensorflow::OpKernelContext* context,
+                             const char* name, int dims,
+                             tensorflow::DataTypeSet types, const char* rule,
+                             std::vector<Variable>* variables);
+
 // The variables behind the resource inputs `tables`; each must hold a matrix of
 // one of the types of TableData.
 absl::Status LookUpTables(tensorflow::OpKernelContext* context,

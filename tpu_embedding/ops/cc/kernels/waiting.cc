@@ -19,7 +19,6 @@
 namespace tpu_embedding {
 namespace {
 
-using tensorflow::OpInputList;
 using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
@@ -87,28 +86,6 @@ absl::Status ReadIdleRule(const Record& record, IdleRule* rule) {
   rule->root_fade = options[1];
   rule->epsilon = options[2];
   std::copy_n(options.begin() + 3, 4, rule->follow.begin());
-  return absl::OkStatus();
-}
-
-absl::Status LookUpList(OpKernelContext* context, const char* name,
-                        tensorflow::DataType dtype, int dims,
-                        std::vector<Variable>* variables) {
-  OpInputList handles;
-  TF_RETURN_IF_ERROR(context->input_list(name, &handles));
-  for (const Tensor& handle : handles) {
-    TF_RETURN_IF_ERROR(CheckScalar(name, handle));
-    Variable variable;
-    TF_RETURN_IF_ERROR(tensorflow::LookupResource(
-        context, handle.scalar<tensorflow::ResourceHandle>()(), &variable));
-    const tensorflow::tf_shared_lock lock(*variable->mu());
-    const Tensor& value = *variable->tensor();
-    if (value.dtype() != dtype || value.dims() != dims) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("A malformed graph: `", name, "` has a variable of ",
-                       value.DeviceSafeDebugString()));
-    }
-    variables->push_back(std::move(variable));
-  }
   return absl::OkStatus();
 }
 
@@ -462,12 +439,15 @@ absl::Status WaitingTables::LookUp(OpKernelContext* context,
                                    const std::vector<IdleRule>& rules,
                                    bool writes) {
   std::vector<Variable> clocks, sinces, histories;
-  TF_RETURN_IF_ERROR(
-      LookUpList(context, "clocks", tensorflow::DT_INT64, 1, &clocks));
-  TF_RETURN_IF_ERROR(
-      LookUpList(context, "sinces", tensorflow::DT_INT32, 1, &sinces));
-  TF_RETURN_IF_ERROR(
-      LookUpList(context, "histories", tensorflow::DT_DOUBLE, 2, &histories));
+  TF_RETURN_IF_ERROR(LookUpVariables(context, "clocks", 1,
+                                     tensorflow::ToSet(tensorflow::DT_INT64),
+                                     "Clocks must be int64 vectors", &clocks));
+  TF_RETURN_IF_ERROR(LookUpVariables(context, "sinces", 1,
+                                     tensorflow::ToSet(tensorflow::DT_INT32),
+                                     "Sinces must be int32 vectors", &sinces));
+  TF_RETURN_IF_ERROR(LookUpVariables(
+      context, "histories", 2, tensorflow::ToSet(tensorflow::DT_DOUBLE),
+      "Histories must be float64 matrices", &histories));
   if (clocks.empty()) return absl::OkStatus();
   for (const auto* list : {&clocks, &sinces, &histories}) {
     TF_RETURN_IF_ERROR(CheckLength("idle", rules.size(), list->size()));
