@@ -153,7 +153,7 @@ def test_every_layer_is_described():
         for contract in configuration["tool"]["importlinter"]["contracts"]
         if contract["type"] == "layers"
     ]
-    for name in [name for layer in layers for name in layer.split(" | ")]:
+    for name in [name for layer in layers for name in re.split(" [|:] ", layer)]:
         assert f"`{name}/`" in text or f"`{name}.py`" in text or f"`{name}/" in text
 
 

@@ -12,8 +12,8 @@ import pytest
 import tensorflow as tf
 
 import tpu_embedding as te
-from tpu_embedding import drop_in
 from tpu_embedding.__main__ import main
+from tpu_embedding.compat import drop_in
 
 PROGRAMS = pathlib.Path(__file__).parents[1] / "examples" / "drop_in"
 second_tier = pytest.mark.second_tier

@@ -20,6 +20,64 @@ PACKAGES = [
 ]
 
 
+# Public since commit d6493b1, or before: programs of users import them.
+NAMES = {
+    "tpu_embedding": """
+        Adadelta Adagrad AdagradMomentum Adam CenteredRMSProp ClusterCoordinator
+        CustomCombiner CustomOptimizer DistributedOptions FTRL FeatureConfig
+        Figure FrequencyEstimator FrozenTable GrowingVocabulary Momentum
+        PackedFeatures PartitionedCsrFormatTensor ProximalAdagrad ProximalYogi
+        QuantizationConfig RMSProp RowIdInitializer RowwiseAdagrad SGD
+        SparseCoreEmbeddingConfig TPUEmbedding TPUEmbeddingForServing
+        TPUEmbeddingV0 TPUEmbeddingV2 TableConfig Telemetry VocabularyContents
+        checkpoint estimator install interop keras pack plan planning serving
+        serving_embedding_lookup testing uninstall
+    """,
+    "tpu_embedding.keras": """
+        Embedding RowSparseOptimizer TPUEmbedding TelemetryCallback convert
+        translate_keras_optimizer unconvert
+    """,
+    "tpu_embedding.checkpoint": """
+        LogicalCheckpoint LogicalTable TableLayout read read_layouts restore
+        save
+    """,
+    "tpu_embedding.planning": """
+        ArrayBytes PlanReport PlannedPlacement StackLimits TableStatistics plan
+    """,
+    "tpu_embedding.serving": """
+        DeltaWriter Report Request Signature TableReport apply_delta
+        delta_blocks export
+    """,
+    "tpu_embedding.testing": """
+        CompileReport LocalServers SoftwareTPUStrategy StackReport compile_step
+    """,
+    "tpu_embedding.interop": """
+        AdagradMomentumParameters AdagradParameters AdamParameters AdaptedSpec
+        EmbeddingColumn EmbeddingConfigSpec FeatureConfig
+        FrequencyEstimatorParameters FtrlParameters ImportedTables
+        MomentumParameters ProximalAdagradParameters ProximalYogiParameters
+        RMSPropParameters StochasticGradientDescentParameters TableConfig
+        embedding_column get_configs_from_feature_columns
+        import_estimator_checkpoint shared_embedding_columns
+    """,
+    "tpu_embedding.estimator": """
+        ClassificationOutput EmbeddingProfiler EstimatorSpec InputPipelineConfig
+        ModeKeys PredictOutput ProfileOptions RegressionOutput RunConfig
+        ServingInputReceiver TPUConfig TPUEstimator TPUEstimatorSpec
+        TableStatistics WarmStartSettings
+        build_parsing_serving_input_receiver_fn
+        build_raw_serving_input_receiver_fn dense_features sequence_features
+    """,
+}
+
+
+@pytest.mark.parametrize("package", NAMES)
+def test_names_stay_public(package: str):
+    module = importlib.import_module(package)
+    assert {*NAMES[package].split()} <= {*module.__all__}
+    assert all(hasattr(module, name) for name in module.__all__)
+
+
 @pytest.mark.parametrize("package", build_docs.PUBLIC_PACKAGES)
 def test_public_packages_show_nothing_else(package: str):
     module = importlib.import_module(package)

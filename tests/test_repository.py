@@ -26,7 +26,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
 def test_what_is_used_of_private_tensorflow_is_listed():
-    """Apart from what estimator/private_tensorflow.py checks itself."""
+    """Apart from what compat/estimator/private_tensorflow.py checks itself."""
     private = re.compile(
         r"^from (tensorflow\.python\.\S+) import (\w+(?:, \w+)*)", re.MULTILINE
     )

@@ -64,13 +64,22 @@ TASKS = {
 }
 
 
+def source_of(module: str) -> pathlib.Path:
+    """The file of a module or a package."""
+    path = ROOT.joinpath(*module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
 def public_names(package: str) -> list[str]:
     """The `__all__` of a package, read from its source."""
-    path = ROOT.joinpath(*package.split(".")) / "__init__.py"
+    path = source_of(package)
     names = []
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             names = ast.literal_eval(node.value)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            if "__all__" in {alias.name for alias in node.names}:
+                names = public_names(node.module)
         elif ast.unparse(node) == "__all__ += _optimizers.__all__":
             names += public_names(OPTIMIZERS)
     if not names:
@@ -93,13 +102,11 @@ def tasks() -> dict[str, list[str]]:
 
 def summary(name: str) -> str:
     """The first sentence of the docstring of a public name or package."""
-    path = ROOT.joinpath(*name.split("."))
-    if path.is_dir():
-        tree = ast.parse((path / "__init__.py").read_text())
+    if name in PUBLIC_PACKAGES:
+        tree = ast.parse(source_of(name).read_text())
         return (ast.get_docstring(tree) or "").split("\n\n")[0]
     module, _, own = name.rpartition(".")
-    path = ROOT.joinpath(*module.split("."))
-    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    path = source_of(module)
     body = ast.parse(path.read_text()).body
     lazy = [node for part in body if isinstance(part, ast.If) for node in part.body]
     for node in [*body, *lazy]:

@@ -133,7 +133,7 @@ def replace(on: str) -> None:
                 module.TPUEmbeddingShardedVariable = _Stack
     _lend_private_names(ours)
     ours.install("host" if on == "host" else on)
-    from tpu_embedding import drop_in
+    from tpu_embedding.compat import drop_in
 
     kind, _, devices = on.partition(":")
     if kind != "host":

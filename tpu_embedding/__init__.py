@@ -33,7 +33,7 @@ if _typing.TYPE_CHECKING:
         serving,
         testing,
     )
-    from tpu_embedding.drop_in import install, uninstall
+    from tpu_embedding.compat.drop_in import install, uninstall
     from tpu_embedding.embedding import TPUEmbedding
     from tpu_embedding.embedding_v0 import TPUEmbeddingV0
     from tpu_embedding.embedding_v2 import TPUEmbeddingV2
@@ -59,11 +59,11 @@ _MODULES = {
     "TPUEmbeddingV0": "embedding_v0",
     "TPUEmbeddingV2": "embedding_v2",
     "Telemetry": "telemetry",
-    "install": "drop_in",
+    "install": "compat.drop_in",
     "pack": "packing",
     "plan": "planning",
     "serving_embedding_lookup": "serving.lookup",
-    "uninstall": "drop_in",
+    "uninstall": "compat.drop_in",
 }
 _PACKAGES = [
     "checkpoint",

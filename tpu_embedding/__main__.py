@@ -113,7 +113,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("script", help="a Python program for TPUs or for Keras")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
-    _runs(parser, "drop_in", "run")
+    _runs(parser, "compat.drop_in", "run")
 
 
 def _add_try(parser: argparse.ArgumentParser) -> None:

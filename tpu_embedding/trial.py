@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tpu_embedding import drop_in
+from tpu_embedding.compat import drop_in
 
 _WAYS = {"plain": "as it is", "rows": "by rows"}
 _SEED = 1

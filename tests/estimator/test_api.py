@@ -23,7 +23,7 @@ from estimator.estimator_models import (
 from interop.spec_cases import SGD, embedding, fc, ids, shared, weighted
 
 from tpu_embedding import estimator, interop
-from tpu_embedding.estimator import private_tensorflow
+from tpu_embedding.compat.estimator import private_tensorflow
 
 ROWS = v1.constant_initializer(np.arange(8.0))
 FEATURES = {

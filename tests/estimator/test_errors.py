@@ -23,7 +23,7 @@ from estimator.estimator_models import (
 from interop.spec_cases import SGD, dict_spec, embedding, sequence, weighted
 
 from tpu_embedding import estimator, interop
-from tpu_embedding.estimator import private_tensorflow
+from tpu_embedding.compat.estimator import private_tensorflow
 
 I = interop  # noqa: E741 - short, for the tables.
 
@@ -368,7 +368,7 @@ def test_another_tensorflow_is_refused_by_name():
 
 
 def test_only_one_file_imports_private_modules():
-    folder = pathlib.Path(estimator.__file__).parent
+    folder = pathlib.Path(private_tensorflow.__file__).parent
     private = [
         p.name for p in folder.glob("*.py") if "tensorflow.python" in p.read_text()
     ]

@@ -23,7 +23,7 @@ from interop.spec_cases import SGD, dict_spec, embedding, shared, spec
 
 import tpu_embedding as te
 from tpu_embedding import estimator, interop
-from tpu_embedding.estimator import profile
+from tpu_embedding.compat.estimator import profile
 from tpu_embedding.layout.plan import make_plan
 from tpu_embedding.layout.stacking import StackingOptions, make_layout
 

@@ -20,7 +20,7 @@ from estimator.estimator_models import (
 from interop.spec_cases import SGD, dict_spec, embedding, sequence, shared, weighted
 
 from tpu_embedding import estimator, interop
-from tpu_embedding.estimator.tables import EmbeddingTables
+from tpu_embedding.compat.estimator.tables import EmbeddingTables
 
 A = "dense_features/a_embedding/embedding_weights"
 ZEROS = {"initializer": v1.zeros_initializer()}

@@ -16,7 +16,7 @@ from interop.spec_cases import dict_spec, embedding, shared, spec
 
 import tpu_embedding as te
 from tpu_embedding import checkpoint, interop
-from tpu_embedding.interop.checkpoint_import import rows_by_id
+from tpu_embedding.compat.interop.checkpoint_import import rows_by_id
 from tpu_embedding.testing import SoftwareTPUStrategy
 
 read = interop.import_estimator_checkpoint

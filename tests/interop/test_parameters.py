@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tpu_embedding import interop
-from tpu_embedding.interop.parameters import PARAMETERS
+from tpu_embedding.compat.interop.parameters import PARAMETERS
 
 COMMON = (
     "use_gradient_accumulation=True, clip_weight_min=None, clip_weight_max=None, "

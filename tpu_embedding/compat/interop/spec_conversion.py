@@ -14,12 +14,12 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding import errors
+from tpu_embedding.compat.interop import columns, optimizer_conversion
+from tpu_embedding.compat.interop import table_config as v1
+from tpu_embedding.compat.interop.parameters import check_parameters
 from tpu_embedding.config import FeatureConfig, TableConfig, check_invalid_ids
 from tpu_embedding.embedding import TPUEmbedding
 from tpu_embedding.engines.rates import returned_number
-from tpu_embedding.interop import columns, optimizer_conversion
-from tpu_embedding.interop import table_config as v1
-from tpu_embedding.interop.parameters import check_parameters
 from tpu_embedding.optimizers import Optimizer
 from tpu_embedding.optimizers.tpu_v2_v4 import updates_so_far
 

@@ -12,7 +12,7 @@ import numpy as np
 from absl import logging
 
 from tpu_embedding import errors
-from tpu_embedding.interop.table_config import FeatureConfig, TableConfig
+from tpu_embedding.compat.interop.table_config import FeatureConfig, TableConfig
 
 TABLE_PREFIX = "tbl_"
 SEQUENCE_LENGTH_SUFFIX = "_seq_length_"

@@ -10,9 +10,9 @@ import numpy as np
 import tensorflow as tf
 
 from tpu_embedding import errors
-from tpu_embedding.estimator.graph import Graph
-from tpu_embedding.estimator.profile import EmbeddingProfiler, observe_batch
-from tpu_embedding.estimator.run_config import RunConfig
+from tpu_embedding.compat.estimator.graph import Graph
+from tpu_embedding.compat.estimator.profile import EmbeddingProfiler, observe_batch
+from tpu_embedding.compat.estimator.run_config import RunConfig
 
 _v1 = tf.compat.v1
 LOSS = "loss"

@@ -21,7 +21,7 @@ from absl import logging
 
 from tpu_embedding import errors
 from tpu_embedding.checkpoint.writing import one_writer
-from tpu_embedding.interop.embedding_config_spec import require_spec
+from tpu_embedding.compat.interop.embedding_config_spec import require_spec
 
 VERSION = 1
 SAMPLE_FRACTION = 0.03

@@ -14,18 +14,18 @@ from keras.src.backend.common import global_state
 from keras.src.utils import naming
 
 from tpu_embedding import errors
-from tpu_embedding.estimator import private_tensorflow
-from tpu_embedding.estimator.run_config import (
+from tpu_embedding.compat.estimator import private_tensorflow
+from tpu_embedding.compat.estimator.run_config import (
     RunConfig,
     WarmStartSettings,
     is_warm_started,
 )
-from tpu_embedding.estimator.spec import (
+from tpu_embedding.compat.estimator.spec import (
     EstimatorSpec,
     ModeKeys,
     TPUEstimatorSpec,
 )
-from tpu_embedding.estimator.tables import DUMMY_PREFIX, EmbeddingTables
+from tpu_embedding.compat.estimator.tables import DUMMY_PREFIX, EmbeddingTables
 
 _v1 = tf.compat.v1
 # What the params have besides the user's own.

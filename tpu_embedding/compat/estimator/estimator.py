@@ -13,19 +13,19 @@ import tensorflow as tf
 from absl import logging
 
 from tpu_embedding import errors
-from tpu_embedding.estimator import export, sessions
-from tpu_embedding.estimator import graph as graph_module
-from tpu_embedding.estimator.graph import Mode
-from tpu_embedding.estimator.run_config import (
+from tpu_embedding.compat.estimator import export, sessions
+from tpu_embedding.compat.estimator import graph as graph_module
+from tpu_embedding.compat.estimator.graph import Mode
+from tpu_embedding.compat.estimator.run_config import (
     InputPipelineConfig,
     RunConfig,
     WarmStartSettings,
     warm_start_settings,
 )
-from tpu_embedding.estimator.sessions import latest_checkpoint
-from tpu_embedding.estimator.spec import ModeKeys, check_hooks
-from tpu_embedding.interop import columns
-from tpu_embedding.interop.embedding_config_spec import EmbeddingConfigSpec
+from tpu_embedding.compat.estimator.sessions import latest_checkpoint
+from tpu_embedding.compat.estimator.spec import ModeKeys, check_hooks
+from tpu_embedding.compat.interop import columns
+from tpu_embedding.compat.interop.embedding_config_spec import EmbeddingConfigSpec
 
 _v1 = tf.compat.v1
 _RESERVED = ("batch_size", "context")

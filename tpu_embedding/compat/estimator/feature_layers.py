@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding import errors
-from tpu_embedding.estimator import private_tensorflow
+from tpu_embedding.compat.estimator import private_tensorflow
 
 _v1 = tf.compat.v1
 

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tpu_embedding import errors
-from tpu_embedding.interop import columns, spec_conversion
-from tpu_embedding.interop.parameters import check_parameters
-from tpu_embedding.interop.table_config import FeatureConfig, TableConfig
+from tpu_embedding.compat.interop import columns, spec_conversion
+from tpu_embedding.compat.interop.parameters import check_parameters
+from tpu_embedding.compat.interop.table_config import FeatureConfig, TableConfig
 
 PARTITION_STRATEGIES = ("div", "mod")
 _DICTS = ("feature_to_config_dict", "table_to_config_dict")

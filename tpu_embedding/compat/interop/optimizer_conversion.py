@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tpu_embedding import optimizers
-from tpu_embedding.interop import parameters as v1
+from tpu_embedding.compat.interop import parameters as v1
 
 # Our argument <- attribute of the Parameters, for each that is called otherwise or
 # that only this class has. The fields of `_COMMON` are converted for every class.

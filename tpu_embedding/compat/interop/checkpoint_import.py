@@ -17,10 +17,10 @@ from tpu_embedding import errors
 from tpu_embedding.checkpoint.errors import not_an_embedding
 from tpu_embedding.checkpoint.tensorflow_format import Bundle
 from tpu_embedding.checkpoint.trackable import TrackableTables
-from tpu_embedding.interop import columns
-from tpu_embedding.interop import parameters as v1
-from tpu_embedding.interop.embedding_config_spec import require_spec
-from tpu_embedding.interop.table_config import TableConfig
+from tpu_embedding.compat.interop import columns
+from tpu_embedding.compat.interop import parameters as v1
+from tpu_embedding.compat.interop.embedding_config_spec import require_spec
+from tpu_embedding.compat.interop.table_config import TableConfig
 from tpu_embedding.tables.rows import PARAMETERS, MutableTableRows
 
 _GLOBAL_STEP = "global_step"

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding import errors
-from tpu_embedding.interop.parameters import (
+from tpu_embedding.compat.interop.parameters import (
     FrequencyEstimatorParameters,
     check_parameters,
 )

@@ -1,22 +1,19 @@
-"""EmbeddingConfigSpec and its parts, which TensorFlow 2.16 removed.
-
-`tpu_embedding.estimator` has the TPUEstimator that trains with them.
-"""
+"""Has the names of `tpu_embedding.interop`."""
 
 from typing import Any as _Any
 
 import tensorflow as _tf
 
-from tpu_embedding.interop.checkpoint_import import (
+from tpu_embedding.compat.interop.checkpoint_import import (
     ImportedTables,
     import_estimator_checkpoint,
 )
-from tpu_embedding.interop.columns import (
+from tpu_embedding.compat.interop.columns import (
     EmbeddingColumn,
     get_configs_from_feature_columns,
 )
-from tpu_embedding.interop.embedding_config_spec import EmbeddingConfigSpec
-from tpu_embedding.interop.parameters import (
+from tpu_embedding.compat.interop.embedding_config_spec import EmbeddingConfigSpec
+from tpu_embedding.compat.interop.parameters import (
     AdagradMomentumParameters,
     AdagradParameters,
     AdamParameters,
@@ -28,8 +25,8 @@ from tpu_embedding.interop.parameters import (
     RMSPropParameters,
     StochasticGradientDescentParameters,
 )
-from tpu_embedding.interop.spec_conversion import AdaptedSpec
-from tpu_embedding.interop.table_config import FeatureConfig, TableConfig
+from tpu_embedding.compat.interop.spec_conversion import AdaptedSpec
+from tpu_embedding.compat.interop.table_config import FeatureConfig, TableConfig
 
 # TensorFlow still has these, under their old names.
 embedding_column = _tf.compat.v1.tpu.experimental.embedding_column
@@ -61,8 +58,8 @@ __all__ = [
 
 def __getattr__(name: str) -> _Any:
     raise AttributeError(
-        f"module {__name__!r} has no attribute {name!r}. TPUEstimator and what its "
-        "model functions need are in `tpu_embedding.estimator`."
+        f"module 'tpu_embedding.interop' has no attribute {name!r}. TPUEstimator and "
+        "what its model functions need are in `tpu_embedding.estimator`."
     )
 
 

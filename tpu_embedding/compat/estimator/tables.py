@@ -15,12 +15,12 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
+from tpu_embedding.compat.estimator import private_tensorflow
+from tpu_embedding.compat.estimator.inputs import split_inputs
+from tpu_embedding.compat.interop import columns
+from tpu_embedding.compat.interop.parameters import slot_sources
 from tpu_embedding.config import FeatureConfig
 from tpu_embedding.embedding import TPUEmbedding
-from tpu_embedding.estimator import private_tensorflow
-from tpu_embedding.estimator.inputs import split_inputs
-from tpu_embedding.interop import columns
-from tpu_embedding.interop.parameters import slot_sources
 
 _v1 = tf.compat.v1
 DUMMY_PREFIX = "tpu_embedding_dummy_table_variable_"

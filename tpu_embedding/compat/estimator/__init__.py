@@ -1,11 +1,7 @@
-"""TPUEstimator, which TensorFlow 2.16 removed: trains TensorFlow 1 `model_fn`s.
+"""Has the names of `tpu_embedding.estimator`."""
 
-Importing this package needs private modules of TensorFlow 2.21; the rest of
-tpu_embedding, `tpu_embedding.interop` included, does not.
-"""
-
-from tpu_embedding.estimator.estimator import TPUEstimator
-from tpu_embedding.estimator.export import (
+from tpu_embedding.compat.estimator.estimator import TPUEstimator
+from tpu_embedding.compat.estimator.export import (
     ClassificationOutput,
     PredictOutput,
     RegressionOutput,
@@ -13,19 +9,26 @@ from tpu_embedding.estimator.export import (
     build_parsing_serving_input_receiver_fn,
     build_raw_serving_input_receiver_fn,
 )
-from tpu_embedding.estimator.feature_layers import dense_features, sequence_features
-from tpu_embedding.estimator.profile import (
+from tpu_embedding.compat.estimator.feature_layers import (
+    dense_features,
+    sequence_features,
+)
+from tpu_embedding.compat.estimator.profile import (
     EmbeddingProfiler,
     ProfileOptions,
     TableStatistics,
 )
-from tpu_embedding.estimator.run_config import (
+from tpu_embedding.compat.estimator.run_config import (
     InputPipelineConfig,
     RunConfig,
     TPUConfig,
     WarmStartSettings,
 )
-from tpu_embedding.estimator.spec import EstimatorSpec, ModeKeys, TPUEstimatorSpec
+from tpu_embedding.compat.estimator.spec import (
+    EstimatorSpec,
+    ModeKeys,
+    TPUEstimatorSpec,
+)
 
 __all__ = [
     "ClassificationOutput",
