@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import inspect
 import pkgutil
@@ -12,6 +13,7 @@ import build_docs
 import pytest
 
 import tpu_embedding
+from tpu_embedding import __main__ as command_line
 
 PACKAGES = [
     module.name
@@ -76,6 +78,22 @@ def test_names_stay_public(package: str):
     module = importlib.import_module(package)
     assert {*NAMES[package].split()} <= {*module.__all__}
     assert all(hasattr(module, name) for name in module.__all__)
+
+
+COMMANDS = "checkpoint delta place report run try server plan compile"
+
+
+def test_commands_stay(monkeypatch: pytest.MonkeyPatch):
+    functions = []
+    monkeypatch.setattr(
+        command_line, "_runs", lambda _, *names: functions.append(names)
+    )
+    for _, _, add_arguments in command_line._COMMANDS:
+        add_arguments(argparse.ArgumentParser())
+    assert {*COMMANDS.split()} <= {name for name, _, _ in command_line._COMMANDS}
+    for module, function in functions:
+        found = importlib.import_module(f"tpu_embedding.commands.{module}")
+        assert callable(getattr(found, function))
 
 
 @pytest.mark.parametrize("package", build_docs.PUBLIC_PACKAGES)

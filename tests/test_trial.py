@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from tpu_embedding import trial
 from tpu_embedding.__main__ import main
+from tpu_embedding.commands import trial
 
 SCRIPT = """
 import sys

@@ -24,7 +24,7 @@ _CHECKPOINT_HELP = (
 
 
 def _runs(parser: argparse.ArgumentParser, module: str, function: str) -> None:
-    parser.set_defaults(run=(f"tpu_embedding.{module}", function))
+    parser.set_defaults(run=(f"tpu_embedding.commands.{module}", function))
 
 
 def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +33,7 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
         "inspect", help="list tables and slots with shapes, dtypes and norms"
     )
     inspect.add_argument("path", help=_CHECKPOINT_HELP)
-    _runs(inspect, "checkpoint.command_line", "inspect")
+    _runs(inspect, "checkpoint", "inspect")
     convert = commands.add_parser("convert", help="write a checkpoint as another kind")
     convert.add_argument("path", help=_CHECKPOINT_HELP)
     convert.add_argument("destination", help="the new checkpoint")
@@ -53,7 +53,7 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
     convert.add_argument(
         "--new-root", help="name of the object in the new checkpoint (embedding)"
     )
-    _runs(convert, "checkpoint.command_line", "convert")
+    _runs(convert, "checkpoint", "convert")
     for command in (inspect, convert):
         command.add_argument("--root", help="the object that holds the tables")
         command.add_argument("--json", action="store_true", help="print JSON")
@@ -65,12 +65,12 @@ def _add_delta(parser: argparse.ArgumentParser) -> None:
         "inspect", help="check a delta, and say what it holds"
     )
     inspect.add_argument("path", help="a delta")
-    _runs(inspect, "serving.applying", "run_inspect")
+    _runs(inspect, "delta", "inspect")
     apply = commands.add_parser("apply", help="write an export with deltas applied")
     apply.add_argument("path", help="an export that takes deltas")
     apply.add_argument("deltas", nargs="+", help="deltas, in their order")
     apply.add_argument("--to", required=True, help="a new folder for the export")
-    _runs(apply, "serving.applying", "run_apply")
+    _runs(apply, "delta", "apply")
 
 
 def _add_place(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +80,7 @@ def _add_place(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="do not compare the files with their checksums, which reads them",
     )
-    _runs(parser, "serving.mapping", "run")
+    _runs(parser, "place", "run")
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
@@ -89,7 +89,7 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
         "--output", default="report.html", help="the page (%(default)s)"
     )
     parser.add_argument("--root", help="the object that holds the tables")
-    _runs(parser, "checkpoint.page", "run")
+    _runs(parser, "report", "run")
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
@@ -113,7 +113,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("script", help="a Python program for TPUs or for Keras")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
-    _runs(parser, "compat.drop_in", "run")
+    _runs(parser, "run", "run")
 
 
 def _add_try(parser: argparse.ArgumentParser) -> None:
@@ -175,7 +175,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--svg", metavar="FILE", help="write a picture")
-    _runs(parser, "planning.command_line", "run")
+    _runs(parser, "plan", "run")
 
 
 def _add_compile(parser: argparse.ArgumentParser) -> None:
@@ -195,7 +195,7 @@ def _add_compile(parser: argparse.ArgumentParser) -> None:
         help="of an environment for it ($TPU_EMBEDDING_TPU_CHECK_PYTHON, or this one)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    _runs(parser, "testing.compilation", "run")
+    _runs(parser, "compile", "run")
 
 
 _COMMANDS: tuple[tuple[str, str, _AddArguments], ...] = (
@@ -208,7 +208,7 @@ _COMMANDS: tuple[tuple[str, str, _AddArguments], ...] = (
     (
         "server",
         "run the parameter server or worker that TF_CONFIG names",
-        lambda parser: _runs(parser, "parameter_server", "serve"),
+        lambda parser: _runs(parser, "server", "run"),
     ),
     ("plan", "say where tables fit: memory, limits, traffic and balance", _add_plan),
     ("compile", "compile a training step for a TPU that is not there", _add_compile),

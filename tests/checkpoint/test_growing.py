@@ -14,8 +14,8 @@ import tensorflow as tf
 import tpu_embedding as te
 from tpu_embedding import checkpoint
 from tpu_embedding.__main__ import main
-from tpu_embedding.checkpoint.command_line import TextProgress
 from tpu_embedding.checkpoint.statistics import table_reports
+from tpu_embedding.commands.checkpoint import TextProgress
 from tpu_embedding.tables.growing import first_rows
 from tpu_embedding.vocabulary import COUNTS
 

@@ -15,8 +15,8 @@ from multi_process.jobs import Failure, Job
 from multi_process.training import Case
 
 import tpu_embedding as te
-from tpu_embedding.checkpoint.command_line import TextProgress
 from tpu_embedding.checkpoint.statistics import table_reports
+from tpu_embedding.commands.checkpoint import TextProgress
 
 # One forgets, one has a static table beside it, one admits.
 GROWING = (

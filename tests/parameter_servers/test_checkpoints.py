@@ -29,8 +29,8 @@ from parameter_servers.cluster import (
 )
 
 import tpu_embedding as te
-from tpu_embedding.checkpoint.command_line import TextProgress
 from tpu_embedding.checkpoint.statistics import table_reports
+from tpu_embedding.commands.checkpoint import TextProgress
 
 pytestmark = pytest.mark.second_tier
 

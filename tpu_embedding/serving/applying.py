@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -10,9 +9,8 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding.checkpoint.writing import one_writer
-from tpu_embedding.serving.delta_files import Header, delta_blocks, read_header
+from tpu_embedding.serving.delta_files import delta_blocks
 from tpu_embedding.serving.following import APPLY
-from tpu_embedding.text import aligned
 
 _UNFINISHED = ".unfinished"
 
@@ -86,32 +84,3 @@ def apply_to_export(
         tf.saved_model.save(model, unfinished, signatures=dict(model.signatures))
         tf.io.gfile.rename(unfinished, destination)
     return sequence
-
-
-def run_inspect(arguments: argparse.Namespace) -> int:
-    """Runs `delta inspect`."""
-    print(_described(read_header(arguments.path)))
-    return 0
-
-
-def _described(header: Header) -> str:
-    lines = [("table", "dim", "storage", "changed", "deleted")]
-    for table, (upserts, deletions) in zip(
-        header.base.tables, header.counts, strict=True
-    ):
-        numbers = f"{upserts:,}", f"{deletions:,}"
-        lines.append((table.name, str(table.dim), table.storage, *numbers))
-    return "\n".join(
-        [
-            f"delta {header.sequence} of export {header.base.id}",
-            f"written by run {header.run}, after run {header.follows}",
-            aligned(lines, left=(0,)),
-        ]
-    )
-
-
-def run_apply(arguments: argparse.Namespace) -> int:
-    """Runs `delta apply`."""
-    sequence = apply_to_export(arguments.path, arguments.deltas, arguments.to)
-    print(f"Wrote to {arguments.to}: the export after delta {sequence}")
-    return 0

@@ -8,7 +8,6 @@ ours, which asks the disk for all rows of a batch at once.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import itertools
@@ -340,10 +339,3 @@ def _require_size(path: str, expected: int) -> None:
         raise tf.errors.DataLossError(
             None, None, f"{path} {state}, and its table has {expected} bytes."
         )
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Runs `place`."""
-    for file in place(arguments.path, verify=not arguments.no_verify):
-        print(file)
-    return 0

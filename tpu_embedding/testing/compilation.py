@@ -6,7 +6,6 @@ because it uses private interfaces of TensorFlow and jaxlib and may end its proc
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import inspect
 import json
@@ -491,16 +490,3 @@ def _names(stacks: Sequence[dict[str, Any]]) -> str:
 
 def _mib(size: int) -> str:
     return f"{size / 2**20:.1f} MiB"
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Runs `compile`."""
-    reports = [
-        compile_step(arguments.build, topology, python=arguments.python)
-        for topology in arguments.topology or ["v6e:2x2"]
-    ]
-    for report in reports:
-        print(report.to_json() if arguments.json else f"{report}")
-        if report.message not in report.problem:
-            print(f"the compiler: {report.message[:2000]}", file=sys.stderr)
-    return 0 if all(report.compiles for report in reports) else 1

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tpu_embedding.compat import drop_in
+from tpu_embedding.commands.run import prepare
 
 _WAYS = {"plain": "as it is", "rows": "by rows"}
 _SEED = 1
@@ -147,7 +147,8 @@ def _files(script: str) -> dict[str, tuple[int, int]]:
 
 def _run(way: str, steps: int, script: str, arguments: Sequence[str]) -> Run | None:
     """Runs a script in a process of its own; None if it failed, which is printed."""
-    command = [sys.executable, "-m", "tpu_embedding.trial", way, str(steps), script]
+    command = [sys.executable, "-m", "tpu_embedding.commands.trial"]
+    command += [way, str(steps), script]
     found = Run()
     with (
         tempfile.TemporaryFile("w+", errors="replace") as printed,
@@ -211,7 +212,7 @@ def _child(arguments: Sequence[str]) -> None:
         _watch_fit(keras_api, int(steps), report)
 
     with contextlib.suppress(_Enough):
-        drop_in.prepare(script, rest, replace)()
+        prepare(script, rest, replace)()
     import resource  # Not on Windows.
 
     unit = 1 if sys.platform == "darwin" else 1024

@@ -1,0 +1,3 @@
+"""Private: what `python -m tpu_embedding` does, a module for each command."""
+
+__all__: list[str] = []
