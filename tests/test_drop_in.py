@@ -5,15 +5,18 @@ from __future__ import annotations
 import pathlib
 import subprocess
 import sys
+import types
 from typing import Any
 
 import forked
+import keras
 import pytest
 import tensorflow as tf
 
 import tpu_embedding as te
 from tpu_embedding.__main__ import main
 from tpu_embedding.compat import drop_in
+from tpu_embedding.keras.keras_api import keras_api
 
 PROGRAMS = pathlib.Path(__file__).parents[1] / "examples" / "drop_in"
 second_tier = pytest.mark.second_tier
@@ -76,6 +79,23 @@ def test_nothing_is_replaced_unless_asked():
     assert tf.tpu.experimental.embedding.TPUEmbedding is not te.TPUEmbedding
     assert tf.distribute.TPUStrategy is not drop_in.TPUStrategy
     assert not hasattr(tf, "estimator")
+
+
+def test_the_module_of_tfrs_has_a_layer_that_keeps_axes():
+    module: Any = types.ModuleType(drop_in._TFRS_LAYER)
+    plain = te.keras.TPUEmbedding
+    try:
+        drop_in._TfrsLayer().exec_module(module)
+        layer = module.TPUEmbedding(te.FeatureConfig(te.TableConfig(4, 2)), "sgd")
+        assert layer(tf.constant([[1, 2]])).shape == (1, 2, 2)
+        saved: Any = keras.saving.serialize_keras_object(layer)
+        loaded = keras.saving.deserialize_keras_object(saved)
+        assert type(loaded) is module.TPUEmbedding is not plain
+    finally:
+        keras_api.register(plain)
+    # In another process, the layer by its own name has what was saved.
+    assert saved["module"] == "tpu_embedding.keras.layer"
+    assert type(keras.saving.deserialize_keras_object(saved)) is plain
 
 
 def test_uninstall_gives_the_names_back(monkeypatch: pytest.MonkeyPatch):

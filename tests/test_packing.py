@@ -14,6 +14,7 @@ from replica_values import of_replicas
 from software_tpu.calls import strategy_of
 
 import tpu_embedding as te
+from tpu_embedding.compat import tfrs_layer
 
 V, D, B = 11, 3, 5
 
@@ -426,6 +427,6 @@ def test_packed_batches_that_do_not_fit(rng: np.random.Generator):
     untyped[:2] = [keras.Input((), dtype="int64"), keras.Input((6,), dtype="int64")]
     with pytest.raises(TypeError, match=r"functional Keras model takes the features"):
         layer(te.PackedFeatures(*untyped))
-    layer._keeps_dense_axes = True
+    layer = tfrs_layer.TPUEmbedding(config(), "sgd")
     with pytest.raises(NotImplementedError, match="When it replaces TFRS's layer"):
         layer(te.pack(batch(rng)[0]))

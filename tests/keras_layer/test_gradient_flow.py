@@ -11,6 +11,7 @@ from keras_layer import models
 from keras_layer.version import keras
 
 import tpu_embedding as te
+from tpu_embedding.compat import tfrs_layer
 from tpu_embedding.keras import TPUEmbedding
 
 # Of what the layer asks of an engine; the rest happens before it is asked.
@@ -19,9 +20,13 @@ on_both_engines = pytest.mark.usefixtures("engine")
 IDS = tf.constant([1, 2, 1])
 
 
-def make_layer(optimizer: Any = te.SGD(1.0), **options: Any) -> Any:  # noqa: B008
+def make_layer(
+    optimizer: Any = te.SGD(1.0),  # noqa: B008
+    make: Any = TPUEmbedding,
+    **options: Any,
+) -> Any:
     table = te.TableConfig(4, 2, te.initializers.RowIdInitializer(), name="t")
-    layer = TPUEmbedding(te.FeatureConfig(table), optimizer, **options)
+    layer = make(te.FeatureConfig(table), optimizer, **options)
     layer.build()
     return layer
 
@@ -123,11 +128,8 @@ def test_a_scalar_id_is_a_sample_without_a_batch_axis(
 
 
 @pytest.mark.parametrize("graph", [False, True])
-def test_dense_ids_keep_their_axes_in_the_place_of_the_layer_of_tfrs(
-    graph: bool, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(TPUEmbedding, "_keeps_dense_axes", True)
-    layer = make_layer()
+def test_dense_ids_keep_their_axes_in_the_place_of_the_layer_of_tfrs(graph: bool):
+    layer = make_layer(make=tfrs_layer.TPUEmbedding)
     ids = tf.constant([[1, 2], [2, 1], [2, 2]])
 
     def step() -> tf.Tensor:

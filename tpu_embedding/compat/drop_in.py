@@ -469,12 +469,16 @@ class _TfrsLayer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: types.ModuleType) -> None:
         from tpu_embedding import keras
+        from tpu_embedding.compat import tfrs_layer
+        from tpu_embedding.keras.keras_api import keras_api
 
         if not issubclass(keras.TPUEmbedding, tf.keras.layers.Layer):
             raise ImportError("The layer must be loaded for the Keras of tf.keras.")
         for name in keras.__all__:
             setattr(module, name, getattr(keras, name))
-        _replace(keras.TPUEmbedding, "_keeps_dense_axes", True)
+        # Models that this process loads have it, too.
+        of_tfrs: Any = module
+        of_tfrs.TPUEmbedding = keras_api.register(tfrs_layer.TPUEmbedding)
 
 
 def _mended(spec: Any) -> Any:

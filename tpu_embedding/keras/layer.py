@@ -33,7 +33,7 @@ from tpu_embedding.keras.serialization import ServingFeatures
 from tpu_embedding.layout.output_shapes import Shape
 from tpu_embedding.layout.plan import refuse_growing
 from tpu_embedding.optimizers.base import check_flag
-from tpu_embedding.packing import PackedFeatures, flatten_batch
+from tpu_embedding.packing import flatten_batch
 from tpu_embedding.tables.growing import FrozenTable
 from tpu_embedding.tables.trackable import LogicalVariable, SavesNothing
 from tpu_embedding.vocabulary import VocabularyContents
@@ -98,10 +98,6 @@ class TPUEmbedding(SavesTables, keras_api.Layer):
     callbacks such as EarlyStopping see them. Files contain them by name, without the
     placeholder variable.
     """
-
-    # Whether a dense input [..., k] gives [..., k, dim], as TFRS's layer does on a CPU;
-    # `tpu_embedding.install` sets it.
-    _keeps_dense_axes = False
 
     def __init__(
         self,
@@ -469,12 +465,6 @@ class TPUEmbedding(SavesTables, keras_api.Layer):
         if serving_config is not None:
             wanted = self._convert_serving(serving_config)
         structure = wanted.structure
-        if isinstance(features, PackedFeatures) and self._keeps_axes():
-            raise NotImplementedError(
-                "When it replaces TFRS's layer, this layer keeps the shape of dense "
-                "ids, which a packed batch does not have. Pass the features "
-                "themselves, or use tpu_embedding.keras.TPUEmbedding by its name."
-            )
         with self._refusing(serving_config):
             values, flat_weights = flatten_batch(structure, features, weights)
         if keras_api.is_tracing_shapes():
@@ -523,8 +513,8 @@ class TPUEmbedding(SavesTables, keras_api.Layer):
     def _stands_alone(self, config: FeatureConfig, rank: int | None) -> bool:
         """Whether each id of a dense input of some rank is a sample.
 
-        A scalar always is; other ids where this layer stands for that of TFRS, on a
-        CPU, unless the configuration says what they are.
+        A scalar always is; other ids where the layer keeps the axes of dense ids,
+        unless the configuration says what they are.
         """
         if rank is None or rank == 1:
             return False
@@ -532,7 +522,8 @@ class TPUEmbedding(SavesTables, keras_api.Layer):
         return rank == 0 or (self._keeps_axes() and not declared)
 
     def _keeps_axes(self) -> bool:
-        return self._keeps_dense_axes and distribution.current().tpu is None
+        """Whether a dense input [..., k] gives [..., k, dim]; a subclass may do so."""
+        return False
 
     @tf.autograph.experimental.do_not_convert
     def _infer(
