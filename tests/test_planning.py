@@ -759,20 +759,9 @@ def test_the_command(
         assert other not in out  # Only what was asked for.
     root = xml.etree.ElementTree.fromstring(svg.read_text())
     assert root.tag.endswith("svg")
-    np.savez(
-        tmp_path / "ids.npz",
-        liked=np.arange(1024) % 1000,
-        **{
-            "users.values": np.arange(2048) % 500,
-            "users.row_splits": np.arange(0, 2049, 2),
-        },
-    )
-    sample = ["--sample", str(tmp_path / "ids.npz"), "--json"]
-    code, out, _ = run(capsys, str(path), *sample)
+    code, out, _ = run(capsys, str(path), "--json")
     assert code == 0
-    facts = json.loads(out)
-    assert facts["total_bytes"] == 224000
-    assert [t["ids_per_sample"] for t in facts["statistics"]] == [1.0, 2.0]
+    assert json.loads(out)["total_bytes"] == 224000
     module = tmp_path / "model_to_plan.py"
     module.write_text(
         "import tpu_embedding as te\n"
@@ -904,64 +893,28 @@ def test_what_code_prints_is_not_a_part_of_the_answer(
     assert error == "from the model\n"
 
 
-@pytest.mark.parametrize(
-    ("arrays", "expected"),
-    [
-        ({"liked": np.arange(64)}, "has no array 'users', nor both 'users.values' and"),
-        ({"liked": np.arange(512), "users": np.arange(256)}, "liked: 512, users: 256"),
-        ({"liked": np.arange(8), "users": np.arange(8)}, "one batch of 256"),
-        (
-            {
-                "liked": np.arange(256),
-                "users.values": np.arange(9),
-                "users.row_splits": np.arange(257),
-            },
-            "that do not decrease, and must end with the 9 entries",
-        ),
-        *(
-            (
-                {
-                    "liked": np.arange(2),
-                    "users.values": values,
-                    "users.row_splits": np.array(splits),
-                },
-                "ids.npz: 'users.row_splits' must be integers >= 0",
-            )
-            for values, splits in (
-                (np.arange(4), [0.0, 2.0, 4.0]),
-                (np.arange(4), [[0, 2], [2, 4]]),
-                (np.arange(4), [-2, 2, 4]),
-                (np.arange(4), np.array([0, 5, 4], np.uint64)),
-                (np.zeros((4, 2), np.int64), [0, 2, 4]),
-            )
-        ),
-        (
-            {"liked": np.array([[1], [2, 3]], object), "users": np.arange(2)},
-            "ids.npz is no .npz file of arrays of numbers",
-        ),
-        ({"liked": 3, "users": np.arange(2)}, "'liked' is a scalar. Batch it."),
-    ],
-    ids=range(11),
-)
-def test_files_of_ids_that_are_wrong(
-    arrays: Any,
-    expected: str,
-    tmp_path: pathlib.Path,
-    capsys: pytest.CaptureFixture[str],
+def test_files_that_python_replaces(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    np.savez(tmp_path / "ids.npz", **arrays)
-    config, sample = str(tmp_path / "config.json"), str(tmp_path / "ids.npz")
-    code, _, error = run(capsys, config, "--sample", sample)
-    assert code == 2
-    assert expected in error
-    pathlib.Path(sample).write_bytes(b"")
-    code, _, error = run(capsys, config, "--sample", sample)
-    assert code == 2
-    assert "ids.npz is no .npz file" in error
-    code, _, error = run(capsys, config, "--machine-gib=1e300")
-    assert code == 2
-    assert "--machine-gib must be a positive number" in error
+    """The errors have Python files that work."""
+    np.savez(tmp_path / "ids.npz", liked=np.arange(640))
+    (tmp_path / "tables.yaml").touch()
+    written = []
+    for arguments, asked in (
+        (["tables.yaml"], "pass FILE.py:features"),
+        (["json:decoder", "--sample=ids.npz"], "pass FILE.py:sample"),
+    ):
+        code, _, error = run(capsys, *arguments)
+        assert code == 2
+        assert asked in error
+        written += [line[4:] for line in error.splitlines() if line.startswith("    ")]
+    text = "\n".join(written).replace("ids.npz", str(tmp_path / "ids.npz"))
+    model = tmp_path / "plan_of_tables.py"
+    model.write_text(text)
+    sample = ["--sample", f"{model}:sample", "--json"]
+    code, out, _ = run(capsys, f"{model}:features", "--batch-size=64", *sample)
+    assert code == 0
+    assert [t["ids_per_sample"] for t in json.loads(out)["statistics"]] == [1.0]
 
 
 def test_files_that_cannot_be_parsed(
@@ -983,12 +936,13 @@ def test_files_that_cannot_be_parsed(
 @pytest.mark.parametrize(
     ("option", "expected"),
     [
+        ("--machine-gib=1e300", "--machine-gib must be a positive number"),
         ("--processes=1000000000", "`processes` must be at most 65,536. Received: 1"),
         ("--svg=a\0b", r"cannot hold a NUL character. Received: 'a\x00b'"),
         ("--sample=a\0b.npz", r"cannot hold a NUL character. Received: 'a\x00b.npz'"),
         ("--svg=a\ud800b", r"A path must be UTF-8. Received: 'a\ud800b'"),
     ],
-    ids=["processes", "svg", "sample", "surrogate"],
+    ids=["memory", "processes", "svg", "sample", "surrogate"],
 )
 def test_options_that_are_refused(
     option: str,

@@ -133,14 +133,12 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         "config",
         help="MODULE:ATTRIBUTE or FILE.py:ATTRIBUTE, a feature configuration or a "
         "function without arguments that returns it, alone or with an optimizer; or a "
-        ".json or .yaml file (docs/planning.md)",
+        ".json file (docs/planning.md)",
     )
     parser.add_argument("--batch-size", type=int, help="samples of a step, in all")
     parser.add_argument(
         "--sample",
-        help="MODULE:ATTRIBUTE of a data set of batches, or a .npz file with an array "
-        "of ids for each feature, or its NAME.values and NAME.row_splits, cut into "
-        "batches",
+        help="MODULE:ATTRIBUTE or FILE.py:ATTRIBUTE of a data set of batches",
     )
     parser.add_argument(
         "--sample-batches", type=int, default=16, help="how many are read (16)"

@@ -7,20 +7,28 @@ import dataclasses
 import inspect
 import json
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from typing import Any, NamedTuple
-
-import numpy as np
-import tensorflow as tf
 
 from tpu_embedding import optimizers, user_code
 from tpu_embedding.config import DistributedOptions, FeatureConfig, TableConfig
 from tpu_embedding.errors import check_path, type_name
-from tpu_embedding.nest_utils import flatten_with_paths
 from tpu_embedding.planning.placements import plan
 
 # The keys of a file.
 _LISTS, _REST = ("tables", "features"), ("optimizer", "batch_size")
+# What to write in the place of files that are not read.
+_CONFIGURATION = """
+    import tpu_embedding as te
+    films = te.TableConfig(1_000_000, 64, name="films", optimizer=te.Adam(0.01))
+    features = {"liked": te.FeatureConfig(films)}
+"""
+_SAMPLE = """
+    import numpy as np
+    import tensorflow as tf
+    arrays = dict(np.load({!r}))
+    sample = tf.data.Dataset.from_tensor_slices(arrays).batch(64, drop_remainder=True)
+"""
 
 
 class Configuration(NamedTuple):
@@ -45,9 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     batch_size = arguments.batch_size
     if batch_size is None:
         batch_size = config.batch_size
-    sample = None
-    if arguments.sample is not None:
-        sample = load_sample(arguments.sample, config.features, batch_size)
+    sample = None if arguments.sample is None else load_sample(arguments.sample)
     memory = arguments.machine_gib
     if memory is not None and not 0 < memory * 2**30 < float("inf"):
         raise ValueError(f"--machine-gib must be a positive number, not {memory}.")
@@ -75,104 +81,40 @@ def run(arguments: argparse.Namespace) -> int:
 def load_configuration(name: str) -> Configuration:
     """The configuration of a file or an attribute."""
     path = pathlib.Path(name)
-    if path.suffix in (".json", ".yaml", ".yml"):
+    if path.suffix in (".yaml", ".yml"):
+        raise ValueError(
+            f"`plan` reads no YAML, as in {name}. Write a Python file in its place, "
+            f"for example\n{_CONFIGURATION}\nand pass FILE.py:features, or the same "
+            "keys as JSON."
+        )
+    if path.suffix == ".json":
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"{name} is not a text file in UTF-8: {error}.") from error
-        return _of_dict(
-            _json(name, text) if path.suffix == ".json" else _yaml(name, text)
-        )
+        return _of_dict(_json(name, text))
     found = _attribute(name)
     if isinstance(found, tuple) and len(found) == 2 and _is_optimizer(found[1]):
         return Configuration(*found)
     return Configuration(found)
 
 
-def load_sample(name: str, features: Any, batch_size: int | None) -> Any:
-    """The batches of a data set, MODULE:ATTRIBUTE, or of a .npz file."""
-    if pathlib.Path(name).suffix != ".npz":
-        found = _attribute(name)
-        if isinstance(found, str) or not hasattr(found, "__iter__"):
-            raise ValueError(
-                f"{name} is a {type_name(found)}, and a sample is an iterable of "
-                "batches, for example a batched tf.data.Dataset."
-            )
-        return user_code.iterate(name, found)
-    if batch_size is None:
-        raise ValueError(f"{name} has no batches: pass --batch-size.")
-    paths = [path for path, _ in flatten_with_paths(features)]
-    values = _arrays_of(name)
-    for path in paths:
-        if path not in values and not {f"{path}.values", f"{path}.row_splits"} <= {
-            *values
-        }:
-            raise ValueError(
-                f"{name} has no array {path!r}, nor both {path + '.values'!r} and "
-                f"{path + '.row_splits'!r}. It has {', '.join(sorted(values))}."
-            )
-    return _batches(name, paths, values, features, batch_size)
-
-
-def _arrays_of(name: str) -> dict[str, np.ndarray]:
-    try:
-        with np.load(name, allow_pickle=False) as arrays:
-            return {key: arrays[key] for key in arrays.files}
-    except OSError:
-        raise
-    except Exception as error:  # NumPy has no one type for a file that is damaged.
+def load_sample(name: str) -> Any:
+    """The batches of a data set, MODULE:ATTRIBUTE."""
+    if pathlib.Path(name).suffix == ".npz":
         raise ValueError(
-            f"{name} is no .npz file of arrays of numbers, as numpy.savez writes them."
-        ) from error
-
-
-def _batches(
-    name: str,
-    paths: list[str],
-    values: Mapping[str, np.ndarray],
-    features: Any,
-    size: int,
-) -> Iterator[Any]:
-    """Cuts the arrays of a file; the last batch is left out if it is short."""
-    counts = {}
-    for path in paths:
-        for part in (path, f"{path}.values", f"{path}.row_splits"):
-            if part in values and values[part].ndim == 0:
-                raise ValueError(f"{name}: {part!r} is a scalar. Batch it.")
-        counts[path] = len(values.get(path, ()))
-        if path not in values:
-            splits = values[f"{path}.row_splits"]
-            counts[path] = len(splits) - 1
-            entries = values[f"{path}.values"].shape
-            integers = splits.ndim == len(entries) == 1 and splits.dtype.kind in "iu"
-            if not integers or not _are_splits(splits, entries[0]):
-                raise ValueError(
-                    f"{name}: {path + '.row_splits'!r} must be integers >= 0 that do "
-                    f"not decrease, and must end with the {entries[0]} entries of "
-                    f"{path + '.values'!r}. Both are vectors."
-                )
-    if len({*counts.values()}) > 1 or min(counts.values()) < size:
-        listed = ", ".join(f"{path}: {count}" for path, count in counts.items())
-        raise ValueError(
-            f"{name} needs the same number of samples for each feature, and at least "
-            f"one batch of {size}. It has {listed}."
+            f"`plan` reads no .npz file, as {name}, for a sample. Write a Python file "
+            "in its place, for example, for batches of 64 samples and an array of ids "
+            f"for each feature,\n{_SAMPLE.format(name)}\nand pass FILE.py:sample. "
+            "Ragged ids are a tf.RaggedTensor in the place of an array."
         )
-    for start in range(0, counts[paths[0]] - size + 1, size):
-        batch = []
-        for path in paths:
-            if path in values:
-                batch.append(values[path][start : start + size])
-                continue
-            splits = values[f"{path}.row_splits"][start : start + size + 1]
-            ids = values[f"{path}.values"][splits[0] : splits[-1]]
-            ragged: Any = tf.RaggedTensor
-            batch.append(ragged.from_row_splits(ids, splits - splits[0]))
-        yield tf.nest.pack_sequence_as(features, batch)
-
-
-def _are_splits(splits: np.ndarray, entries: int) -> bool:
-    ends = len(splits) and splits[0] >= 0 and splits[-1] == entries
-    return bool(ends) and not (splits[1:] < splits[:-1]).any()
+    found = _attribute(name)
+    if isinstance(found, str) or not hasattr(found, "__iter__"):
+        raise ValueError(
+            f"{name} is a {type_name(found)}, and a sample is an iterable of "
+            "batches, for example a batched tf.data.Dataset."
+        )
+    return user_code.iterate(name, found)
 
 
 def _attribute(name: str) -> Any:
@@ -190,19 +132,6 @@ def _json(name: str, text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # Also of numbers that are too long.
         raise ValueError(f"{name} is not JSON: {error}.") from error
-
-
-def _yaml(name: str, text: str) -> Any:
-    try:
-        import yaml
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            "Reading YAML requires PyYAML: `pip install pyyaml`, or write JSON."
-        ) from error
-    try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ValueError(f"{name} is not YAML: {error}.") from error
 
 
 def _of_dict(given: Any) -> Configuration:
