@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras_layer.version import keras
+from reference.lookup import gains
 
 import tpu_embedding as te
 from tpu_embedding.keras import Embedding, RowSparseOptimizer
@@ -376,6 +377,17 @@ def test_bags(combiner: str, kind: str, weighted: bool, rng: np.random.Generator
         rows = table[np.asarray(bag, int)]
         expected = (rows * gains[:, np.newaxis]).sum(0) / divisor
         np.testing.assert_allclose(found[row], expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+def test_bags_have_the_gains_of_other_classes(combiner: str):
+    """Also where weights of both signs almost cancel, or float32 rounds twice."""
+    layer = Embedding(D, D, combiner=combiner, weights=[np.eye(D, dtype=np.float32)])
+    weights = [[1e8, 1.0, -1e8, 3e-4], [0.1, 0.3, 0.7, 1.1]]
+    found = layer(tf.constant([[*range(D)]] * 2), weights=tf.constant(weights))
+    given = np.array(weights, np.float32).astype(np.float64).tolist()
+    expected = [gains(each, combiner) for each in given]
+    np.testing.assert_array_equal(found, np.array(expected, np.float32))
 
 
 @pytest.mark.parametrize("kind", ["dense", "ragged", "sparse"])

@@ -107,7 +107,7 @@ class Selection:
         # Not negative even if a check fails, because tracing evaluates constants.
         count = tf.maximum(self.num_samples, 0)
         samples = self.samples
-        gains = _gains(self.combiner, samples, weights, count)
+        gains = gains_of(self.combiner, samples, weights, count)
         return Entries(self.rows, samples, gains, shape)
 
 
@@ -319,7 +319,7 @@ def _check_entries(
     return [Check(mask, message) for mask in masks]
 
 
-def _gains(
+def gains_of(
     combiner: str, samples: tf.Tensor, weights: tf.Tensor, num_samples: tf.Tensor
 ) -> tf.Tensor:
     """Divides weights by the divisor of their sample; 0 if the divisor is exactly 0."""

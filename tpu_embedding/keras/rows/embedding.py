@@ -11,6 +11,7 @@ from tpu_embedding.combiners import COMBINERS
 from tpu_embedding.inputs import InputKind
 from tpu_embedding.keras.keras_api import keras_api
 from tpu_embedding.keras.rows.variable import flush_before, is_recording, make_table
+from tpu_embedding.lookup.entries import gains_of
 
 
 class _Bags(NamedTuple):
@@ -109,13 +110,7 @@ class Embedding(keras_api.RowEmbedding):
         if self.mask_zero:
             gains = tf.where(entries.ids == 0, 0.0, gains)
         count = tf.reduce_prod(entries.shape)
-        if self.combiner != "sum":
-            squared = self.combiner == "sqrtn"
-            sums = tf.math.unsorted_segment_sum(
-                gains * gains if squared else gains, entries.bags, count
-            )
-            divisors = tf.sqrt(sums) if squared else sums
-            gains = tf.math.divide_no_nan(gains, tf.gather(divisors, entries.bags))
+        gains = gains_of(self.combiner, entries.bags, gains, count)
         rows = look_up(entries.ids)
         products = rows * tf.cast(gains, rows.dtype)[:, tf.newaxis]
         sums = tf.math.unsorted_segment_sum(products, entries.bags, count)
