@@ -34,10 +34,11 @@ tables += [Mine(50, 4), Calls(50, 4)]
 tables += [keras.layers.Embedding(60, 4, embeddings_regularizer=some)]
 rows = keras.layers.Concatenate()([table(inputs) for table in tables])
 model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Flatten()(rows)))
-model.compile("sgd", "mse")
+model.compile(keras.optimizers.SGD(0.01, momentum=0.5), "mse")
 model.fit(ids, ids[:, :1] / 50, 8, 1, 0)
+ways = getattr(model.optimizer, "updates_rows_by", {}).get("embedding/embeddings:0")
 names = type(tables[0]).__module__, type(model.optimizer).__name__
-print(*names, len(model.losses), *sys.argv[1:])
+print(*names, len(model.losses), ways, *sys.argv[1:])
 """
 
 
@@ -63,7 +64,7 @@ def test_run_keras_replaces_both(script: str):
     done = command("run", "--keras", script, "argument")
     assert done.returncode == 0, done.stderr[-3000:]
     # Without the regularizer of strength 0, whose gradient is dense.
-    expected = "tpu_embedding.keras.rows.embedding RowSparseSGD 1 argument"
+    expected = "tpu_embedding.keras.rows.embedding RowSparseSGD 1 rows argument"
     assert done.stdout.splitlines()[-1] == expected
     assert done.stderr.count("keras.layers.Embedding is te.keras.Embedding") == 1
 

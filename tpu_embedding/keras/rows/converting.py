@@ -12,6 +12,7 @@ from tpu_embedding.errors import type_name
 from tpu_embedding.keras.keras_api import keras_api, of_other_keras
 from tpu_embedding.keras.rows.embedding import Embedding, regularizes
 from tpu_embedding.keras.rows.optimizer import (
+    CLASSES,
     RowSparseOptimizer,
     UpdatesRows,
     plain_optimizer,
@@ -154,12 +155,14 @@ def _hook_embeddings(note: Callable[[str, str], None]) -> None:
 
 
 def _hook_optimizers(note: Callable[[str, str], None]) -> None:
-    for base, name in keras_api.slot_makers:
-        setattr(base, name, _convert_before(getattr(base, name), note))
+    # Those of the classes come first: they call those of the bases.
+    classes = [(cls, "build") for cls in CLASSES if "build" in vars(cls)]
+    for owner, name in (*keras_api.slot_makers, *classes):
+        setattr(owner, name, _convert_before(name, getattr(owner, name), note))
 
 
 def _convert_before(
-    make_slots: Callable[..., None], note: Callable[[str, str], None]
+    name: str, make_slots: Callable[..., None], note: Callable[[str, str], None]
 ) -> Callable[..., None]:
     @functools.wraps(make_slots)
     def convert_and_make(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -172,6 +175,9 @@ def _convert_before(
             except (NotImplementedError, ValueError) as error:
                 why = str(error)
             note(what, why)
+            if not why:
+                getattr(self, name)(*args, **kwargs)  # Of the class that it has now.
+                return
         make_slots(self, *args, **kwargs)
 
     return convert_and_make

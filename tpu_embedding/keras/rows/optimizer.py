@@ -374,11 +374,12 @@ def _row_sparse_class(rule: Any) -> Any:
     return keras_api.register(type(name, (UpdatesRows, rule), members))
 
 
-_CLASSES = {
+# By the class of Keras, the one whose rows wait.
+CLASSES = {
     rule: _row_sparse_class(rule)
     for rule in (getattr(keras_api.optimizers, name) for name in SLOTS)
 }
-globals().update({cls.__name__: cls for cls in _CLASSES.values()})  # For pickle.
+globals().update({cls.__name__: cls for cls in CLASSES.values()})  # For pickle.
 
 
 def RowSparseOptimizer(inner: Any, lazy: bool = False) -> Any:  # noqa: N802
@@ -446,7 +447,7 @@ def RowSparseOptimizer(inner: Any, lazy: bool = False) -> Any:  # noqa: N802
             f"RowSparseOptimizer: this {inner._rule.__name__} updates rows already, "
             f"with lazy={inner.lazy}. Create another one for lazy={lazy}."
         )
-    if type(inner) not in _CLASSES:
+    if type(inner) not in CLASSES:
         wraps = hasattr(inner, "inner_optimizer")
         raise ValueError(
             f"RowSparseOptimizer does not know the rule of {type(inner).__module__}."
@@ -459,7 +460,7 @@ def RowSparseOptimizer(inner: Any, lazy: bool = False) -> Any:  # noqa: N802
             )
         )
     _check_use(inner, type(inner).__name__)
-    object.__setattr__(inner, "__class__", _CLASSES[type(inner)])
+    object.__setattr__(inner, "__class__", CLASSES[type(inner)])
     inner.__dict__["lazy"] = lazy
     inner.wait_for(keras_api.built_for(inner))
     return inner
