@@ -42,7 +42,9 @@ def test_arguments_are_those_of_tensorflow(cls: type) -> None:
 def test_what_is_ours_alone_is_keyword_only() -> None:
     parameters = inspect.signature(TableConfig).parameters
     keyword_only = [p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
-    assert keyword_only == ["invalid_ids", "rounding_seed", "placement"]
+    assert keyword_only == [
+        *("invalid_ids", "rounding_seed", "placement", "string_ids")
+    ]
 
 
 def _ignored(*_: Any, **__: Any) -> None:

@@ -39,6 +39,7 @@ TASKS = {
         "TableConfig",
         "FeatureConfig",
         "GrowingVocabulary",
+        "Hashing",
         "VocabularyContents",
         "FrozenTable",
         "CustomCombiner",

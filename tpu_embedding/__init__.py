@@ -21,7 +21,7 @@ from tpu_embedding.config import (
 )
 from tpu_embedding.layout.csr import PartitionedCsrFormatTensor
 from tpu_embedding.optimizers import *  # noqa: F403 - their `__all__` is public.
-from tpu_embedding.vocabulary import GrowingVocabulary, VocabularyContents
+from tpu_embedding.vocabulary import GrowingVocabulary, Hashing, VocabularyContents
 
 if _typing.TYPE_CHECKING:
     from tpu_embedding import (
@@ -83,6 +83,7 @@ __all__ = [
     "Figure",
     "FrozenTable",
     "GrowingVocabulary",
+    "Hashing",
     "PackedFeatures",
     "PartitionedCsrFormatTensor",
     "QuantizationConfig",

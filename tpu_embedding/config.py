@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tpu_embedding import combiners, errors
-from tpu_embedding.vocabulary import GrowingVocabulary
+from tpu_embedding.vocabulary import GrowingVocabulary, Hashing
 
 INVALID_IDS: tuple[str, ...] = ("error", "drop", "mod")
 
@@ -112,14 +112,14 @@ class TableConfig(_ChangeableUntilUsed):
     Tables compare by identity: two equal configurations are two tables, and
     features that hold the same object share one table. The attributes can be changed
     until an embedding or layer is made of the table. Arguments, their order and
-    defaults are those of tf.tpu.experimental.embedding.TableConfig, plus `invalid_ids`
-    and `rounding_seed`.
+    defaults are those of tf.tpu.experimental.embedding.TableConfig, plus the keywords
+    from `invalid_ids` on.
 
     >>> TableConfig(1000, 16, combiner="sum", name="films").dtype
     'float32'
 
     Attributes:
-      vocabulary_size: Number of rows V, or a GrowingVocabulary.
+      vocabulary_size: Number of rows V, a GrowingVocabulary or a Hashing.
       dim: Number of columns D.
       initializer: A callable of (shape, dtype) that returns the whole table, the name
         of one of Keras, such as "uniform", or None: truncated normal, mean 0, standard
@@ -142,12 +142,14 @@ class TableConfig(_ChangeableUntilUsed):
       placement: In a job of several processes "rows" divides the table over them,
         "whole" keeps it in one of them, and None leaves it to
         `DistributedOptions.placement`. See docs/distributed.md.
+      string_ids: Whether ids may be strings, whose Fingerprint64 is then the id. Only
+        with a GrowingVocabulary or a Hashing.
 
     Raises:
       ValueError: If a value is not allowed.
       TypeError: If `name`, `rounding_seed` or `quantization_config` is of the wrong
         type.
-      NotImplementedError: For the dtype int32.
+      NotImplementedError: For the dtype int32, and for a CustomCombiner with a Hashing.
       AttributeError: On assignment, once an embedding or layer was made of the table.
     """
 
@@ -163,6 +165,7 @@ class TableConfig(_ChangeableUntilUsed):
     invalid_ids: str = dataclasses.field(default="error", kw_only=True)
     rounding_seed: int | None = dataclasses.field(default=None, kw_only=True)
     placement: str | None = dataclasses.field(default=None, kw_only=True)
+    string_ids: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         self.vocabulary_size = _plain(self.vocabulary_size)
@@ -177,11 +180,28 @@ class TableConfig(_ChangeableUntilUsed):
             )
         _check_name(self.name)
         check_invalid_ids(self.invalid_ids)
-        if self.vocabulary is not None and self.invalid_ids != "error":
+        any_id = self.vocabulary is not None or self.hashing is not None
+        if any_id and self.invalid_ids != "error":
             raise errors.argument_value(
                 "invalid_ids", self.invalid_ids, '"error" where every int64 is an id'
             )
+        if not isinstance(self.string_ids, bool):
+            raise errors.argument_type("string_ids", self.string_ids, "a bool")
+        if self.string_ids and not any_id:
+            raise errors.argument_value(
+                "string_ids",
+                True,
+                "False where `vocabulary_size` is a number: it takes a Hashing or a "
+                "GrowingVocabulary",
+            )
         self.combiner = combiners.convert_combiner(self.combiner)
+        if self.hashing is not None:
+            self.hashing.width(self.dim)
+            if self.custom_combiner is not None:
+                raise NotImplementedError(
+                    "A Hashing does not support a CustomCombiner. Use one of the named "
+                    "combiners, or a static `vocabulary_size`."
+                )
         self.dtype = _dtype_name(self.dtype)
         _check_seed(self.rounding_seed, self.dtype)
         if self.placement not in (None, "rows", "whole"):
@@ -210,8 +230,28 @@ class TableConfig(_ChangeableUntilUsed):
         return self.vocabulary_size if grows else None
 
     @property
+    def hashing(self) -> Hashing | None:
+        # The Hashing, or None.
+        hashed = isinstance(self.vocabulary_size, Hashing)
+        return self.vocabulary_size if hashed else None
+
+    @property
+    def stored(self) -> TableConfig:
+        # The table of the rows that are stored: of a hashed one a static table.
+        if self.hashing is None:
+            return self
+        return dataclasses.replace(
+            self,
+            vocabulary_size=self.hashing.num_rows,
+            dim=self.hashing.width(self.dim),
+            string_ids=False,
+        )
+
+    @property
     def max_rows(self) -> int:
         # The number of rows; of a growing table the most that it may have.
+        if self.hashing is not None:
+            return self.hashing.num_rows
         vocabulary = self.vocabulary
         return self.vocabulary_size if vocabulary is None else vocabulary.max_rows
 

@@ -30,17 +30,17 @@ from tpu_embedding.engines import (
 from tpu_embedding.engines.base import RowChanges, TableStore
 from tpu_embedding.engines.process_group import calling
 from tpu_embedding.engines.telemetry import Counts
-from tpu_embedding.inputs import IdBatch, InputKind, to_id_batch
+from tpu_embedding.inputs import IdBatch, InputKind
 from tpu_embedding.layout.output_shapes import InputShapes, OutputShapes
 from tpu_embedding.layout.partition import TableLayout
 from tpu_embedding.layout.plan import UPDATES, Plan, TableSpec
 from tpu_embedding.layout.stacking import Layout
+from tpu_embedding.lookup.feature_structure import FeatureStructure, read_features
 from tpu_embedding.lookup.weight_gradients import (
     watched,
     with_rows_of_ids,
     with_weight_gradients,
 )
-from tpu_embedding.nest_utils import Structure
 from tpu_embedding.tables.growing import FrozenTable, freeze
 from tpu_embedding.tables.rows import (
     PARAMETERS,
@@ -73,7 +73,7 @@ class Core(EngineTables):
     def __init__(
         self,
         plan: Plan,
-        structure: Structure,
+        structure: FeatureStructure,
         options: EmbeddingOptions,
         *,
         topology: Topology | None = None,
@@ -248,10 +248,7 @@ class Core(EngineTables):
     ) -> list[IdBatch]:
         """The batch of a replica, or of one of its `cores`."""
         specs = self.plan.features
-        batches = [
-            to_id_batch(spec.path, value, weight)
-            for spec, value, weight in zip(specs, values, weights, strict=True)
-        ]
+        batches = read_features(specs, values, weights)
         for spec, batch in zip(specs, batches, strict=True):
             shape = tuple(batch.static_shape.as_list())
             ragged = batch.kind is InputKind.RAGGED

@@ -274,7 +274,7 @@ class TPUEmbedding(EmbeddingBase):
             shapes = self._static_shapes()
             call = Call(replica=replica, name=name, shapes=shapes)
             activations = engine.queue.dequeue(call)
-        return self._structure.pack(activations)
+        return self._structure.pack_joined(activations)
 
     @do_not_convert
     def apply_gradients(self, gradients: Any, name: str | None = None) -> None:
@@ -299,8 +299,7 @@ class TPUEmbedding(EmbeddingBase):
         engine, replica = self.core.in_replica("apply_gradients")
         with self.core.refusing("update"):
             self.core.require_optimizers("apply_gradients")
-            flat = self._structure.flatten("gradients", gradients)
-            checked = self.core.check_gradients(flat)
+            checked = self.core.check_gradients(self._structure.split(gradients))
         with tf.name_scope(name or "embedding_apply_gradients"):
             call = Call(replica=replica, name=name)
             engine.queue.apply_gradients(checked, call)
@@ -351,8 +350,7 @@ class TPUEmbedding(EmbeddingBase):
                 "`pipeline_execution_with_tensor_core=True` has updated them since. "
                 "Leave it at False."
             )
-        flat = self._structure.flatten("gradients", gradients)
-        checked = self.core.check_gradients(flat)
+        checked = self.core.check_gradients(self._structure.split(gradients))
         values, flat_weights = flatten_batch(self._structure, features, weights)
         given = [w for w in flat_weights if w is not None]
         # Of sparse and ragged weights the values are differentiated.
@@ -387,7 +385,7 @@ class TPUEmbedding(EmbeddingBase):
             if isinstance(weight, (tf.SparseTensor, tf.RaggedTensor)):
                 of_weight = weight.with_values(of_weight)
             results.append(of_weight)
-        return self._structure.pack(results)
+        return self._structure.pack(self._structure.of_user(results))
 
     def _put(self, queue: StepQueue, prepared: Sequence[Prepared], call: Call) -> None:
         """Queues the batch of one replica or of all.
@@ -424,10 +422,9 @@ class TPUEmbedding(EmbeddingBase):
     def _declare_inputs(self, shapes: Any) -> None:
         """Takes the input shapes of all features, in any nesting."""
         leaves = self._structure.flatten_shapes("per_replica_input_shapes", shapes)
-        paths = [spec.path for spec in self.core.plan.features]
-        self.core.output_shapes.declare_inputs(
-            [_input_shape(*pair) for pair in zip(paths, leaves, strict=True)], "build()"
-        )
+        pairs = zip(self._structure.paths, leaves, strict=True)
+        shapes = self._structure.for_plan([_input_shape(*pair) for pair in pairs])
+        self.core.output_shapes.declare_inputs(shapes, "build()")
 
     def _core_or_replica(
         self, device: str | tf.Tensor

@@ -10,7 +10,7 @@ from tpu_embedding.distribution import Topology
 from tpu_embedding.engines import EmbeddingOptions
 from tpu_embedding.engines.process_group import calling
 from tpu_embedding.layout.plan import make_plan
-from tpu_embedding.nest_utils import Structure
+from tpu_embedding.lookup.feature_structure import FeatureStructure
 from tpu_embedding.tables.growing import FrozenTable
 from tpu_embedding.tf_configs import (
     check_batch_size,
@@ -50,7 +50,6 @@ class EmbeddingBase(TrackableTables):
           The errors of TPUEmbedding and TPUEmbeddingV2.
         """
         converted = convert_features(feature_config, invalid_ids)
-        self._structure = Structure(feature_config)
         plan = make_plan(
             converted.paths,
             converted.features,
@@ -59,6 +58,7 @@ class EmbeddingBase(TrackableTables):
             custom=custom,
             growing=True,
         )
+        self._structure = FeatureStructure(feature_config, plan.features)
         self.core = Core(
             plan,
             self._structure,

@@ -14,8 +14,8 @@ from tpu_embedding.checkpoint.trackable import RestoresLayouts, VariableTables
 from tpu_embedding.core import do_not_convert
 from tpu_embedding.engines.cpu_base import refuse_layouts
 from tpu_embedding.layout.plan import Plan, TableSpec, make_plan, require_dtypes
+from tpu_embedding.lookup.feature_structure import FeatureStructure
 from tpu_embedding.lookup.features import FeatureLookup
-from tpu_embedding.nest_utils import Structure
 from tpu_embedding.packing import flatten_batch
 from tpu_embedding.tables.initial import slot_values, table_values
 from tpu_embedding.tables.readers import VariableReader
@@ -84,13 +84,13 @@ class TPUEmbeddingV0(RestoresLayouts):
         if not isinstance(check_numerics, bool):
             raise errors.argument_type("check_numerics", check_numerics, "a bool")
         converted = convert_features(feature_config, invalid_ids)
-        self._structure = Structure(feature_config)
         self._plan: Plan = make_plan(
             converted.paths,
             converted.features,
             converted.keys,
             convert_optimizer(optimizer),
         )
+        self._structure = FeatureStructure(feature_config, self._plan.features)
         refuse_layouts("plain", self._plan)
         require_dtypes(self._plan, ("float32",), "TPUEmbeddingV0")
         self.core = VariableTables(
@@ -175,9 +175,10 @@ class TPUEmbeddingV0(RestoresLayouts):
             inputs=self.core.inputs,
         )
         if self._topology.program() is None:
-            return self._structure.pack(lookup(specs, values, flat))
+            return self._structure.pack_joined(lookup(specs, values, flat))
         on_host = self._topology.on_host
-        return self._structure.pack(lookup.in_program(specs, values, flat, on_host))
+        found = lookup.in_program(specs, values, flat, on_host)
+        return self._structure.pack_joined(found)
 
     def _built(self) -> dict[str, dict[str, Any]]:
         self.build()

@@ -199,7 +199,7 @@ class TPUEmbeddingV2(EmbeddingBase):
                     values,
                     flat_weights,
                 )
-        return self._structure.pack(activations), _tensors(looked_up).tables
+        return self._structure.pack_joined(activations), _tensors(looked_up).tables
 
     @do_not_convert
     def preprocess_features(
@@ -284,7 +284,7 @@ class TPUEmbeddingV2(EmbeddingBase):
                 batch = engine.from_tensors(given, looked_up=False)
             call = Call(replica=replica, shapes=static_shapes)
             activations, looked_up = engine.lookup(batch, call)
-        return self._structure.pack(activations), _tensors(looked_up).tables
+        return self._structure.pack_joined(activations), _tensors(looked_up).tables
 
     def _check_batch(self, batch: Any) -> PreprocessedFeatures:
         """Refuses what is no preprocessed batch of this embedding."""
@@ -333,8 +333,7 @@ class TPUEmbeddingV2(EmbeddingBase):
         with tf.name_scope("embedding_apply_gradients"):
             with self.core.refusing("update"):
                 self.core.require_optimizers("apply_gradients")
-                flat = self._structure.flatten("gradients", gradients)
-                checked = self.core.check_gradients(flat)
+                checked = self.core.check_gradients(self._structure.split(gradients))
                 tables: Any = preserved_outputs
                 given = PreprocessedFeatures(tables, (), {}, {})
                 looked_up = engine.from_tensors(given, looked_up=True)

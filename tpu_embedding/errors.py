@@ -104,7 +104,8 @@ def string_ids(path: str) -> TypeError:
     return TypeError(
         f"The ids of feature {path} must be int32, int64 or floating point. Received: "
         "string. Convert them with keras.layers.StringLookup or keras.layers.Hashing, "
-        "in the model or in tf.data."
+        "in the model or in tf.data, or set TableConfig(string_ids=True), which a "
+        "Hashing and a GrowingVocabulary take."
     )
 
 

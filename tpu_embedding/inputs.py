@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding import errors
+from tpu_embedding import errors, hashing
 
 
 class InputKind(enum.Enum):
@@ -80,7 +80,9 @@ _CLASSES: dict[InputKind, type] = {
 }
 
 
-def to_id_batch(path: str, value: Any, weights: Any = None) -> IdBatch:
+def to_id_batch(
+    path: str, value: Any, weights: Any = None, *, string_ids: bool = False
+) -> IdBatch:
     """Reads one feature and its weights.
 
     Args:
@@ -89,13 +91,16 @@ def to_id_batch(path: str, value: Any, weights: Any = None) -> IdBatch:
         tf.RaggedTensor of rank 2, of dtype int32, int64 or floating point. Floating
         point ids must be whole numbers that fit int64; a graph checks it when it runs.
       weights: None, or of the same class and layout, of a floating point dtype.
+      string_ids: Whether the dtype string is allowed, too.
     """
     kind = kind_of(value)
     if kind is None:
         raise errors.feature_kind(path, value)
-    if value.dtype == tf.string:
+    strings = value.dtype == tf.string
+    if strings and not string_ids:
         raise errors.string_ids(path)
-    if value.dtype not in (tf.int32, tf.int64) and not value.dtype.is_floating:
+    integers = strings or value.dtype in (tf.int32, tf.int64)
+    if not integers and not value.dtype.is_floating:
         raise TypeError(
             f"The ids of feature {path} must be int32, int64 or floating point. "
             f"Received: {value.dtype.name}. Convert them with tf.cast."
@@ -103,6 +108,8 @@ def to_id_batch(path: str, value: Any, weights: Any = None) -> IdBatch:
     batch = _READERS[kind](path, value)
     if value.dtype.is_floating:
         batch = dataclasses.replace(batch, ids=_whole_numbers(path, batch))
+    if strings:
+        batch = dataclasses.replace(batch, ids=hashing.ids_of_strings(batch.ids))
     if weights is None:
         return batch
     if kind_of(weights) is not kind:

@@ -10,6 +10,7 @@ import tensorflow as tf
 from tpu_embedding import distribution
 from tpu_embedding.errors import type_name
 from tpu_embedding.inputs import IdBatch, InputKind, to_id_batch
+from tpu_embedding.lookup.feature_structure import FeatureStructure
 from tpu_embedding.lookup.graph_checks import Check, require, text
 from tpu_embedding.nest_utils import Structure
 
@@ -98,9 +99,9 @@ def pack(features: Any, weights: Any = None) -> PackedFeatures:
 
 
 def flatten_batch(
-    structure: Structure, features: Any, weights: Any
+    structure: FeatureStructure, features: Any, weights: Any
 ) -> tuple[list[Any], list[Any]]:
-    """The ids of each feature and its weights or None, in the order of tf.nest.
+    """The ids and the weights or None of each feature of the plan.
 
     Args:
       structure: That of `feature_config`.
@@ -113,10 +114,20 @@ def flatten_batch(
         other features, weights beside it, or one value for each replica.
       NotImplementedError: If a packed batch is given inside a TPU program.
     """
-    if not isinstance(features, PackedFeatures):
-        return structure.flatten("features", features), structure.flatten_weights(
-            weights
+    if isinstance(features, PackedFeatures):
+        flat = _unpacked(structure, features, weights)
+    else:
+        flat = (
+            structure.flatten("features", features),
+            structure.flatten_weights(weights),
         )
+    return structure.for_plan(flat[0]), structure.for_plan(flat[1])
+
+
+def _unpacked(
+    structure: Structure, features: PackedFeatures, weights: Any
+) -> tuple[list[Any], list[Any]]:
+    """The ragged ids and weights of a packed batch, in the order of tf.nest."""
     number = len(structure.paths)
     if weights is not None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Vocabularies of tables that grow: values, without TensorFlow."""
+"""What stands in the place of `vocabulary_size`: values, without TensorFlow."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ PARTS = (*PARTS_OF_IDS, *PARTS_OF_CANDIDATES, "state")
 STATE_SIZE, NUM_ROWS, UPDATES_BEGUN = 11, 0, 1
 COUNTS = slice(2, 6)  # Of the state: unknown, admitted, refused and evicted.
 SWEEP = slice(7, 11)  # Of the state: which rows are about to be given up.
+MIXING = 0xD6E8FEB86659FD93  # Of MixBits in core/id_map.h.
+COMBINES: tuple[str, ...] = ("concat", "sum")
+_MOST_HASHES = 16
 SHARED_ID = 0x7465647261687365  # The id whose first values the shared row has.
 
 
@@ -128,6 +131,75 @@ class GrowingVocabulary:
             return 0
         most_ids = self.max_rows - (self.unknown == "shared_row")
         return min(self.max_rows * 9 // 10, most_ids - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Hashing:
+    """In the place of `TableConfig.vocabulary_size`: every id has `hashes` rows.
+
+    Any int64 is an id. No row is made, reserved or evicted. Ids share single rows, but
+    hardly ever all of theirs.
+
+    >>> Hashing(1000, hashes=2).salt
+    0
+
+    Attributes:
+      num_rows: The number of rows, from 1 to 2**31 - 1.
+      hashes: The number K of rows of an id, from 1 to 16.
+      combine: "concat" puts the rows of an id side by side: the table has dim / K
+        columns. "sum" adds them: it has `dim` columns.
+      salt: A number from 0 to 2**63 - 1. Another one gives ids other rows.
+
+    Raises:
+      ValueError: If a value is not allowed.
+    """
+
+    num_rows: int
+    hashes: int = 4
+    combine: str = "concat"
+    salt: int = 0
+
+    def __post_init__(self) -> None:
+        _check_int("num_rows", self.num_rows, 1, 2**31 - 1)
+        _check_int("hashes", self.hashes, 1, _MOST_HASHES)
+        _check_int("salt", self.salt, 0, _MAX_SEED)
+        if self.combine not in COMBINES:
+            raise errors.argument_value("combine", self.combine, f"one of {COMBINES}")
+
+    def width(self, dim: int) -> int:
+        """The columns of the table where the value of an id has `dim` of them.
+
+        Raises:
+          ValueError: If rows side by side cannot have so many columns.
+        """
+        if self.combine == "sum":
+            return dim
+        if dim % self.hashes:
+            raise ValueError(
+                f"The dim {dim} is no multiple of the {self.hashes} rows that {self} "
+                'puts side by side. Change dim or `hashes`, or set combine="sum".'
+            )
+        return dim // self.hashes
+
+
+@dataclasses.dataclass(frozen=True)
+class RowHash:
+    """Hash `k` of a `Hashing`."""
+
+    hashing: Hashing
+    k: int
+
+    @property
+    def key(self) -> int:
+        """The word that is combined with the bits of an id before they are mixed."""
+        return _mixed((_mixed(self.hashing.salt) + self.k) % 2**64)
+
+
+def _mixed(word: int) -> int:
+    """MixBits of core/id_map.h, of one number."""
+    for _ in range(2):
+        word = ((word ^ (word >> 32)) * MIXING) % 2**64
+    return word ^ (word >> 32)
 
 
 class VocabularyContents(NamedTuple):

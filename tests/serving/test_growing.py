@@ -11,9 +11,9 @@ import tensorflow as tf
 from serving import exported
 
 import tpu_embedding as te
+from tpu_embedding.hashing import unmixed_bits
 from tpu_embedding.serving.growing_tables import RowOfIds, is_used
 from tpu_embedding.serving.mapping import place
-from tpu_embedding.tables.growing import unmixed_bits
 
 LEAST = -(2**63)
 # The hash table refuses the keys of these ids.

@@ -16,10 +16,10 @@ from serving.exported import graph_of
 
 import tpu_embedding as te
 from tpu_embedding.__main__ import main
+from tpu_embedding.hashing import unmixed_bits
 from tpu_embedding.serving import delta_files, following_tables
 from tpu_embedding.serving.delta_files import HEAD_BYTES, Base, DeltaRows, Header
 from tpu_embedding.serving.growing_tables import ChangingRowOfIds
-from tpu_embedding.tables.growing import unmixed_bits
 
 LEAST = -(2**63)
 # The hash table has no place for the keys of these ids.

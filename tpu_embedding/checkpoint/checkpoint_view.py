@@ -10,8 +10,14 @@ import numpy as np
 import tensorflow as tf
 
 from tpu_embedding.checkpoint import errors
-from tpu_embedding.tables.rows import PARAMETERS, TableRows, by_checkpoint_name
-from tpu_embedding.vocabulary import PARTS
+from tpu_embedding.layout.plan import HASHING
+from tpu_embedding.tables.rows import (
+    PARAMETERS,
+    TableRows,
+    by_checkpoint_name,
+    checkpoint_name,
+)
+from tpu_embedding.vocabulary import COMBINES, PARTS, Hashing
 
 _SUFFIX = f"/{PARAMETERS}"
 _DTYPES = {
@@ -49,12 +55,14 @@ class LogicalTable:
       vocabulary: Of a growing table what is known of its ids, by name: "ids" ascending,
         whose rows are those of `parameters` and `slots`, and then the row that ids
         share, if there is one. Empty for a static table, whose row r is that of id r.
+      hashing: Which rows an id has, of a hashed table.
     """
 
     name: str
     parameters: TableRows
     slots: Mapping[str, TableRows]
     vocabulary: Mapping[str, Vector] = dataclasses.field(default_factory=dict)
+    hashing: Hashing | None = None
 
     @property
     def ids(self) -> np.ndarray:
@@ -143,16 +151,49 @@ def update_count(path: str, value: Any) -> int:
 
 
 def vector_owner(name: str) -> str:
-    """The table of which `name` is what a vocabulary has in files, or "".
+    """The table of which `name` is what a vocabulary or Hashing has in files, or "".
 
     >>> vector_owner("films/ids"), vector_owner("films/accumulators")
     ('films', '')
     """
     table, _, part = name.rpartition("/")
-    return table if part in PARTS else ""
+    return table if part in (*PARTS, HASHING) else ""
+
+
+def hashing_name(table: str) -> str:
+    """The name of what files have of a hashed table, beside its rows."""
+    return checkpoint_name(table, HASHING)
+
+
+def hashing_numbers(hashing: Hashing) -> np.ndarray:
+    """What files have of it, int64 [4]."""
+    combine = COMBINES.index(hashing.combine)
+    return np.array([hashing.num_rows, hashing.hashes, combine, hashing.salt], np.int64)
+
+
+def stored_hashing(
+    path: str, table: str, vectors: Mapping[str, Vector]
+) -> Hashing | None:
+    """Which rows an id has, if a table is hashed.
+
+    Raises:
+      tf.errors.DataLossError: If the file has something else there.
+    """
+    vector = vectors.get(hashing_name(table))
+    return None if vector is None else parse_hashing(path, vector.read())
+
+
+def parse_hashing(path: str, numbers: Any) -> Hashing:
+    """The reverse of `hashing_numbers`; errors are those of `stored_hashing`."""
+    try:
+        num_rows, hashes, combine, salt = np.asarray(numbers).tolist()
+        return Hashing(num_rows, hashes, COMBINES[combine], salt)
+    except (TypeError, ValueError, IndexError) as error:
+        raise errors.corrupted(path, f"{numbers!r} is no Hashing") from error
 
 
 def group_tables(
+    path: str,
     matrices: Mapping[str, TableRows],
     tables: Collection[str] = (),
     vectors: Mapping[str, Vector] | None = None,
@@ -165,10 +206,11 @@ def group_tables(
     table with as many rows.
 
     Args:
+      path: Path of the checkpoint, for messages.
       matrices: By name.
       tables: Names known to be tables.
-      vectors: By name, `<table>/ids` and others of `PARTS`; those of a table without
-        ids do not count.
+      vectors: By name, `<table>/ids` and others of `PARTS`, where those of a table
+        without ids do not count, and `<table>/hashing`.
     """
     holders = {name.rpartition("/")[0] for name in matrices}
 
@@ -189,7 +231,8 @@ def group_tables(
             }
             found = {p: v for p in PARTS if (v := (vectors or {}).get(f"{name}/{p}"))}
             vocabulary = found if "ids" in found else {}
-            grouped[name] = LogicalTable(name, plain[name], slots, vocabulary)
+            hashing = stored_hashing(path, name, vectors or {})
+            grouped[name] = LogicalTable(name, plain[name], slots, vocabulary, hashing)
     return grouped
 
 

@@ -80,7 +80,7 @@ def read_keras(
             "record of how: save them with get_embedding_tables() and numpy.savez."
         )
     grouped = {
-        layer: group_tables(rows, tables, vectors.get(layer))
+        layer: group_tables(path, rows, tables, vectors.get(layer))
         for layer, rows in holders.items()
     }
     layer = choose_root(path, root, tables, grouped)

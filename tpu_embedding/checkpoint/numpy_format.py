@@ -2,8 +2,9 @@
 
 In a folder `<table>.npy` is a table and `<table>/<slot>.npy` one of its slots; in an
 `.npz` file the names of the arrays are `<table>` and `<table>/<slot>`. A growing table
-also has `<table>/ids`, integers, one for each row. A `.npy` file has no checksum:
-`write_numpy` adds `checksums.json`, with the CRC-32 of each file.
+also has `<table>/ids`, integers, one for each row; a hashed one `<table>/hashing`, its
+numbers of rows and hashes, that of `combine`, and its salt. A `.npy` file has no
+checksum: `write_numpy` adds `checksums.json`, with the CRC-32 of each file.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ def read_numpy(
         raise errors.corrupted(next(iter(checksums)), "it is missing")
     if not matrices:
         raise errors.no_tables(path)
-    return LogicalCheckpoint(path, "NumPy", group_tables(matrices, tables, vectors))
+    found = group_tables(path, matrices, tables, vectors)
+    return LogicalCheckpoint(path, "NumPy", found)
 
 
 def write_numpy(
@@ -101,7 +103,8 @@ def write_numpy(
     Args:
       path: The folder.
       matrices: By name, `<table>` or `<table>/<slot>`.
-      vectors: Of growing tables, by name, `<table>/ids` and others.
+      vectors: Of growing tables, by name, `<table>/ids` and others; of hashed ones
+        `<table>/hashing`.
       progress: Receives the bytes of each slice.
 
     Raises:

@@ -13,6 +13,7 @@ from absl import logging
 from tpu_embedding.checkpoint import errors, formats
 from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint
 from tpu_embedding.checkpoint.growing_tables import logical_table
+from tpu_embedding.checkpoint.hashed_tables import check_hashings, hashing_vectors
 from tpu_embedding.checkpoint.restoring import Job
 from tpu_embedding.checkpoint.trackable import SavesTables, StoredTables
 from tpu_embedding.checkpoint.writing import (
@@ -120,6 +121,7 @@ def save(
         tables,
         root,
         vocabularies={name: table.vocabulary for name, table in growing.items()},
+        vectors=hashing_vectors({s.name: s.hashing for s in core.plan.tables}),
         layouts=layouts,
         updates=updates,
         progress=progress,
@@ -173,13 +175,14 @@ def restore(
 
     Raises:
       KeyError: If the checkpoint lacks a table.
-      ValueError: If a table has another shape (the text names both), if `tables`,
-        `rename` or `ids` has names that the embedding lacks, if a table grows there
-        and is static here without `ids`, if a growing table has too few rows and no
-        eviction, if a model is not built, or if the processes of a job pass different
-        arguments.
+      ValueError: If a table has another shape or Hashing (the text names both), if
+        `tables`, `rename` or `ids` has names that the embedding lacks, if a table grows
+        there and is static here without `ids`, if a growing table has too few rows and
+        no eviction, if a model is not built, or if the processes of a job pass
+        different arguments.
       TypeError: If a stored value has no floating point dtype, `embedding` is not an
         embedding, or another argument has the wrong type.
+      NotImplementedError: If `ids` or another number of rows is for a hashed table.
       tf.errors.NotFoundError: If no checkpoint is there.
       tf.errors.DataLossError: If a file is truncated or damaged.
     """
@@ -196,6 +199,13 @@ def restore(
     of_plan = [spec.name for spec in core.plan.tables]
     names = _names(of_plan, tables, {} if rename is None else rename)
     chosen = _chosen_ids(list(names), ids)
+    hashed = [spec.name for spec in core.plan.tables if spec.hashing]
+    for name in hashed:
+        if name in chosen:
+            raise NotImplementedError(
+                f"`ids` names table {name!r}, which is hashed: an id has rows that it "
+                "shares with others. Restore the whole table, without `ids`."
+            )
     group = process_group(live)
     if group is None:
         group = next((state.group for state in growing.values()), None)
@@ -208,6 +218,7 @@ def restore(
         source = formats.read(path, root=root, tables=list(names.values()))
         own = {name: live[name] for name in names if name in live}
         specs = {spec.name: spec for spec in core.plan.tables}
+        check_hashings(source, core.plan.tables, names, resize=resize)
         grow = {n: (specs[n], growing[n]) for n in names if n in growing}
         job = Job.match(source, own, names, slots=slots, growing=grow, ids=chosen)
         job.check(source.path, resize=resize)

@@ -17,7 +17,11 @@ from tensorflow.core.tpu.kernels import sparse_core_layout_pb2
 from tensorflow.python.trackable import base
 
 from tpu_embedding.checkpoint import errors
-from tpu_embedding.checkpoint.checkpoint_view import LogicalTable
+from tpu_embedding.checkpoint.checkpoint_view import (
+    LogicalTable,
+    Vector,
+    stored_hashing,
+)
 from tpu_embedding.layout.partition import TableLayout
 from tpu_embedding.tables.rows import (
     PARAMETERS,
@@ -62,7 +66,10 @@ def to_proto(layout: TableLayout) -> Any:
 
 
 def unstack(
-    path: str, stacks: Mapping[str, TableRows], layouts: Sequence[TableLayout]
+    path: str,
+    stacks: Mapping[str, TableRows],
+    layouts: Sequence[TableLayout],
+    vectors: Mapping[str, Vector],
 ) -> dict[str, LogicalTable]:
     """Reads tables from stacks with the names `<stack>` and `<stack>/<slot>`."""
     tables = {}
@@ -80,7 +87,8 @@ def unstack(
         parameters = unstacked(found.pop(""), layout)
         slots = {name: unstacked(rows, layout) for name, rows in found.items()}
         name = layout.table_name
-        tables[name] = LogicalTable(name, parameters, slots)
+        hashing = stored_hashing(path, name, vectors)
+        tables[name] = LogicalTable(name, parameters, slots, hashing=hashing)
     return tables
 
 

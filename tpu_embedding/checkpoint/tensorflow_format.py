@@ -23,6 +23,7 @@ from tpu_embedding.checkpoint.checkpoint_view import (
     choose_root,
     group_tables,
     update_count,
+    vector_owner,
 )
 from tpu_embedding.checkpoint.object_graph import (
     GRAPH_KEY,
@@ -217,13 +218,17 @@ def read_tensorflow(
         seen |= keys
         if LAYOUTS in node.values:
             record = parse_layouts(prefix, bundle.record(node.values[LAYOUTS]))
-            holders[path] = unstack(prefix, matrices, record)
+            holders[path] = unstack(prefix, matrices, record, _vectors(bundle, node))
         else:
-            holders[path] = group_tables(matrices, tables, _vectors(bundle, node))
+            vectors = _vectors(bundle, node)
+            holders[path] = group_tables(prefix, matrices, tables, vectors)
     mixed = [
         path
         for path in holders
-        if any(len(bundle.shapes[key]) == 1 for key in objects[path].values.values())
+        if any(
+            len(bundle.shapes[key]) == 1 and not vector_owner(name)
+            for name, key in objects[path].values.items()
+        )
     ]
     path = choose_root(prefix, root, tables, holders, mixed)
     values, updates = objects[path].values, None
@@ -266,12 +271,12 @@ def _matrices(
 
 
 def _vectors(bundle: Bundle, node: SavedObject) -> dict[str, Vector]:
-    """What is stored of the ids of growing tables."""
+    """What is stored of the ids of growing and hashed tables."""
+    keys = {name: key for name, key in node.values.items() if vector_owner(name)}
+    for table, parts in node.parts.items():
+        keys |= {f"{table}/{part}": key for part, key in parts.items()}
     return {
-        f"{table}/{part}": Vector(
-            bundle.shapes[key][0], functools.partial(bundle.restore, key)
-        )
-        for table, parts in node.parts.items()
-        for part, key in parts.items()
+        name: Vector(bundle.shapes[key][0], functools.partial(bundle.restore, key))
+        for name, key in keys.items()
         if len(bundle.shapes[key]) == 1 and bundle.dtypes[key] == tf.int64
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,12 @@ from tensorflow.python.checkpoint import checkpoint_context
 from tensorflow.python.trackable.trackable_utils import escape_local_name
 
 from tpu_embedding.checkpoint import errors
+from tpu_embedding.checkpoint.hashed_tables import (
+    HashingRecord,
+    check_bundle,
+    check_hashings,
+    hashing_records,
+)
 from tpu_embedding.checkpoint.restoring import Job
 from tpu_embedding.checkpoint.sparse_core_format import (
     LAYOUTS,
@@ -25,7 +32,7 @@ from tpu_embedding.engines.base import Engine, GrowingState, TableStore
 from tpu_embedding.layout.output_shapes import InputShapes
 from tpu_embedding.layout.partition import TableLayout
 from tpu_embedding.layout.plan import UPDATES, Plan
-from tpu_embedding.nest_utils import Structure
+from tpu_embedding.lookup.feature_structure import FeatureStructure
 from tpu_embedding.tables.rows import PARAMETERS, MutableTableRows, TableRows
 from tpu_embedding.tables.variables import variable_rows
 
@@ -40,13 +47,18 @@ class StoredTables(abc.ABC):
     """
 
     plan: Plan
-    structure: Structure
+    structure: FeatureStructure
     check_numerics: bool = False
 
     @property
     def inputs(self) -> InputShapes | None:
         """The inputs declared or looked up so far, or None if that is not noted."""
         return None
+
+    @functools.cached_property
+    def hashing_records(self) -> dict[str, HashingRecord]:
+        """What checkpoints have of hashed tables, beside their rows, by name."""
+        return hashing_records(self.plan)
 
     def growing(self) -> dict[str, GrowingState]:
         """Growing tables by name."""
@@ -96,7 +108,7 @@ class VariableTables(StoredTables):
     def __init__(
         self,
         plan: Plan,
-        structure: Structure,
+        structure: FeatureStructure,
         variables: Callable[[], Mapping[str, Mapping[str, Any]]],
         growing: Callable[[], dict[str, GrowingState]] = dict,
         *,
@@ -148,10 +160,21 @@ class RestoresLayouts(tf.__internal__.tracking.Trackable):
     def _table_names(self) -> Collection[str]:
         return [table.name for table in self.core.plan.tables]
 
+    @property
+    def _hashing_records(self) -> Mapping[str, HashingRecord]:
+        return self.core.hashing_records
+
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
+        children = super()._trackable_children(save_type, **kwargs)
+        if save_type == "checkpoint":
+            children |= self._hashing_records
+        return children
+
     def _checkpoint_adapter(self, path: str) -> Any:
         # Restoring calls this once for each object, before it reads any value.
         root = _root_to_convert(path, self._stored_layouts, self._table_names)
         _check_growth(path, self.core.plan, converts=root is not None)
+        check_bundle(path, self.core.plan)
         self._conversion = None if root is None else _Conversion(self, path, root)
         return super()._checkpoint_adapter(path)
 
@@ -168,6 +191,8 @@ class RestoresLayouts(tf.__internal__.tracking.Trackable):
                 "which of them to restore here. Use "
                 "tpu_embedding.checkpoint.restore(embedding, path, root=...)."
             )
+        if name in self._hashing_records:
+            return self._hashing_records[name]
         return super()._lookup_dependency(name, *args, **kwargs)
 
     @property
@@ -203,6 +228,7 @@ class _Conversion:
         self.names = values.keys() - {UPDATES}
         self.awaited = False
         self._tables = tables
+        check_hashings(source, tables.core.plan.tables, {name: name for name in live})
         self._job = Job.match(source, live, {name: name for name in live}, slots=True)
         self._job.check(path, resize=False)
         self._job.verify(NoProgress())

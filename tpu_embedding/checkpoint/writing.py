@@ -136,6 +136,7 @@ def write_tensorflow(
     root: str,
     *,
     vocabularies: Mapping[str, Mapping[str, Vector]],
+    vectors: Mapping[str, Vector],
     layouts: Sequence[TableLayout] | None,
     updates: int | None,
     progress: Progress,
@@ -148,6 +149,7 @@ def write_tensorflow(
       tables: By name the parameters, called "parameters", and the slots.
       root: Name of the object that holds the tables, e.g. "embedding".
       vocabularies: By name of a growing table what is known of its ids.
+      vectors: What is stored beside hashed tables, by name.
       layouts: The place of each table on SparseCores; None writes whole tables.
       updates: Number of updates applied to the tables, or None to store none.
       progress: Receives the bytes written.
@@ -188,19 +190,20 @@ def write_tensorflow(
                 f"{name} has shape {errors.shape_text(rows.shape)}. A table needs at "
                 "least one row and one column: leave it out of what is converted."
             )
+    values |= {name: vector.read() for name, vector in vectors.items()}
     if updates is not None:
         values[UPDATES] = tf.constant(updates, tf.int64)
     keys = {name: variable_key(root, name) for name in (*matrices, *values)}
     small: dict[str, Any] = {keys[name]: value for name, value in values.items()}
     growing = {name: (tables[name], own) for name, own in vocabularies.items()}
     of_growing = {
-        name: {part: variable_key(root, name, part) for part in (*own, *vectors)}
-        for name, (own, vectors) in growing.items()
+        name: {part: variable_key(root, name, part) for part in (*own, *known)}
+        for name, (own, known) in growing.items()
     }
     small[GRAPH_KEY] = tf.constant(make_graph(root, keys, of_growing))
-    for name, (own, vectors) in growing.items():
+    for name, (own, known) in growing.items():
         place = of_growing[name]
-        small |= {place[part]: vector.read() for part, vector in vectors.items()}
+        small |= {place[part]: vector.read() for part, vector in known.items()}
         for array, rows in own.items():
             if rows.shape[0]:
                 within = checkpoint_name(name, array)

@@ -18,6 +18,7 @@ from tpu_embedding.checkpoint.checkpoint_view import (
     LogicalTable,
 )
 from tpu_embedding.checkpoint.formats import read, read_layouts
+from tpu_embedding.checkpoint.hashed_tables import hashing_vectors
 from tpu_embedding.checkpoint.numpy_format import write_numpy
 from tpu_embedding.checkpoint.saving import DEFAULT_ROOT
 from tpu_embedding.checkpoint.writing import Progress, write_tensorflow
@@ -71,13 +72,14 @@ def convert(arguments: argparse.Namespace) -> int:
     checkpoint.verify()
     updates = None if arguments.no_slots else checkpoint.updates
     path, progress = arguments.destination, TextProgress()
+    vectors = hashing_vectors({name: table.hashing for name, table in tables.items()})
     if arguments.to == "numpy":
         if updates is not None:
             print(
                 f"NumPy files do not keep the number of updates, {updates}.",
                 file=sys.stderr,
             )
-        vectors = by_checkpoint_name({n: t.vocabulary for n, t in tables.items()})
+        vectors |= by_checkpoint_name({n: t.vocabulary for n, t in tables.items()})
         write_numpy(path, by_checkpoint_name(arrays), vectors, progress)
     else:
         write_tensorflow(
@@ -85,6 +87,7 @@ def convert(arguments: argparse.Namespace) -> int:
             arrays,
             DEFAULT_ROOT if arguments.new_root is None else arguments.new_root,
             vocabularies={n: t.vocabulary for n, t in tables.items() if t.vocabulary},
+            vectors=vectors,
             layouts=read_layouts(arguments.like) if arguments.like else None,
             updates=updates,
             progress=progress,

@@ -8,8 +8,8 @@ from typing import Any
 from tpu_embedding import optimizers as rules
 from tpu_embedding import tf_configs
 from tpu_embedding.keras.optimizers import is_keras_optimizer, translate_keras_optimizer
-from tpu_embedding.layout.plan import FeatureSpec, Plan, make_plan
-from tpu_embedding.nest_utils import Structure
+from tpu_embedding.layout.plan import FeatureSpec, Plan, feature_specs, make_plan
+from tpu_embedding.lookup.feature_structure import FeatureStructure
 
 _OPTIMIZERS_BY_NAME = {
     "sgd": rules.SGD,
@@ -29,7 +29,7 @@ class Features:
       optimizer: For tables without their own, or None.
     """
 
-    structure: Structure
+    structure: FeatureStructure
     plan: Plan
     optimizer: rules.Optimizer | None
 
@@ -46,7 +46,7 @@ def convert_features(
         converted.paths, converted.features, converted.keys, fallback, growing=True
     )
     tf_configs.freeze_configs(feature_config)
-    return Features(Structure(feature_config), plan, fallback)
+    return Features(FeatureStructure(feature_config, plan.features), plan, fallback)
 
 
 def convert_serving(serving_config: Any, layer: Features) -> Features:
@@ -56,7 +56,7 @@ def convert_serving(serving_config: Any, layer: Features) -> Features:
         serving_config, None, lambda optimizer, where: None
     )
     tables = {spec.key: spec for spec in layer.plan.tables}
-    features = []
+    features: list[FeatureSpec] = []
     for path, feature in zip(converted.paths, converted.features, strict=True):
         table = tables.get(converted.keys[feature.table])
         if table is None:
@@ -66,10 +66,11 @@ def convert_serving(serving_config: Any, layer: Features) -> Features:
                 "created with; for a loaded layer they are the keys of "
                 "`layer.embedding_tables`."
             )
-        config = dataclasses.replace(feature, table=table.config)
-        features.append(FeatureSpec(len(features), path, config, table.index))
+        features += feature_specs(
+            len(features), path, feature, table.index, table.config
+        )
     plan = dataclasses.replace(layer.plan, features=tuple(features))
-    return Features(Structure(serving_config), plan, None)
+    return Features(FeatureStructure(serving_config, plan.features), plan, None)
 
 
 def convert_optimizer(optimizer: Any, where: str) -> rules.Optimizer | None:

@@ -415,7 +415,9 @@ class EngineTrainedTables:
         features, structure = self._features.plan.features, self._features.structure
         inputs = [None] * len(features)
         if input_shapes is not None:
-            inputs = structure.flatten_shapes("input_shape", input_shapes)
+            inputs = structure.for_plan(
+                structure.flatten_shapes("input_shape", input_shapes)
+            )
         shapes = []
         for spec, shape in zip(features, inputs, strict=True):
             config, size = spec.config, self._batch_size

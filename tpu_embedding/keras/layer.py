@@ -411,15 +411,18 @@ class TPUEmbedding(SavesTables, keras_api.Layer):
         """Writes tables and slots by name, without the placeholder variable."""
         self._ensure_built()
         serialization.save_state(self._built.tables.variables(), store)
+        serialization.save_hashings(self._built.features.plan, store)
 
     def load_own_variables(self, store: Any) -> None:
         """Reads what `save_own_variables` wrote.
 
         Raises:
-          ValueError: If the file lacks a table or slot, or one has another shape.
+          ValueError: If the file lacks a table or slot, or one has another shape or
+            another Hashing.
         """
         self._ensure_built()
         try:
+            serialization.check_hashings(self._built.features.plan, store)
             serialization.load_state(self.name, self._built.tables.variables(), store)
         except ValueError as error:
             # Keras tries again at other places of the file and shows the last error.
@@ -455,6 +458,11 @@ class TPUEmbedding(SavesTables, keras_api.Layer):
         return {name: child for name, child in found.items() if id(child) not in slots}
 
     @property
+    def _hashing_records(self) -> Mapping[str, Any]:
+        core = self._built.tables.core  # None before it is built on TPUs.
+        return {} if core is None else core.hashing_records
+
+    @property
     def _table_names(self) -> list[str]:
         return [spec.name for spec in self._built.features.plan.tables]
 
@@ -487,15 +495,6 @@ class TPUEmbedding(SavesTables, keras_api.Layer):
             )
         if self.compute_dtype != "float32":
             activations = [tf.cast(a, self.compute_dtype) for a in activations]
-        sequences = any(f.config.max_sequence_length for f in wanted.plan.features)
-        # A program takes only its arguments.
-        if sequences and distribution.current().program() is None:
-            for spec, ids, activation in zip(
-                wanted.plan.features, values, activations, strict=True
-            ):
-                if spec.config.max_sequence_length:
-                    masked: Any = activation
-                    masked._keras_mask = _sequence_mask(spec.config, ids)
         if any(alone):
             activations = [
                 _of_shape(activation, value) if each else activation
@@ -503,6 +502,18 @@ class TPUEmbedding(SavesTables, keras_api.Layer):
                     activations, given, alone, strict=True
                 )
             ]
+        activations = structure.join(activations)
+        specs = wanted.plan.user_features
+        sequences = any(f.config.max_sequence_length for f in specs)
+        # A program takes only its arguments.
+        if sequences and distribution.current().program() is None:
+            ids_of_user = structure.of_user(values)
+            for spec, ids, activation in zip(
+                specs, ids_of_user, activations, strict=True
+            ):
+                if spec.config.max_sequence_length:
+                    masked: Any = activation
+                    masked._keras_mask = _sequence_mask(spec.config, ids)
         return structure.pack(activations)
 
     def _refusing(self, serving_config: Any) -> contextlib.AbstractContextManager[None]:
@@ -561,7 +572,8 @@ class TPUEmbedding(SavesTables, keras_api.Layer):
             (*symbol.shape, shape[-1]) if each else shape
             for symbol, shape, each in zip(ids, shapes, alone, strict=True)
         ]
-        return structure.pack([make(shape, self.compute_dtype) for shape in shapes])
+        joined = structure.join_shapes(shapes)
+        return structure.pack([make(shape, self.compute_dtype) for shape in joined])
 
     def _convert_serving(self, serving_config: Any) -> Features:
         """Converts a `serving_config`, also one that was encoded for a file."""

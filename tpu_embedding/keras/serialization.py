@@ -13,6 +13,8 @@ import tensorflow as tf
 from tensorflow.python.ops import init_ops_v2
 
 from tpu_embedding import optimizers as rules
+from tpu_embedding.checkpoint.checkpoint_view import hashing_name, parse_hashing
+from tpu_embedding.checkpoint.hashed_tables import check_hashing, hashing_vectors
 from tpu_embedding.config import (
     DistributedOptions,
     FeatureConfig,
@@ -24,11 +26,11 @@ from tpu_embedding.engines import GrowingState
 from tpu_embedding.initializers import RowIdInitializer
 from tpu_embedding.keras.keras_api import keras_api
 from tpu_embedding.keras.optimizers import is_keras_optimizer
-from tpu_embedding.layout.plan import UPDATES
+from tpu_embedding.layout.plan import UPDATES, Plan
 from tpu_embedding.nest_utils import flatten_with_paths
 from tpu_embedding.optimizers.tpu_v2_v4 import updates_so_far
 from tpu_embedding.tf_configs import convert_optimizer
-from tpu_embedding.vocabulary import GrowingVocabulary
+from tpu_embedding.vocabulary import GrowingVocabulary, Hashing
 
 # The rate of FrequencyEstimator, whose module does not import Keras.
 keras_api.register(updates_so_far)
@@ -170,6 +172,8 @@ def _encode_table(table: Any, invalid_ids: str | None) -> dict[str, Any]:
         storage = {"dtype": dtype, "rounding_seed": seed}
     if getattr(table, "placement", None) is not None:
         storage["placement"] = table.placement
+    if getattr(table, "string_ids", False):
+        storage["string_ids"] = True
     return {
         "vocabulary_size": _encode_vocabulary(table.vocabulary_size),
         "dim": table.dim,
@@ -185,15 +189,19 @@ def _encode_table(table: Any, invalid_ids: str | None) -> dict[str, Any]:
 
 
 def _encode_vocabulary(vocabulary: Any) -> Any:
-    """A number of rows, or the arguments of a GrowingVocabulary."""
-    grows = isinstance(vocabulary, GrowingVocabulary)
-    return dataclasses.asdict(vocabulary) if grows else vocabulary
+    """A number of rows, or the arguments of a GrowingVocabulary or a Hashing."""
+    kinds = (GrowingVocabulary, Hashing)
+    return (
+        dataclasses.asdict(vocabulary) if isinstance(vocabulary, kinds) else vocabulary
+    )
 
 
 def _decode_table(config: Mapping[str, Any]) -> TableConfig:
     arguments = dict(config)
     if isinstance(config["vocabulary_size"], Mapping):
-        arguments["vocabulary_size"] = GrowingVocabulary(**config["vocabulary_size"])
+        options = config["vocabulary_size"]
+        kind = Hashing if "hashes" in options else GrowingVocabulary
+        arguments["vocabulary_size"] = kind(**options)
     arguments["initializer"] = _decode_initializer(config["initializer"])
     arguments["optimizer"] = decode_optimizer(config["optimizer"])
     if config["quantization_config"] is not None:
@@ -305,6 +313,23 @@ def save_state(variables: Mapping[str, Any], store: Any) -> None:
             value = tf.convert_to_tensor(part)
             rounded = value.dtype == tf.bfloat16
             store[_key(key)] = tf.cast(value, tf.float32) if rounded else value
+
+
+def save_hashings(plan: Plan, store: Any) -> None:
+    """Writes how ids become rows of hashed tables."""
+    tables = {spec.name: spec.hashing for spec in plan.tables}
+    for name, vector in hashing_vectors(tables).items():
+        store[_key(name)] = vector.read()
+
+
+def check_hashings(plan: Plan, store: Any) -> None:
+    """Raises ValueError if ids have other rows in the file."""
+    stored = set(store.keys())
+    for spec in plan.tables:
+        key = _key(hashing_name(spec.name))
+        found = parse_hashing("the file", store[key][()]) if key in stored else None
+        if _key(spec.name) in stored:
+            check_hashing(spec, "the file", found)
 
 
 def load_state(layer: str, variables: Mapping[str, Any], store: Any) -> None:

@@ -78,7 +78,7 @@ def output_shapes(
     shapes = OutputShapes(plan.features)
     found = []
     for spec, symbol, weight in zip(plan.features, ids, weights, strict=True):
-        _check_ids(spec.path, symbol)
+        _check_ids(spec, symbol)
         shape = symbol.shape
         shapes.check_input(spec.index, shape, ragged=symbol.may_be_ragged)
         if weight is not None:
@@ -127,12 +127,14 @@ def _tell_what_is_combined(spec: FeatureSpec, table: TableConfig, ids: Symbol) -
         )
 
 
-def _check_ids(path: str, ids: Symbol) -> None:
+def _check_ids(spec: FeatureSpec, ids: Symbol) -> None:
+    path = spec.path
     if ids.kind is None:
         raise errors.feature_kind(path, ids.value)
-    if ids.dtype == "string":
+    strings = ids.dtype == "string"
+    if strings and not spec.string_ids:
         raise errors.string_ids(path)
-    if ids.dtype not in ("int32", "int64"):
+    if not strings and ids.dtype not in ("int32", "int64"):
         raise TypeError(
             f"The ids of feature {path} must be int32 or int64. Received: a symbolic "
             f'tensor of {ids.dtype}. Use `keras.Input(shape, dtype="int64")`, also as '

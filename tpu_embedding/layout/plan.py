@@ -10,7 +10,9 @@ from typing import Any
 
 from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.optimizers.base import ENGINES, SEVERAL_MACHINES, Optimizer
+from tpu_embedding.vocabulary import Hashing, RowHash
 
+HASHING = "hashing"  # The end of the name of a Hashing in checkpoints.
 UPDATES = "_updates"  # The name of the count of updates in checkpoints.
 MAX_ROWS = 2**31 - 1  # Rows are numbered by int32, as on TPUs.
 
@@ -22,10 +24,12 @@ class TableSpec:
     Attributes:
       index: Index in `Plan.tables`.
       name: The user's name, or "table_<index>".
-      config: The user's TableConfig, converted.
+      config: The user's TableConfig, converted; of a hashed table the static one of
+        its rows.
       key: The object that the user passed, the key of every public dict.
       optimizer: Its own, else the one of the whole embedding, else None.
       features: Indices of the features that look up the table, ascending.
+      hashing: Which rows an id has, of a hashed table.
     """
 
     index: int
@@ -34,6 +38,7 @@ class TableSpec:
     key: Any
     optimizer: Optimizer | None
     features: tuple[int, ...]
+    hashing: Hashing | None = None
 
     @property
     def function(self) -> str | None:
@@ -56,7 +61,7 @@ class TableSpec:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FeatureSpec:
-    """One feature of the plan.
+    """One feature of the plan. A feature of a hashed table is one for each hash.
 
     Attributes:
       index: Index in `Plan.features`, the order of tf.nest.flatten.
@@ -64,6 +69,8 @@ class FeatureSpec:
       config: The user's FeatureConfig, converted.
       table: Index of its table.
       shape_source: Who gave `config.output_shape`, for error messages.
+      row_hash: What makes rows of ids, of a hashed table.
+      string_ids: Whether ids may be strings.
     """
 
     index: int
@@ -71,6 +78,13 @@ class FeatureSpec:
     config: FeatureConfig
     table: int
     shape_source: str = "FeatureConfig.output_shape"
+    row_hash: RowHash | None = None
+    string_ids: bool = False
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is the first, or the only one, of a feature of the user."""
+        return self.row_hash is None or self.row_hash.k == 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +98,11 @@ class Plan:
     def paths(self) -> tuple[str, ...]:
         """For each feature where it stands in the user's structure."""
         return tuple(spec.path for spec in self.features)
+
+    @property
+    def user_features(self) -> tuple[FeatureSpec, ...]:
+        """Of each feature of the user the first."""
+        return tuple(spec for spec in self.features if spec.is_first)
 
     @functools.cached_property
     def dims(self) -> tuple[int, ...]:
@@ -110,36 +129,65 @@ def make_plan(
       custom: Whether the caller supports CustomOptimizer and CustomCombiner.
       growing: Whether the caller supports a GrowingVocabulary.
     """
-    users: dict[TableConfig, list[int]] = {}  # Features of each table.
-    for index, feature in enumerate(features):
-        users.setdefault(feature.table, []).append(index)
+    numbers = {
+        config: i for i, config in enumerate(dict.fromkeys(f.table for f in features))
+    }
+    stored = [config.stored for config in numbers]
+    specs: list[FeatureSpec] = []
+    for path, feature in zip(paths, features, strict=True):
+        number = numbers[feature.table]
+        specs += feature_specs(len(specs), path, feature, number, stored[number])
     tables = []
-    for index, (config, indices) in enumerate(users.items()):
+    for config, index in numbers.items():
+        indices = [spec.index for spec in specs if spec.table == index]
         tables.append(
             TableSpec(
                 index=index,
                 name=config.name or f"table_{index}",
-                config=config,
+                config=stored[index],
                 key=keys[config],
                 optimizer=optimizer if config.optimizer is None else config.optimizer,
                 features=tuple(indices),
+                hashing=config.hashing,
             )
         )
-    _check_names(tables, paths)
+    _check_names(tables, [spec.path for spec in specs])
     _check_sizes(tables)
     if not custom:
         refuse_custom(tables)
     if not growing:
         takers = "only TPUEmbedding, TPUEmbeddingV2 and keras.TPUEmbedding take"
         refuse_growing(tables, takers)
-    numbers = {table.config: table.index for table in tables}
-    return Plan(
-        tables=tuple(tables),
-        features=tuple(
-            FeatureSpec(index=i, path=path, config=config, table=numbers[config.table])
-            for i, (path, config) in enumerate(zip(paths, features, strict=True))
-        ),
-    )
+    return Plan(tables=tuple(tables), features=tuple(specs))
+
+
+def feature_specs(
+    first: int, path: str, config: FeatureConfig, table: int, stored: TableConfig
+) -> list[FeatureSpec]:
+    """The features of a plan that a feature of the user is.
+
+    Args:
+      first: Index of the first of them.
+      path: The path of the feature.
+      config: The feature, with the TableConfig of the user, converted.
+      table: Index of the table.
+      stored: `config.table.stored`.
+    """
+    hashing, strings = config.table.hashing, config.table.string_ids
+    if hashing is None:
+        return [FeatureSpec(first, path, config, table, string_ids=strings)]
+    config = dataclasses.replace(config, table=stored)
+    return [
+        FeatureSpec(
+            first + k,
+            path,
+            config,
+            table,
+            row_hash=RowHash(hashing, k),
+            string_ids=strings,
+        )
+        for k in range(hashing.hashes)
+    ]
 
 
 def stacking_kind(spec: TableSpec) -> tuple[Any, ...]:
@@ -234,6 +282,7 @@ def _check_names(tables: Sequence[TableSpec], paths: Sequence[str]) -> None:
         seen[table.name] = path
     # Slots are saved as "<table>/<slot>", the count of updates as "_updates".
     slots = {slot.name for t in tables if t.optimizer for slot in t.optimizer.slots}
+    slots |= {HASHING for table in tables if table.hashing}
     for name in seen:
         cuts = [at for at, character in enumerate(name) if character == "/"]
         if name == UPDATES or any(

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding.inputs import IdBatch, InputKind, to_id_batch
+from tpu_embedding.inputs import IdBatch, InputKind
 from tpu_embedding.layout.output_shapes import (
     InputShapes,
     OutputShapes,
@@ -23,6 +23,7 @@ from tpu_embedding.lookup.combine import (
     reader_of,
 )
 from tpu_embedding.lookup.entries import Selection, select
+from tpu_embedding.lookup.feature_structure import read_features
 from tpu_embedding.lookup.input_rows import MAX_SAMPLES, FeatureInput
 from tpu_embedding.tables.readers import TableReader
 
@@ -108,10 +109,7 @@ class FeatureLookup:
         # Renumber them: these may be only some of the features of the plan.
         numbers = [spec.index for spec in specs]
         specs = [dataclasses.replace(s, index=i) for i, s in enumerate(specs)]
-        batches = [
-            to_id_batch(spec.path, value, weight)
-            for spec, value, weight in zip(specs, values, weights, strict=True)
-        ]
+        batches = read_features(specs, values, weights)
         shapes = self._check_shapes(specs, batches)
         for number, batch in zip(numbers, batches, strict=True):
             if self.inputs is not None and batch.kind is not InputKind.RAGGED:

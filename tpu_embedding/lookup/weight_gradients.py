@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import record
 
+from tpu_embedding.hashing import ids_of_strings
 from tpu_embedding.layout.plan import Plan
 from tpu_embedding.lookup.features import FeatureLookup
 from tpu_embedding.tables.readers import TableReader, VariableReader
@@ -95,8 +96,10 @@ def with_rows_of_ids(
 
 
 def _flat_ids(value: Any) -> tf.Tensor:
-    values = getattr(value, "values", value)
-    return tf.reshape(tf.cast(tf.convert_to_tensor(values), tf.int64), [-1])
+    values = tf.convert_to_tensor(getattr(value, "values", value))
+    if values.dtype == tf.string:
+        values = ids_of_strings(values)
+    return tf.reshape(tf.cast(values, tf.int64), [-1])
 
 
 def _with_flat_ids(value: Any, ids: tf.Tensor) -> Any:

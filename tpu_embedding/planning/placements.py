@@ -9,12 +9,15 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import tensorflow as tf
+
 from tpu_embedding import errors, tpu_generations
 from tpu_embedding.config import (
     DistributedOptions,
     FeatureConfig,
     SparseCoreEmbeddingConfig,
 )
+from tpu_embedding.hashing import rows_of
 from tpu_embedding.layout import limits
 from tpu_embedding.layout.output_shapes import OutputShapes
 from tpu_embedding.layout.partitioning import (
@@ -23,17 +26,19 @@ from tpu_embedding.layout.partitioning import (
     stacking_options,
 )
 from tpu_embedding.layout.plan import (
+    FeatureSpec,
     Plan,
     make_plan,
     require_dtypes,
     require_options,
 )
 from tpu_embedding.layout.stacking import make_layout
-from tpu_embedding.nest_utils import Structure
+from tpu_embedding.lookup.feature_structure import FeatureStructure
 from tpu_embedding.planning.machines import Machines
 from tpu_embedding.planning.report import PlannedPlacement, PlanReport, table_arrays
 from tpu_embedding.planning.sample import (
     Batch,
+    FeatureIds,
     Sample,
     Traffic,
     to_feature_ids,
@@ -182,13 +187,20 @@ def plan(
 
 
 def _read(feature_config: Any, own: Plan, sample: Iterable[Any]) -> Iterator[list[Any]]:
-    structure = Structure(feature_config)
+    structure = FeatureStructure(feature_config, own.features)
     for batch in sample:
-        values = structure.flatten("sample", batch)
+        values = structure.for_plan(structure.flatten("sample", batch))
         yield [
-            to_feature_ids(spec.path, value)
+            _to_rows(spec, to_feature_ids(spec.path, value))
             for spec, value in zip(own.features, values, strict=True)
         ]
+
+
+def _to_rows(spec: FeatureSpec, feature: FeatureIds) -> FeatureIds:
+    if spec.row_hash is None:
+        return feature
+    rows = rows_of(tf.constant(feature.ids), spec.row_hash).numpy()
+    return feature._replace(ids=rows)
 
 
 def _check_sample(own: Plan, batches: Sequence[Batch], batch_size: int) -> None:

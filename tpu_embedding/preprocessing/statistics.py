@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tpu_embedding import errors
 from tpu_embedding.config import SparseCoreEmbeddingConfig
-from tpu_embedding.inputs import InputKind, to_id_batch
+from tpu_embedding.inputs import InputKind
 from tpu_embedding.layout.output_shapes import OutputShapes
 from tpu_embedding.layout.partitioning import (
     Partitioning,
@@ -19,7 +19,7 @@ from tpu_embedding.layout.partitioning import (
 )
 from tpu_embedding.layout.plan import Plan, make_plan
 from tpu_embedding.layout.stacking import make_layout
-from tpu_embedding.nest_utils import Structure
+from tpu_embedding.lookup.feature_structure import FeatureStructure, read_features
 from tpu_embedding.preprocessing import PartitionOptions, partition
 from tpu_embedding.tf_configs import convert_features, convert_optimizer
 
@@ -92,15 +92,14 @@ def requirements(
         custom=True,
     )
     partitioning = _unlimited(plan, hardware, config)
-    batches = []
     shapes = OutputShapes(plan.features)
-    values = Structure(feature_config).flatten("features", features)
-    for spec, value in zip(plan.features, values, strict=True):
-        batch = to_id_batch(spec.path, value, None)
+    structure = FeatureStructure(feature_config, plan.features)
+    values = structure.for_plan(structure.flatten("features", features))
+    batches = read_features(plan.features, values, [None] * len(values))
+    for spec, batch in zip(plan.features, batches, strict=True):
         shape = tuple(batch.static_shape.as_list())
         ragged = batch.kind is InputKind.RAGGED
         shapes.check_input(spec.index, shape, ragged=ragged)
-        batches.append(batch)
     found = partition(batches, partitioning, options=PartitionOptions(padded=False))
     return SparseCoreRequirements(
         max_ids=_limits(found.max_ids),

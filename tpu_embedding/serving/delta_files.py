@@ -53,6 +53,7 @@ class BaseTable:
         the same name.
       mixed: Whether the hash table of its ids has their mixed bits as keys. Deltas have
         the ids.
+      hashing: Of a hashed table the text of its Hashing; then deltas have its rows.
     """
 
     name: str
@@ -63,6 +64,7 @@ class BaseTable:
     grows: bool = False
     shared: bool = False
     mixed: bool = False
+    hashing: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +81,11 @@ class Base:
 
     def to_json(self) -> str:
         """The text that the export and each delta hold."""
-        return json.dumps(dataclasses.asdict(self))
+        fields = dataclasses.asdict(self)
+        for table in fields["tables"]:
+            if not table["hashing"]:
+                del table["hashing"]
+        return json.dumps(fields)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Base:

@@ -21,6 +21,7 @@ from tpu_embedding.checkpoint.writing import (
     slice_spec,
 )
 from tpu_embedding.engines.process_group import calling
+from tpu_embedding.hashing import unmixed_bits
 from tpu_embedding.serving.conversion import ConvertedTable
 from tpu_embedding.serving.delta_files import (
     Base,
@@ -35,7 +36,7 @@ from tpu_embedding.serving.following import ids_key
 from tpu_embedding.serving.following_tables import stored_place
 from tpu_embedding.serving.growing_tables import APART, is_used
 from tpu_embedding.serving.quantization import converter
-from tpu_embedding.tables.growing import Changed, first_rows, unmixed_bits
+from tpu_embedding.tables.growing import Changed, first_rows
 from tpu_embedding.tables.rows import PARAMETERS
 from tpu_embedding.vocabulary import SHARED_ID
 
@@ -287,15 +288,20 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
             raise RuntimeError("This DeltaWriter was stopped. Make a new one.")
 
     def _require_same_tables(self, path: str) -> None:
-        def shapes(tables: Any) -> list[tuple[str, int | str, int]]:
-            return [(t.name, "grows" if t.grows else t.rows, t.dim) for t in tables]
+        def shapes(tables: Any) -> list[tuple[int | str, ...]]:
+            found = []
+            for table in tables:
+                hashing = [table.hashing] if table.hashing else []
+                rows = "grows" if table.grows else table.rows
+                found.append((table.name, rows, table.dim, *hashing))
+            return found
 
         own, self._numbers = [], []
         for spec in self._core.plan.tables:
             vocabulary = spec.config.vocabulary
-            table = BaseTable(
-                spec.name, spec.config.vocabulary_size, spec.config.dim, "", 0
-            )
+            size, dim = spec.config.vocabulary_size, spec.config.dim
+            hashing = "" if spec.hashing is None else str(spec.hashing)
+            table = BaseTable(spec.name, size, dim, "", 0, hashing=hashing)
             if vocabulary is not None:
                 if vocabulary.unknown == "shared_row":
                     own.append(dataclasses.replace(table, rows=1, shared=True))

@@ -11,7 +11,8 @@ import tensorflow as tf
 from tpu_embedding import distribution, errors
 from tpu_embedding.checkpoint.trackable import RestoresLayouts, VariableTables
 from tpu_embedding.engines import GrowingState
-from tpu_embedding.nest_utils import Structure, flatten_with_paths
+from tpu_embedding.lookup.feature_structure import FeatureStructure
+from tpu_embedding.nest_utils import flatten_with_paths
 from tpu_embedding.serving.growing_tables import RestoredGrowingTable
 from tpu_embedding.serving.lookup import (
     FeatureLookup,
@@ -113,8 +114,8 @@ class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrack
                 "there are none. Pass `mapped`, or leave it out."
             )
         converted = convert_features(feature_config, invalid_ids)
-        self._structure = Structure(feature_config)
         self._plan = plan_of(converted, convert_optimizer(optimizer), growing=True)
+        self._structure = FeatureStructure(feature_config, self._plan.features)
         self.core = VariableTables(
             self._plan, self._structure, self._arrays, self._growing
         )

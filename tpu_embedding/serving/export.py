@@ -17,9 +17,9 @@ from tpu_embedding.engines.process_group import calling
 from tpu_embedding.errors import argument_type
 from tpu_embedding.layout.output_shapes import InputShapes
 from tpu_embedding.layout.plan import FeatureSpec, Plan
+from tpu_embedding.lookup.feature_structure import FeatureStructure
 from tpu_embedding.lookup.features import FeatureLookup
 from tpu_embedding.lookup.input_rows import MAX_SAMPLES
-from tpu_embedding.nest_utils import Structure
 from tpu_embedding.serving.conversion import SomeRows, Source, rows_of
 from tpu_embedding.serving.delta_files import Base, BaseTable, new_id
 from tpu_embedding.serving.embedding import TPUEmbeddingForServing
@@ -249,7 +249,7 @@ def _follower(
     sources, stored, specs = [], [], []
     growing: dict[str, GrowingBase] = {}
 
-    def add(source: Source, storage: str, rows: int, **kind: bool) -> None:
+    def add(source: Source, storage: str, rows: int, **kind: Any) -> None:
         most = min(rows, most_changed(rows, share))
         spec = BaseTable(source.name, rows, source.shape[1], storage, most, **kind)
         spare = height_of(spec) - source.shape[0] + 2 * most
@@ -263,7 +263,8 @@ def _follower(
     ):
         vocabulary = spec.config.vocabulary
         if vocabulary is None or source.ids is None:
-            add(source, storage, source.shape[0])
+            hashing = "" if spec.hashing is None else str(spec.hashing)
+            add(source, storage, source.shape[0], hashing=hashing)
             continue
         size = len(source.ids)
         known, last = (
@@ -292,7 +293,7 @@ class _Exported:
     """
 
     plan: Plan
-    structure: Structure
+    structure: FeatureStructure
     tables: list[Source]
     check_numerics: bool = False
     inputs: InputShapes | None = None
@@ -339,7 +340,8 @@ def _read_source(source: Any, feature_config: Any, invalid_ids: Any) -> _Exporte
             "looks up which table."
         )
     plan = plan_of(convert_features(feature_config, invalid_ids))
-    return _Exported(plan, Structure(feature_config), _gathered(plan, source))
+    structure = FeatureStructure(feature_config, plan.features)
+    return _Exported(plan, structure, _gathered(plan, source))
 
 
 def _with_known_shapes(exported: _Exported) -> _Exported:
@@ -373,7 +375,7 @@ def _with_known_shapes(exported: _Exported) -> _Exported:
 def _require_different_outputs(plan: Plan) -> None:
     """Checks that no two features have one name where activations are outputs."""
     taken: dict[str, str] = {}
-    for spec in plan.features:
+    for spec in plan.user_features:
         name = input_name(spec.path)
         if name in taken:
             raise ValueError(
@@ -403,7 +405,7 @@ def _make_signatures(
     weighted: Collection[str],
     dense_inputs: Mapping[str, tf.TensorSpec],
 ) -> dict[str, Signature]:
-    paths = [spec.path for spec in exported.plan.features]
+    paths = [spec.path for spec in exported.plan.user_features]
     unknown = [path for path in weighted if path not in paths]
     if unknown:
         raise _unknown_names("weighted", unknown, paths)
@@ -427,7 +429,7 @@ def _make_signatures(
                 )
         return dict(signatures)
     options = SignatureOptions(
-        exported.plan.features, exported.structure.pack, weighted, dense_inputs
+        exported.plan.user_features, exported.structure.pack, weighted, dense_inputs
     )
     return {kind: make_signature(kind, options) for kind in signatures}
 
@@ -492,7 +494,7 @@ class _Served:
             return {
                 input_name(spec.path): activation
                 for spec, activation in zip(
-                    self.exported.plan.features,
+                    self.exported.plan.user_features,
                     self.exported.structure.flatten("activations", activations),
                     strict=True,
                 )
@@ -513,6 +515,6 @@ class _Served:
     @tf.autograph.experimental.do_not_convert
     def _look_up(self, features: Any, weights: Any) -> Any:
         structure, specs = self.exported.structure, self.exported.plan.features
-        values = structure.flatten("features", features)
-        flat = structure.flatten_weights(weights)
-        return structure.pack(self.lookup(specs, values, flat))
+        values = structure.for_plan(structure.flatten("features", features))
+        flat = structure.for_plan(structure.flatten_weights(weights))
+        return structure.pack_joined(self.lookup(specs, values, flat))

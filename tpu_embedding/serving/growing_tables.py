@@ -9,10 +9,11 @@ import numpy as np
 import tensorflow as tf
 
 from tpu_embedding.engines import GrowingState
+from tpu_embedding.hashing import mixed_bits, unmixed_bits
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.serving.conversion import Source
 from tpu_embedding.serving.quantization import WholeTable
-from tpu_embedding.tables.growing import first_rows, mixed_bits, unmixed_bits
+from tpu_embedding.tables.growing import first_rows
 from tpu_embedding.tables.readers import TableReader
 from tpu_embedding.tables.rows import PARAMETERS, ArrayRows
 from tpu_embedding.tables.variables import TableVariables, create_state, variable_name

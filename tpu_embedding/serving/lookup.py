@@ -9,8 +9,9 @@ import numpy as np
 import tensorflow as tf
 
 from tpu_embedding.layout.plan import FeatureSpec, Plan, TableSpec, make_plan
+from tpu_embedding.lookup.feature_structure import FeatureStructure
 from tpu_embedding.lookup.features import FeatureLookup
-from tpu_embedding.nest_utils import Structure, flatten_with_paths
+from tpu_embedding.nest_utils import flatten_with_paths
 from tpu_embedding.tables.readers import VariableReader
 from tpu_embedding.tf_configs import ConvertedFeatures, convert_features
 
@@ -96,14 +97,16 @@ def features_at(plan: Plan, paths: Sequence[str]) -> list[FeatureSpec]:
     Raises:
       ValueError: If a path has no feature.
     """
-    known = {spec.path: spec for spec in plan.features}
+    known: dict[str, list[FeatureSpec]] = {}
+    for spec in plan.features:
+        known.setdefault(spec.path, []).append(spec)
     unknown = [path for path in paths if path not in known]
     if unknown:
         raise ValueError(
             f"`inputs` has the features {', '.join(unknown)}, which `feature_config` "
             f"lacks. It has {', '.join(known)}."
         )
-    return [known[path] for path in paths]
+    return [spec for path in paths for spec in known[path]]
 
 
 def find_table(
@@ -147,6 +150,7 @@ def look_up_structure(
     lookup: FeatureLookup, specs: Sequence[FeatureSpec], inputs: Any, weights: Any
 ) -> Any:
     """Looks up the leaves of `inputs`; activations in the same structure."""
-    structure = Structure(inputs)
-    values = structure.flatten("inputs", inputs)
-    return structure.pack(lookup(specs, values, structure.flatten_weights(weights)))
+    structure = FeatureStructure(inputs, specs)
+    values = structure.for_plan(structure.flatten("inputs", inputs))
+    flat_weights = structure.for_plan(structure.flatten_weights(weights))
+    return structure.pack_joined(lookup(specs, values, flat_weights))

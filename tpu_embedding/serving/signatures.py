@@ -159,7 +159,7 @@ def _of_fields(make_field: Callable[[FeatureSpec, bool], _Field]) -> Any:
 def _dense_field(feature: FeatureSpec, weighted: bool) -> _Field:
     name = input_name(feature.path)
     shape = _dense_shape(feature)
-    inputs = {name: tf.TensorSpec(shape, tf.int64)}
+    inputs = {name: tf.TensorSpec(shape, _dtype(feature))}
     if weighted:
         inputs[f"{name}_weights"] = tf.TensorSpec(shape, tf.float32)
     return _Field(
@@ -167,6 +167,10 @@ def _dense_field(feature: FeatureSpec, weighted: bool) -> _Field:
         lambda tensors: tensors[name],
         lambda tensors: tensors[f"{name}_weights"] if weighted else None,
     )
+
+
+def _dtype(feature: FeatureSpec) -> tf.DType:
+    return tf.string if feature.string_ids else tf.int64
 
 
 def _dense_shape(feature: FeatureSpec) -> list[int | None]:
@@ -184,7 +188,7 @@ def _sparse_field(feature: FeatureSpec, weighted: bool) -> _Field:
     rank = 1 + len(feature.config.output_shape or (None,))
     inputs = {
         f"{name}_indices": tf.TensorSpec([None, rank], tf.int64),
-        f"{name}_values": tf.TensorSpec([None], tf.int64),
+        f"{name}_values": tf.TensorSpec([None], _dtype(feature)),
         f"{name}_dense_shape": tf.TensorSpec([rank], tf.int64),
     }
     if weighted:
@@ -208,7 +212,7 @@ def _sparse_field(feature: FeatureSpec, weighted: bool) -> _Field:
 def _ragged_field(feature: FeatureSpec, weighted: bool) -> _Field:
     name = input_name(feature.path)
     inputs = {
-        f"{name}_values": tf.TensorSpec([None], tf.int64),
+        f"{name}_values": tf.TensorSpec([None], _dtype(feature)),
         f"{name}_row_splits": tf.TensorSpec([None], tf.int64),
     }
     if weighted:
@@ -239,7 +243,7 @@ def _examples_signature(options: SignatureOptions) -> Signature:
     parsed = _Inputs(case_matters=True)  # They are no inputs of the graph.
     for spec in options.features:
         source = f"feature {spec.path}"
-        parsed.add(spec.path, lists(tf.int64), source)
+        parsed.add(spec.path, lists(_dtype(spec)), source)
         if spec.path in options.weighted:
             parsed.add(f"{spec.path}_weights", lists(tf.float32), source)
     for name, spec in options.dense.items():

@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tpu_embedding.config import TableConfig
+from tpu_embedding.hashing import mixed_bits, shifted
 from tpu_embedding.initializers import named_initializer
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.tables.rows import PARAMETERS, ProcessGroup
@@ -168,7 +169,7 @@ def first_rows(spec: TableSpec, ids: tf.Tensor) -> tf.Tensor:
     rows = mixed_bits(tf.bitwise.bitwise_xor(seed, ids))
     steps = np.arange(dim, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     bits = mixed_bits(rows[:, tf.newaxis] + steps.view(np.int64))
-    uniform = (tf.cast(_shifted(bits, 11), tf.float64) + 0.5) * 2.0**-53
+    uniform = (tf.cast(shifted(bits, 11), tf.float64) + 0.5) * 2.0**-53
     if kind == "uniform":
         values = first + (second - first) * uniform
     else:
@@ -177,37 +178,6 @@ def first_rows(spec: TableSpec, ids: tf.Tensor) -> tf.Tensor:
         # The maximum keeps TensorFlow from joining these constants with others.
         values = first + second * _normal_quantile(tf.maximum(uniform, 0.0))
     return tf.cast(tf.cast(values, tf.float32), dtype)
-
-
-_MIXING = 0xD6E8FEB86659FD93
-
-
-def mixed_bits(words: tf.Tensor) -> tf.Tensor:
-    """As MixBits of core/id_map.h: a bijection of int64."""
-    return _mixed(words, _MIXING)
-
-
-def unmixed_bits(words: tf.Tensor) -> tf.Tensor:
-    """The inverse of `mixed_bits`.
-
-    >>> int(unmixed_bits(mixed_bits(tf.constant(-5, tf.int64))))
-    -5
-    """
-    return _mixed(words, pow(_MIXING, -1, 2**64))
-
-
-def _mixed(words: tf.Tensor, factor: int) -> tf.Tensor:
-    for _ in range(2):
-        folded = tf.bitwise.bitwise_xor(words, _shifted(words, 32))
-        words = folded * np.uint64(factor).view(np.int64)
-    return tf.bitwise.bitwise_xor(words, _shifted(words, 32))
-
-
-def _shifted(words: tf.Tensor, count: int) -> tf.Tensor:
-    """Shifted to the right as numbers without a sign."""
-    bits = tf.bitcast(words, tf.uint64)
-    moved = tf.bitwise.right_shift(bits, tf.constant(count, tf.uint64))
-    return tf.bitcast(moved, tf.int64)
 
 
 # Of NormalQuantile in core/first_values.cc: numerator and denominator in the middle,
@@ -252,7 +222,7 @@ def _polynomial(x: tf.Tensor, terms: Sequence[float]) -> tf.Tensor:
 def _log(x: tf.Tensor) -> tf.Tensor:
     """As Log in core/first_values.cc, of x in (0, 1)."""
     bits = tf.bitcast(x, tf.int64)
-    exponent = _shifted(bits, 52) - 1022
+    exponent = shifted(bits, 52) - 1022
     kept = tf.bitwise.bitwise_and(bits, tf.constant(2**52 - 1, tf.int64))
     half = tf.constant(0x3FE << 52, tf.int64)
     mantissa = tf.bitcast(tf.bitwise.bitwise_or(kept, half), tf.float64)

@@ -102,7 +102,8 @@ def table_values(spec: TableSpec) -> FirstValues:
     dtype = tf.as_dtype(config.dtype)
     if config.vocabulary is not None:
         return _of_growing(spec.name, config.dim, dtype)
-    initializer = config.initializer or default_initializer(config.dim)
+    rows = spec.hashing.hashes if spec.hashing else 1  # Of an id.
+    initializer = config.initializer or default_initializer(config.dim * rows)
     if isinstance(initializer, str):
         initializer = named_initializer(spec.name, initializer)
     signature = _signature(initializer)

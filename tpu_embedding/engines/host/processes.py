@@ -441,6 +441,7 @@ def _description(options: EngineOptions, placement: Placement) -> dict[str, Any]
         fields = {
             "vocabulary_size": config.vocabulary_size,
             "dim": config.dim,
+            "hashing": str(spec.hashing),
             "combiner": str(config.combiner),
             "dtype": config.dtype,
             "invalid_ids": config.invalid_ids,

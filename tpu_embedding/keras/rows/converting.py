@@ -98,15 +98,16 @@ def unconvert(model: Any) -> Any:
 
     Raises:
       TypeError: If it is not a model of Keras.
-      ValueError: If a layer has a combiner, which Keras has not. Then nothing has
-        changed.
+      ValueError: If a layer has a combiner or a Hashing, which Keras has not. Then
+        nothing has changed.
     """
     layers = _layers(model, Embedding)
-    bags = [layer.name for layer in layers if layer.combiner is not None]
+    bags = [x.name for x in layers if x.combiner is not None or x.hashing is not None]
     if bags:
         raise ValueError(
-            f"unconvert: {', '.join(bags)} combine bags, and keras.layers.Embedding "
-            "cannot. `model.save_weights` writes a file that needs only Keras."
+            f"unconvert: {', '.join(bags)} combine bags or hash ids, and "
+            "keras.layers.Embedding cannot. `model.save_weights` writes a file that "
+            "needs only Keras."
         )
     optimizer = _innermost(getattr(model, "optimizer", None))
     if isinstance(optimizer, UpdatesRows):

@@ -10,8 +10,17 @@ import tensorflow as tf
 from tpu_embedding.combiners import COMBINERS
 from tpu_embedding.inputs import InputKind
 from tpu_embedding.keras.keras_api import keras_api
+from tpu_embedding.keras.rows.hashed import (
+    checked_store,
+    config_of,
+    look_up_rows,
+    of_table,
+    save_hashing,
+    value_dim,
+)
 from tpu_embedding.keras.rows.variable import flush_before, is_recording, make_table
 from tpu_embedding.lookup.entries import gains_of
+from tpu_embedding.vocabulary import Hashing
 
 
 class _Bags(NamedTuple):
@@ -43,7 +52,10 @@ class Embedding(keras_api.RowEmbedding):
     TensorShape([2, 8])
 
     Args:
-      *args: As for `keras.layers.Embedding`.
+      *args: As for `keras.layers.Embedding`. `input_dim` may be a te.Hashing: then any
+        integer is an id, whose value has `output_dim` columns. The attributes
+        `input_dim` and `output_dim` are then those of the table of its rows, and the
+        default of `embeddings_initializer` is that of a TableConfig.
       combiner: None, or "sum", "mean" or "sqrtn": the ids of the last axis are a bag,
         and the result is the sum of their rows, divided by the sum of the weights
         ("mean") or by the root of the sum of their squares ("sqrtn"). A bag without ids
@@ -67,6 +79,7 @@ class Embedding(keras_api.RowEmbedding):
     """
 
     combiner: str | None = None  # Also of a layer that was converted.
+    hashing: Hashing | None = None
 
     def __init__(self, *args: Any, combiner: str | None = None, **kwargs: Any) -> None:
         if combiner is not None and combiner not in COMBINERS:
@@ -74,8 +87,10 @@ class Embedding(keras_api.RowEmbedding):
                 f"`combiner` must be None or one of {', '.join(COMBINERS)}. Received: "
                 f"{combiner!r}."
             )
+        args, kwargs, hashing = of_table(args, kwargs)
         super().__init__(*args, **kwargs)
         self.combiner = combiner
+        self.hashing = hashing
 
     def add_weight(self, *args: Any, **kwargs: Any) -> Any:
         """Adds a weight, without a regularizer of strength 0: its gradient is dense."""
@@ -104,19 +119,23 @@ class Embedding(keras_api.RowEmbedding):
     def _combined(self, look_up: Any, inputs: Any, weights: Any) -> Any:
         self._check(inputs, weights)
         if self.combiner is None:
-            return look_up(inputs)
+            return look_up_rows(look_up, self.name, inputs, self.hashing)
         entries = _bags(self.name, inputs, weights)
         gains = entries.weights
         if self.mask_zero:
             gains = tf.where(entries.ids == 0, 0.0, gains)
         count = tf.reduce_prod(entries.shape)
         gains = gains_of(self.combiner, entries.bags, gains, count)
-        rows = look_up(entries.ids)
-        products = rows * tf.cast(gains, rows.dtype)[:, tf.newaxis]
-        sums = tf.math.unsorted_segment_sum(products, entries.bags, count)
-        width = tf.constant([self.output_dim], entries.shape.dtype)
+
+        def combine(rows: tf.Tensor) -> tf.Tensor:
+            products = rows * tf.cast(gains, rows.dtype)[:, tf.newaxis]
+            return tf.math.unsorted_segment_sum(products, entries.bags, count)
+
+        sums = look_up_rows(look_up, self.name, entries.ids, self.hashing, combine)
+        dim = value_dim(self.hashing, self.output_dim)
+        width = tf.constant([dim], entries.shape.dtype)
         found = tf.reshape(sums, tf.concat([entries.shape, width], 0))
-        return tf.ensure_shape(found, [*inputs.shape[:-1], self.output_dim])
+        return tf.ensure_shape(found, [*inputs.shape[:-1], dim])
 
     def _check(self, ids: Any, weights: Any) -> None:
         """Refuses what the combiner cannot take, of symbols, too."""
@@ -157,13 +176,26 @@ class Embedding(keras_api.RowEmbedding):
 
     def compute_output_shape(self, input_shape: Any) -> Any:
         """Returns the shape of the result for a shape of ids."""
-        if self.combiner is None:
-            return super().compute_output_shape(input_shape)
-        return (*input_shape[:-1], self.output_dim)
+        axes = input_shape if self.combiner is None else input_shape[:-1]
+        return (*axes, value_dim(self.hashing, self.output_dim))
+
+    def save_own_variables(self, store: Any) -> None:
+        """Writes what Keras's layer does, and the hashing."""
+        super().save_own_variables(store)
+        save_hashing(self.hashing, store)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Reads what Keras's layer does.
+
+        Raises:
+          ValueError: If ids have other rows in the file, or the table another shape.
+        """
+        super().load_own_variables(checked_store(self.name, self.hashing, store))
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the configuration of Keras's layer, and the combiner."""
-        return {**super().get_config(), "combiner": self.combiner}
+        """Returns the configuration of Keras's layer, combiner and hashing."""
+        hashing = config_of(self.hashing, self.output_dim)
+        return {**super().get_config(), "combiner": self.combiner, **hashing}
 
 
 def regularizes(regularizer: Any) -> bool:

@@ -1,0 +1,67 @@
+"""The rows of ids in hashed tables, and the bits of ids, by TensorFlow's ops alone."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from tpu_embedding.vocabulary import MIXING, Hashing, RowHash
+
+
+def rows_of(ids: tf.Tensor, row_hash: RowHash) -> tf.Tensor:
+    """The row of each id, int64 of the shape of the ids.
+
+    >>> from tpu_embedding.vocabulary import Hashing
+    >>> row_hash = RowHash(Hashing(1000), 0)
+    >>> rows_of(tf.constant([7, -1], tf.int64), row_hash).numpy().tolist()
+    [491, 361]
+    """
+    key = np.uint64(row_hash.key).view(np.int64)
+    mixed = mixed_bits(tf.bitwise.bitwise_xor(tf.cast(ids, tf.int64), key))
+    return shifted(shifted(mixed, 32) * row_hash.hashing.num_rows, 32)
+
+
+def join_rows(parts: Sequence[tf.Tensor], hashing: Hashing) -> tf.Tensor:
+    """The value of ids: what was looked up by each hash side by side, or its sum."""
+    if len(parts) == 1:
+        return parts[0]
+    if hashing.combine == "sum":
+        return functools.reduce(operator.add, parts)
+    return tf.concat(parts, -1)
+
+
+def ids_of_strings(strings: tf.Tensor) -> tf.Tensor:
+    """The Fingerprint64 of each string, modulo 2**63 - 1."""
+    return tf.strings.to_hash_bucket_fast(strings, 2**63 - 1)
+
+
+def mixed_bits(words: tf.Tensor) -> tf.Tensor:
+    """As MixBits of core/id_map.h: a bijection of int64."""
+    return _mixed(words, MIXING)
+
+
+def unmixed_bits(words: tf.Tensor) -> tf.Tensor:
+    """The inverse of `mixed_bits`.
+
+    >>> int(unmixed_bits(mixed_bits(tf.constant(-5, tf.int64))))
+    -5
+    """
+    return _mixed(words, pow(MIXING, -1, 2**64))
+
+
+def _mixed(words: tf.Tensor, factor: int) -> tf.Tensor:
+    for _ in range(2):
+        folded = tf.bitwise.bitwise_xor(words, shifted(words, 32))
+        words = folded * np.uint64(factor).view(np.int64)
+    return tf.bitwise.bitwise_xor(words, shifted(words, 32))
+
+
+def shifted(words: tf.Tensor, count: int) -> tf.Tensor:
+    """Shifted to the right as numbers without a sign."""
+    bits = tf.bitcast(words, tf.uint64)
+    moved = tf.bitwise.right_shift(bits, tf.constant(count, tf.uint64))
+    return tf.bitcast(moved, tf.int64)

@@ -1,0 +1,120 @@
+"""The user's features and those of a plan, which has one for each hash of a table.
+
+The one place where ids become rows, and where rows of an id become its value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tpu_embedding.hashing import join_rows, rows_of
+from tpu_embedding.inputs import IdBatch, to_id_batch
+from tpu_embedding.layout.plan import FeatureSpec
+from tpu_embedding.nest_utils import Structure
+
+
+def read_features(
+    specs: Sequence[FeatureSpec], values: Sequence[Any], weights: Sequence[Any]
+) -> list[IdBatch]:
+    """The batches of features of a plan; those of hashed tables have rows as ids."""
+    batches: list[IdBatch] = []
+    for spec, value, weight in zip(specs, values, weights, strict=True):
+        if spec.is_first:  # The others have the same ids.
+            batch = to_id_batch(spec.path, value, weight, string_ids=spec.string_ids)
+        if spec.row_hash is None:
+            batches.append(batch)
+        else:
+            rows = rows_of(batch.ids, spec.row_hash)
+            batches.append(dataclasses.replace(batch, ids=rows))
+    return batches
+
+
+class FeatureStructure(Structure):
+    """The nested structure of the user's features, which are some or all of a plan.
+
+    `flatten` and `pack` have a leaf for each feature of the user; lists for a plan have
+    one for each of the plan.
+    """
+
+    def __init__(self, nested: Any, specs: Sequence[FeatureSpec]) -> None:
+        """Takes the features of the plan in the order of the leaves."""
+        super().__init__(nested)
+        self._specs = [spec for spec in specs if spec.is_first]
+
+    def for_plan(self, leaves: Sequence[Any]) -> list[Any]:
+        """Values of the user's features, for each of the plan: those of its feature."""
+        pairs = zip(self._specs, leaves, strict=True)
+        return [leaf for spec, leaf in pairs for _ in range(_rows(spec))]
+
+    def of_user(self, values: Sequence[Any]) -> list[Any]:
+        """The reverse of `for_plan`."""
+        starts = self._starts()
+        return [values[start] for start in starts]
+
+    def join(self, activations: Sequence[Any]) -> list[Any]:
+        """The activations of the user's features, of those of the plan."""
+        starts, joined = self._starts(), []
+        for start, spec in zip(starts, self._specs, strict=True):
+            parts = list(activations[start : start + _rows(spec)])
+            if spec.row_hash is not None:
+                parts = [join_rows(parts, spec.row_hash.hashing)]
+            joined += parts
+        return joined
+
+    def pack_joined(self, activations: Sequence[Any]) -> Any:
+        """As `join`, in this structure."""
+        return self.pack(self.join(activations))
+
+    def join_shapes(self, shapes: Sequence[tuple[int | None, ...]]) -> list[Any]:
+        """The shapes of what `join` returns, of those of activations of the plan."""
+        pairs = zip(self._specs, self.of_user(shapes), strict=True)
+        return [(*shape[:-1], self._dim(spec, shape[-1])) for spec, shape in pairs]
+
+    def split(self, gradients: Any) -> list[Any]:
+        """The gradients of the activations of the plan.
+
+        Raises:
+          TypeError, ValueError: If the structure differs, or the gradient of a feature
+            that is joined has the wrong last axis.
+        """
+        found: list[Any] = []
+        flat = self.flatten("gradients", gradients)
+        for spec, gradient in zip(self._specs, flat, strict=True):
+            count = _rows(spec)
+            if count == 1 or _adds(spec) or not isinstance(gradient, tf.Tensor):
+                found += [gradient] * count
+                continue
+            width = spec.config.table.dim
+            last = gradient.shape[-1:]
+            if not last.is_compatible_with([width * count]):
+                raise ValueError(
+                    f"The gradient of feature {spec.path} must have the shape of its "
+                    f"activation, whose last axis is {width * count}. Received: "
+                    f"{gradient.shape}."
+                )
+            found += tf.split(gradient, [width] * count, -1)
+        return found
+
+    def _starts(self) -> list[int]:
+        """The index of the first feature of the plan of each of the user."""
+        starts, end = [], 0
+        for spec in self._specs:
+            starts.append(end)
+            end += _rows(spec)
+        return starts
+
+    def _dim(self, spec: FeatureSpec, width: Any) -> Any:
+        return width if _adds(spec) else width * _rows(spec)
+
+
+def _rows(spec: FeatureSpec) -> int:
+    """The number of rows of an id."""
+    return 1 if spec.row_hash is None else spec.row_hash.hashing.hashes
+
+
+def _adds(spec: FeatureSpec) -> bool:
+    return spec.row_hash is not None and spec.row_hash.hashing.combine == "sum"
