@@ -312,16 +312,26 @@ def test_strings_are_ids_where_they_are_allowed():
     assert looked_up(own, words).tobytes() == looked_up(own, ids).tobytes()
     with pytest.raises(TypeError, match=r"TableConfig\(string_ids=True\)"):
         looked_up(made(), words)
-    grown = te.TPUEmbedding(
-        te.FeatureConfig(te.TableConfig(te.GrowingVocabulary(9), 2, string_ids=True)),
-        te.SGD(0.1),
-    )
-    grown.enqueue(words)
-    grown.apply_gradients(tf.zeros_like(grown.dequeue()))
-    (contents,) = grown.vocabularies.values()
-    assert sorted(contents.ids.tolist()) == sorted(ids.numpy().tolist())
+    with pytest.raises(TypeError, match=r"te\.pack takes no strings"):
+        te.pack({"film": words})
     with pytest.raises(ValueError, match="Argument `string_ids` must be False"):
         te.TableConfig(5, 2, string_ids=True)
+
+
+def test_strings_are_ids_of_growing_tables():
+    words = tf.constant([["", "a"], ["film", "a"]])
+    ids = tf.strings.to_hash_bucket_fast(words, 2**63 - 1).numpy()
+    table = te.TableConfig(te.GrowingVocabulary(9), 2, combiner="sum", string_ids=True)
+    grown = te.TPUEmbeddingV2(te.FeatureConfig(table), te.SGD(0.1))
+    weights = tf.ones([2, 2])
+    with tf.GradientTape() as tape:
+        tape.watch(weights)
+        activations, preserved = grown(words, weights)
+    found = tape.gradient(activations, weights).numpy()
+    np.testing.assert_allclose(found.sum(1), activations.numpy().sum(1), atol=1e-6)
+    grown.apply_gradients(tf.zeros_like(activations), preserved)
+    assert grown.vocabularies[table].ids.tolist() == np.unique(ids).tolist()
+    assert grown.freeze_vocabulary(table).config.string_ids is False
 
 
 def test_first_values_have_the_deviation_of_the_value_of_an_id():

@@ -77,15 +77,18 @@ def pack(features: Any, weights: Any = None) -> PackedFeatures:
         have gaps, or splits or weights do not fit the ids.
     """
     structure = Structure(features)
-    paths = structure.paths
+    paths, values = structure.paths, structure.flatten("features", features)
+    for path, value in zip(paths, values, strict=True):
+        if getattr(value, "dtype", None) == tf.string:
+            raise TypeError(
+                f"Feature {path}: te.pack takes no strings. Pass it what their ids are "
+                "with `string_ids=True`: tf.strings.to_hash_bucket_fast(strings, "
+                "2**63 - 1)."
+            )
+    flat_weights = structure.flatten_weights(weights)
     batches = [
         to_id_batch(path, value, weight)
-        for path, value, weight in zip(
-            paths,
-            structure.flatten("features", features),
-            structure.flatten_weights(weights),
-            strict=True,
-        )
+        for path, value, weight in zip(paths, values, flat_weights, strict=True)
     ]
     _require_packable(paths, batches)
     splits = [_row_splits(batch) for batch in batches]

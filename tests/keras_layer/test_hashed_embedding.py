@@ -104,6 +104,10 @@ def test_training_changes_the_rows_of_a_batch(lazy: bool, tmp_path: pathlib.Path
     other = te.keras.Embedding(te.Hashing(60, hashes=2, salt=8), 8)
     with pytest.raises(ValueError, match=r"salt=8\), but in the file it has .*salt=9"):
         model_of(None, other).load_weights(weights)
+    checkpoint = tf.train.Checkpoint(model=model).write(str(tmp_path / "model"))
+    tf.train.Checkpoint(model=model_of()).read(checkpoint).expect_partial()
+    with pytest.raises(ValueError, match=r"salt=8\), but in .*salt=9"):
+        tf.train.Checkpoint(model=model_of(None, other)).read(checkpoint)
     with pytest.raises(ValueError, match="is not hashed, but in the file it has"):
         model_of(None, te.keras.Embedding(60, 4)).load_weights(weights)
 

@@ -29,18 +29,21 @@ class HashingRecord(tf.__internal__.tracking.Trackable):
 
     def __init__(self, hashing: Hashing) -> None:
         """Takes what is saved."""
-        self._hashing = hashing
+        self.hashing = hashing
+
+    def _copy_trackable_to_cpu(self, object_map: Any) -> None:
+        object_map[self] = self  # It does not change while an asynchronous save writes.
 
     def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
-        return {VALUE_KEY: tf.constant(hashing_numbers(self._hashing))}
+        return {VALUE_KEY: tf.constant(hashing_numbers(self.hashing))}
 
     def _restore_from_tensors(self, restored_tensors: Mapping[str, Any]) -> None:
         # `check_bundle` came first, but cannot tell which of several records is this
         # one's.
         numbers = restored_tensors[VALUE_KEY].numpy()
         stored = parse_hashing("the checkpoint", numbers)
-        if stored != self._hashing:
-            raise differs("A table", "the checkpoint", self._hashing, stored)
+        if stored != self.hashing:
+            raise differs("A table", "the checkpoint", self.hashing, stored)
 
 
 def hashing_records(plan: Plan) -> dict[str, HashingRecord]:

@@ -83,7 +83,7 @@ def with_rows_of_ids(
         ids = [_flat_ids(values[i]) for i in batch]
         found[table] = VariableReader(read(tf.concat(ids, 0)))
         config = dataclasses.replace(
-            plan.tables[table].config, vocabulary_size=2**31 - 1
+            plan.tables[table].config, vocabulary_size=2**31 - 1, string_ids=False
         )
         tables[table] = dataclasses.replace(plan.tables[table], config=config)
         first = tf.constant(0, tf.int64)

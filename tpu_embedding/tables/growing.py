@@ -307,7 +307,11 @@ def freeze(spec: TableSpec, state: Mapping[str, np.ndarray]) -> FrozenTable:
 
     initializer = tf.constant_initializer(whole(PARAMETERS))
     static = dataclasses.replace(
-        config, vocabulary_size=size + 1, initializer=initializer, name=spec.name
+        config,
+        vocabulary_size=size + 1,
+        initializer=initializer,
+        name=spec.name,
+        string_ids=False,
     )
     slots = {name: whole(name) for name in starts}
     return FrozenTable(static, state["ids"], slots)

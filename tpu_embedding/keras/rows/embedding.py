@@ -11,6 +11,7 @@ from tpu_embedding.combiners import COMBINERS
 from tpu_embedding.inputs import InputKind
 from tpu_embedding.keras.keras_api import keras_api
 from tpu_embedding.keras.rows.hashed import (
+    LayerRecord,
     checked_store,
     config_of,
     look_up_rows,
@@ -91,6 +92,8 @@ class Embedding(keras_api.RowEmbedding):
         super().__init__(*args, **kwargs)
         self.combiner = combiner
         self.hashing = hashing
+        if hashing is not None:
+            self.hashing_record = LayerRecord(hashing)
 
     def add_weight(self, *args: Any, **kwargs: Any) -> Any:
         """Adds a weight, without a regularizer of strength 0: its gradient is dense."""

@@ -10,14 +10,31 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding.checkpoint.checkpoint_view import hashing_numbers, parse_hashing
-from tpu_embedding.checkpoint.hashed_tables import differs
+from tpu_embedding.checkpoint.hashed_tables import HashingRecord, differs
+from tpu_embedding.checkpoint.object_graph import variable_key
+from tpu_embedding.checkpoint.tensorflow_format import Bundle
 from tpu_embedding.hashing import join_rows, rows_of
 from tpu_embedding.inputs import to_id_batch
 from tpu_embedding.layout.plan import HASHING
 from tpu_embedding.vocabulary import Hashing, RowHash
 
 _FIRST = ("input_dim", "output_dim", "embeddings_initializer")
+_RECORD = variable_key("", "hashing_record")
 _LARGEST_FLOAT = 2**24  # The least whole number whose successor is no float32.
+
+
+class LayerRecord(HashingRecord):
+    """The hashing of a layer in checkpoints; its attribute `hashing_record`."""
+
+    def _checkpoint_adapter(self, path: str) -> Any:
+        # Restoring calls this before it reads any value. Of several such layers of a
+        # model one must fit.
+        bundle = Bundle(path)
+        keys = [key for key in bundle.shapes if key.endswith(_RECORD)]
+        stored = [parse_hashing(path, bundle.restore(key)) for key in keys]
+        if stored and self.hashing not in stored:
+            raise differs("A layer", path, self.hashing, stored[0])
+        return super()._checkpoint_adapter(path)
 
 
 def of_table(
