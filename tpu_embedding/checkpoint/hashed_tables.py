@@ -38,6 +38,8 @@ class HashingRecord(tf.__internal__.tracking.Trackable):
         return {VALUE_KEY: tf.constant(hashing_numbers(self.hashing))}
 
     def _restore_from_tensors(self, restored_tensors: Mapping[str, Any]) -> None:
+        if not tf.executing_eagerly():
+            return  # The graph of a SavedModel, which reads its own record.
         # `check_bundle` came first, but cannot tell which of several records is this
         # one's.
         numbers = restored_tensors[VALUE_KEY].numpy()
