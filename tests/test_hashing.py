@@ -250,14 +250,15 @@ def test_files_hold_the_hashing(tmp_path: pathlib.Path):
     assert looked_up(wrong).tobytes() == before.tobytes()
 
 
-@pytest.mark.parametrize("storage", ["float32", "int8"])
-@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize(("storage", "mapped"), [("float32", False), ("int8", True)])
 def test_an_export_gives_the_same_bits(
     storage: str, mapped: bool, tmp_path: pathlib.Path
 ):
     embedding = trained(made(string_ids=True))
     path = str(tmp_path / "model")
-    report = te.serving.export(embedding, path, storage=storage, mapped=mapped)
+    report = te.serving.export(
+        embedding, path, signatures=["dense"], storage=storage, mapped=mapped
+    )
     served = tf.saved_model.load(path).signatures["dense"]
     words = np.array(["", "a", "film", "films"])
     found = served(film=tf.constant(words))["film"].numpy()
@@ -293,7 +294,7 @@ def test_an_export_loads_without_the_package(tmp_path: pathlib.Path):
 
 def test_deltas_have_the_rows_of_ids(tmp_path: pathlib.Path):
     embedding, path = made(), str(tmp_path / "model")
-    te.serving.export(embedding, path, deltas=True)
+    te.serving.export(embedding, path, signatures=["dense"], deltas=True)
     model = tf.saved_model.load(path)
     writer = te.serving.DeltaWriter(embedding, path, "replicas")
     trained(embedding)

@@ -165,10 +165,9 @@ class RestoresLayouts(tf.__internal__.tracking.Trackable):
         return self.core.hashing_records
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
+        # Also of a SavedModel, which tf_keras reads as a checkpoint.
         children = super()._trackable_children(save_type, **kwargs)
-        if save_type == "checkpoint":
-            children |= self._hashing_records
-        return children
+        return {**children, **self._hashing_records}
 
     def _checkpoint_adapter(self, path: str) -> Any:
         # Restoring calls this once for each object, before it reads any value.
