@@ -292,6 +292,7 @@ def test_an_export_loads_without_the_package(tmp_path: pathlib.Path):
     assert np.load(rows).tobytes() == looked_up(embedding).tobytes()
 
 
+@pytest.mark.second_tier
 def test_deltas_have_the_rows_of_ids(tmp_path: pathlib.Path):
     embedding, path = made(), str(tmp_path / "model")
     te.serving.export(embedding, path, signatures=["dense"], deltas=True)

@@ -81,9 +81,9 @@ def pack(features: Any, weights: Any = None) -> PackedFeatures:
     for path, value in zip(paths, values, strict=True):
         if getattr(value, "dtype", None) == tf.string:
             raise TypeError(
-                f"Feature {path}: te.pack takes no strings. Pass it what their ids are "
-                "with `string_ids=True`: tf.strings.to_hash_bucket_fast(strings, "
-                "2**63 - 1)."
+                f"Feature {path}: te.pack takes no strings. Convert them with "
+                "keras.layers.StringLookup; for a table with `string_ids=True` with "
+                "tf.strings.to_hash_bucket_fast(strings, 2**63 - 1)."
             )
     flat_weights = structure.flatten_weights(weights)
     batches = [
