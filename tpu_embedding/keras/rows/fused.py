@@ -19,7 +19,7 @@ from tpu_embedding.engines.base import EngineOptions
 from tpu_embedding.engines.host.batches import HostBatches, plan_record
 from tpu_embedding.engines.rates import evaluate_rate
 from tpu_embedding.inputs import IdBatch, InputKind
-from tpu_embedding.keras.rows.waiting import Waiting, kernels_for
+from tpu_embedding.keras.rows.waiting import Waiting, kernels_for, serialized
 from tpu_embedding.layout.output_shapes import OutputShapes
 from tpu_embedding.layout.plan import make_plan
 from tpu_embedding.ops import library
@@ -111,7 +111,7 @@ class _Updates:
                 clocks=[each.clock.handle for each in waiting],
                 sinces=[each.since.handle for each in waiting],
                 histories=[each.history.handle for each in waiting],
-                idle=[each.record() for each in waiting],
+                idle=serialized(waiting),
                 steps=tf.stack(steps) if steps else tf.zeros([0, 3], tf.float64),
                 plan=self._record,
             )

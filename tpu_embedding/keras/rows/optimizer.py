@@ -19,19 +19,32 @@ from tpu_embedding.keras.rows import fused
 from tpu_embedding.keras.rows.rules import SLOTS, idle_of, rule_of, step_of
 from tpu_embedding.keras.rows.variable import (
     TableVariable,
+    check_calls,
     components,
     local,
     make_plain,
     make_table,
     take_over,
+    waiting_of,
 )
-from tpu_embedding.keras.rows.waiting import Waiting, gather, new_owner, scatter
+from tpu_embedding.keras.rows.waiting import (
+    Waiting,
+    gather,
+    new_owner,
+    other_optimizer,
+    scatter,
+)
 from tpu_embedding.optimizers.idle import Idle
 
 _LOSS_SCALE = (
     "Leave it at None and use keras.optimizers.LossScaleOptimizer("
     "te.keras.RowSparseOptimizer(...))."
 )
+# Options of Keras that compute on all rows, and what they do.
+_OF_ALL_ROWS = {
+    "use_ema": "averages all of them",
+    "gradient_accumulation_steps": "sums dense gradients",
+}
 _STRATEGIES = (tf.distribute.OneDeviceStrategy, tf.distribute.MirroredStrategy)
 
 
@@ -87,6 +100,7 @@ class UpdatesRows:
     _rule: Any  # The class of Keras.
     lazy: bool = False
     _owner: int | None = None
+    _dense_tables: frozenset[str] = frozenset()  # Whose steps are dense, as was said.
     _ways: dict[str, str]
 
     @property
@@ -125,14 +139,17 @@ class UpdatesRows:
     def _wait(self: Any, variable: Any) -> None:
         """Lets the rows of a table wait, if they do anything while they wait."""
         parts = components(variable)
-        if self.lazy or not all(isinstance(part, TableVariable) for part in parts):
+        if not all(isinstance(part, TableVariable) for part in parts):
             return
         decays = self._decays(variable)
-        idle, why = self._idle(decays)
-        if idle is None or why:
-            return
+        idle, why = self._idle(decays, getattr(variable, "constraint", None))
+        if why:
+            for part in parts:
+                self._step_densely(part, why)
         slots = self._slots(keras_api.index_of(self, variable)).values()
-        if not all(make_table(slot) for slot in slots):
+        if idle is None or not all(make_table(slot) for slot in slots):
+            for part in parts:
+                take_over(part, None)
             return
         owner = self.__dict__.setdefault("_owner", new_owner())
         of_slots = (components(slot) for slot in slots)
@@ -141,11 +158,20 @@ class UpdatesRows:
                 continue
             take_over(part, Waiting(idle, (part, *own), owner, decays))
 
-    def _idle(self: Any, decays: bool) -> tuple[Idle | None, str]:
+    def _idle(
+        self: Any, decays: bool, constraint: Any = None
+    ) -> tuple[Idle | None, str]:
         """What a step does to rows without a gradient; None for nothing.
 
         The second result says why that cannot be made up for.
         """
+        if self.lazy:
+            return None, ""
+        for name, what in _OF_ALL_ROWS.items():
+            if getattr(self, name, None):
+                return None, f"`{name}` {what}"
+        if constraint is not None:
+            return None, f"`{constraint!r}` constrains all of them"
         try:
             idle = idle_of(self, self._rule)
         except ValueError as error:
@@ -161,7 +187,9 @@ class UpdatesRows:
             return
         waiting = self._waiting(variable)
         is_sparse = isinstance(gradient, tf.IndexedSlices)
-        by_rows = is_sparse and self._steps_by_rows(variable)
+        by_rows = is_sparse and self._steps_by_rows(variable, waiting)
+        if not by_rows and (is_sparse or isinstance(variable, TableVariable)):
+            self._note(variable, "dense")
         if is_sparse:
             gradient = sum_duplicates(gradient) if by_rows else _dense(gradient)
         if waiting is None:
@@ -188,33 +216,39 @@ class UpdatesRows:
 
     def _waiting(self: Any, variable: Any) -> Waiting | None:
         """What the rows of a tf.Variable wait for, if they wait for this optimizer."""
-        waiting = getattr(variable, "waiting", None)
-        if waiting is not None and waiting.owner != self._owner:
-            raise RuntimeError(
-                f"RowSparseOptimizer: {variable.name} is trained by another optimizer, "
-                "which was built later. Use one optimizer for a table."
-            )
+        waiting = waiting_of(variable)
+        last = getattr(variable, "waiting", None)
+        is_own = last is not None and last.owner == self._owner
+        if is_own is (waiting is None):
+            raise RuntimeError(f"RowSparseOptimizer: {other_optimizer(variable.name)}")
+        check_calls(variable, waiting)
         return waiting
 
-    def _steps_by_rows(self: Any, variable: Any) -> bool:
+    def _steps_by_rows(self: Any, variable: Any, waiting: Waiting | None) -> bool:
         """Whether the rows of a gradient are all that a step has to update."""
-        if self.lazy or getattr(variable, "waiting", None) is not None:
-            self._note(variable, "rows")
+        if variable.name in self._dense_tables:
+            return False
+        if waiting is not None:
             return True
         idle, why = self._idle(self._decays(variable))
         if idle is None and not why:
-            self._note(variable, "rows")
             return True
-        if self.updates_rows_by.get(variable.name) == "dense":
-            return False  # Said before.
-        self._note(variable, "dense")
-        warnings.warn(
-            f"RowSparseOptimizer updates all rows of {variable.name} in each step, as "
-            f"Keras does: {why or 'it is not the table of a te.keras.Embedding'}. "
-            "`lazy=True` updates the rows of the batch only, with other numbers.",
-            stacklevel=2,
+        self._step_densely(
+            variable, why or "it is not the table of a te.keras.Embedding"
         )
         return False
+
+    def _step_densely(self: Any, variable: Any, why: str) -> None:
+        """Notes that a table has dense steps, with one warning."""
+        if variable.name in self._dense_tables:
+            return
+        self.__dict__["_dense_tables"] = self._dense_tables | {variable.name}
+        warnings.warn(
+            f"RowSparseOptimizer updates all rows of {variable.name} in each step, as "
+            f"Keras does: {why}. `lazy=True` updates the rows of the batch only, with "
+            "other numbers.",
+            stacklevel=2,
+        )
 
     def _note(self: Any, variable: Any, way: str) -> None:
         self.__dict__.setdefault("_ways", {})[variable.name] = way
@@ -222,6 +256,7 @@ class UpdatesRows:
     def _update_touched(
         self: Any, gradient: Any, variable: Any, waiting: Any, *rate: Any
     ) -> None:
+        self._note(variable, "rows")
         key, index = self._var_key(variable), keras_api.index_of(self, variable)
         whole = self._slots(index)
         variables = [variable, *(local(slot) for slot in whole.values())]
@@ -282,7 +317,12 @@ class UpdatesRows:
             rows = fused.Rows(gradient, table, slots, waiting)
             once = named[self._var_key(variable)] == 1
             decays = waiting is None and self._decays(table)  # The op decays no table.
-            if once and not decays and rows.fits(rule) and self._steps_by_rows(table):
+            if (
+                once
+                and not decays
+                and rows.fits(rule)
+                and self._steps_by_rows(table, waiting)
+            ):
                 tables[n] = rows
         for waits in (True, False):
             some = [rows for rows in tables.values() if bool(rows.waiting) is waits]
@@ -400,9 +440,8 @@ def RowSparseOptimizer(inner: Any, lazy: bool = False) -> Any:  # noqa: N802
     callbacks and files are those of Keras. Clipping sees the summed gradients. Where
     rows cannot be caught up, a step updates all rows as in Keras, with one warning:
     tables of other layers than `te.keras.Embedding`, betas whose product of steps is
-    no short sum (such as beta_1 = beta_2 = 0.9), and Ftrl with l2 shrinkage. Options
-    that read all rows in each step, such as `use_ema`, constraints and
-    `gradient_accumulation_steps`, cost what they cost in Keras.
+    no short sum (such as beta_1 = beta_2 = 0.9), and options that compute on all rows:
+    `use_ema`, `gradient_accumulation_steps`, constraints, and Ftrl's l2 shrinkage.
 
     >>> import keras
     >>> optimizer = RowSparseOptimizer(keras.optimizers.Adagrad(0.1))

@@ -7,15 +7,15 @@ import contextvars
 import functools
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager import record
-from tensorflow.python.ops import resource_variable_ops
+from tensorflow.python.ops import control_flow_util, resource_variable_ops
 
 from tpu_embedding.keras.keras_api import keras_api
-from tpu_embedding.keras.rows.waiting import Waiting
+from tpu_embedding.keras.rows.waiting import Waiting, other_optimizer
 
 _Variable = resource_variable_ops.ResourceVariable
 _flushes_before: contextvars.ContextVar[bool] = contextvars.ContextVar(
@@ -38,9 +38,9 @@ class TableVariable(_Variable):
         waiting = self.waiting
         graph = _outermost_graph()
         before = waiting is None or (graph is not None and _flushes_before.get())
-        if graph is not None and (before or not is_recording()):
-            _flush_before_calls(graph, self, None if before else waiting)
-        if waiting is None or before or waiting.is_quiet:
+        if graph is not None:
+            self._flush_before_calls(graph, None if before else waiting)
+        if waiting is None or before or waiting.is_quiet():
             return super().sparse_read(indices, name)
         return waiting.read(tf.convert_to_tensor(indices))
 
@@ -58,8 +58,24 @@ class TableVariable(_Variable):
         return super()._restore_from_tensors(restored_tensors)
 
     def _flush(self) -> None:
-        if self.waiting is not None:
-            self.waiting.flush()
+        waiting, graph = self.waiting, _outermost_graph()
+        if graph is not None and not (waiting is not None and waiting.is_quiet()):
+            self._flush_before_calls(graph, waiting)
+        if waiting is not None:
+            waiting.flush()
+
+    def _flush_before_calls(self, graph: Any, traced: Waiting | None) -> None:
+        """Flushes before each call of a graph, unless it catches rows up itself.
+
+        The optimizer may be built, or another one may train the table, after the graph
+        was traced.
+        """
+
+        def flush() -> None:
+            if self.waiting is not None and self.waiting is not traced:
+                self.waiting.flush()
+
+        _before_calls(graph, flush)
 
     @property
     def _handle(self) -> Any:
@@ -119,7 +135,7 @@ def make_plain(variable: Any) -> None:
     for component in components(variable):
         waiting = getattr(component, "waiting", None)
         if waiting is not None:
-            waiting.flush()
+            waiting.release()
             for each in waiting.variables:
                 each.waiting = None
                 object.__setattr__(each, "__class__", _Variable)
@@ -133,13 +149,35 @@ def local(variable: Any) -> Any:
     return value._get() if hasattr(value, "values") else value
 
 
-def take_over(variable: TableVariable, waiting: Waiting) -> None:
-    """Gives a table and its slots to an optimizer; what waited before is caught up."""
+def take_over(variable: TableVariable, waiting: Waiting | None) -> None:
+    """Gives a table and its slots to an optimizer, for which rows may wait or not."""
     if variable.waiting is not None:
-        variable.waiting.flush()
-        variable.waiting.revoke()
-    for each in waiting.variables:
+        variable.waiting.release()
+    for each in waiting.variables if waiting is not None else ():
         each.waiting = waiting
+
+
+def waiting_of(variable: Any) -> Waiting | None:
+    """What the rows of a tf.Variable wait for; None if they do not."""
+    waiting = getattr(variable, "waiting", None)
+    return None if waiting is None or waiting.is_revoked else waiting
+
+
+def check_calls(variable: Any, waiting: Waiting | None) -> None:
+    """Refuses calls of the function that is traced, once the table waits for others.
+
+    Where rows wait, an op does it (`Waiting.check_step`); XLA leaves assertions out.
+    """
+    graph = _outermost_graph()
+    if graph is None or not isinstance(variable, TableVariable):
+        return
+
+    def check() -> None:
+        if waiting_of(variable) is not waiting:
+            raise RuntimeError(other_optimizer(variable.name))
+
+    if waiting is None or control_flow_util.GraphOrParentsInXlaContext(graph):
+        _before_calls(graph, check)
 
 
 def is_recording() -> bool:
@@ -175,35 +213,28 @@ def _outermost_graph() -> Any:
     return graph
 
 
-# By graph, the variables that it reads, each with the Waiting that it catches up by.
-_reads: weakref.WeakKeyDictionary[Any, list[tuple[TableVariable, Waiting | None]]] = (
+# By graph, what is done before each of its calls.
+_done_before: weakref.WeakKeyDictionary[Any, list[Callable[[], None]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def _flush_before_calls(
-    graph: Any, variable: TableVariable, traced: Waiting | None
-) -> None:
-    """Flushes before each call of a graph, unless it catches the rows up itself.
-
-    The optimizer may be built, or another one may train the table, after the graph was
-    traced.
-    """
-    if graph in _reads:
-        _reads[graph].append((variable, traced))
+def _before_calls(graph: Any, do: Callable[[], None]) -> None:
+    """Does something before each call of a graph, in Python."""
+    if graph in _done_before:
+        _done_before[graph].append(do)
         return
-    reads = _reads[graph] = [(variable, traced)]
+    done = _done_before[graph] = [do]
 
-    def flush() -> tf.Tensor:
+    def do_all() -> tf.Tensor:
         with tf.init_scope():
-            for read, known in reads:
-                if read.waiting is not None and read.waiting is not known:
-                    read.waiting.flush()
+            for each in done:
+                each()
             return tf.constant(0)
 
     with tf.init_scope():
-        saved = tf.constant(0)  # What a SavedModel has in place of the flush.
+        saved = tf.constant(0)  # What a SavedModel has in place of it.
     with graph.as_default():
         graph.capture_call_time_value(
-            flush, tf.TensorSpec([], tf.int32), ("tpu_embedding", id(reads)), saved
+            do_all, tf.TensorSpec([], tf.int32), ("tpu_embedding", id(done)), saved
         )

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -42,6 +43,15 @@ _owners = itertools.count(1)
 def new_owner() -> int:
     """Returns a number for an optimizer, of which `Waiting.clock` has the last one."""
     return next(_owners)
+
+
+def other_optimizer(name: str) -> str:
+    """The error of a step with a table that belongs to another optimizer by now."""
+    return (
+        f"{name} is no longer trained by the optimizer of this step: another one was "
+        "built for it, or te.keras.unconvert changed it back. Train a table with one "
+        "RowSparseOptimizer."
+    )
 
 
 def kernels_for(variables: Sequence[Any]) -> Any:
@@ -86,14 +96,15 @@ class Waiting:
       variables: The table and its slots, each [V, D].
       owner: The number of the optimizer.
       decays: Whether the optimizer decays the table.
-      is_quiet: Whether reads do not catch up, as the reader has done so.
+      is_revoked: Whether the optimizer may take no more steps.
     """
 
     def __init__(
         self, idle: Idle, variables: Sequence[Any], owner: int, decays: bool
     ) -> None:
         self.idle, self.variables, self.owner = idle, tuple(variables), owner
-        self.decays, self.is_quiet = decays, False
+        self.decays, self.is_revoked = decays, False
+        self._quiet_in: int | None = None  # The thread that has caught all rows up.
         self._quadrature = idle.quadrature
         rows = int(variables[0].shape[0])
         horizon = self._quadrature.horizon if self._quadrature else 1
@@ -126,7 +137,7 @@ class Waiting:
         if kernels is not None:
             resource_variable_ops.variable_accessed(table)
             return self._read_by(kernels, rows, outputs=1)[0]
-        stored = resource_variable_ops.ResourceVariable.sparse_read(table, rows)
+        stored: Any = resource_variable_ops.ResourceVariable.sparse_read(table, rows)
         with record.stop_recording():
             caught_up = self._caught_up(rows, [stored])[0]
         return _instead(stored, caught_up)
@@ -152,7 +163,7 @@ class Waiting:
             rows=rows,
             num_outputs=outputs,
             dim=int(self.variables[0].shape[1]),
-            idle=[self._record(with_weights=False)],
+            idle=serialized([self], with_weights=False),
         )
 
     def _caught_up(
@@ -247,7 +258,7 @@ class Waiting:
             kernels.tpu_embedding_advance(
                 **self.arguments(),
                 steps=step[tf.newaxis],
-                idle=[self.record()],
+                idle=serialized([self]),
                 updated_all=dense,
             )
             return
@@ -278,9 +289,11 @@ class Waiting:
         is_full = (now + 2 - floor >= self.capacity) | (log < -300.0)
         _when(is_full, self._catch_up_all)
 
-    def revoke(self) -> None:
-        """Refuses the steps that are taken from now on, of functions traced before."""
-        with tf.init_scope():
+    def release(self) -> None:
+        """Catches all rows up, and refuses steps of functions traced before."""
+        self.is_revoked = True
+        with tf.init_scope():  # Keras 3 builds optimizers while it traces a step.
+            self.flush()
             now = _read(self.clock)[0]
             _assign(self.clock, tf.stack([now, now, tf.zeros_like(now)]))
 
@@ -290,8 +303,7 @@ class Waiting:
         owned = tf.debugging.assert_equal(
             _read(self.clock)[2],
             tf.constant(self.owner, tf.int64),
-            f"Another optimizer was built for {name} after this train function was "
-            "traced. Train a table with one RowSparseOptimizer, or use lazy=True.",
+            other_optimizer(name),
         )
         shrinks = tf.debugging.assert_less(
             shrinkage,
@@ -303,7 +315,7 @@ class Waiting:
 
     def flush(self) -> None:
         """Catches all rows up, if there may be one that waits."""
-        if self.is_quiet:
+        if self.is_quiet():
             return
         graph = tf.compat.v1.get_default_graph()
         if not tf.executing_eagerly() and not hasattr(graph, "outer_graph"):
@@ -318,7 +330,7 @@ class Waiting:
             kernels = kernels_for(self.variables)
             if kernels is not None:
                 kernels.tpu_embedding_catch_up(
-                    **self.arguments(), idle=[self._record(with_weights=False)]
+                    **self.arguments(), idle=serialized([self], with_weights=False)
                 )
                 return
             now, floor, _ = tf.unstack(_read(self.clock))
@@ -343,15 +355,12 @@ class Waiting:
         _assign(self.clock, tf.stack([now, now, owner]))
         scatter(self.history, [now % self.capacity], tf.zeros_like(self.history[:1]))
 
-    def record(self) -> bytes:
-        """What a step does to a row, for ops that count steps."""
-        return self._record(with_weights=True)
-
-    def _record(self, with_weights: bool) -> bytes:
+    def record(self, with_weights: bool) -> Any:
+        """What a step does to a row, with the weights if the op counts steps."""
         idle, quadrature = self.idle, self._quadrature
         weights = quadrature.weights if quadrature and with_weights else np.zeros(0)
         options = (idle.epsilon_beta, idle.root_fade, idle.epsilon, *idle.follow)
-        return records.serialize(
+        return records.record(
             name=self.variables[0].name,
             owner=self.owner,
             move=idle.move,
@@ -367,12 +376,21 @@ class Waiting:
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
-        """Reads and writes the variables as they are stored."""
-        self.is_quiet = True
+        """Reads and writes the variables as they are stored, in this thread."""
+        self._quiet_in = threading.get_ident()
         try:
             yield
         finally:
-            self.is_quiet = False
+            self._quiet_in = None
+
+    def is_quiet(self) -> bool:
+        """Whether this thread reads what is stored."""
+        return self._quiet_in == threading.get_ident()
+
+
+def serialized(tables: Sequence[Waiting], with_weights: bool = True) -> bytes:
+    """What the ops of the library take as `idle`."""
+    return records.serialize(rules=[each.record(with_weights) for each in tables])
 
 
 @tf.custom_gradient

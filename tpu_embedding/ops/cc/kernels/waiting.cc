@@ -194,7 +194,7 @@ REGISTER_OP("TpuEmbeddingCaughtUpRows")
     .Attr("num_outputs: int >= 1")
     .Attr("row_type: {int32, int64}")
     .Attr("dim: int >= 1")
-    .Attr("idle: list(string)")
+    .Attr("idle: string")
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* context) {
       int64_t dim = 0;
@@ -215,7 +215,8 @@ tables, slots: one table, float32 [rows, dim], and its slots.
 clocks, sinces, histories: of keras/rows/waiting.py.
 rows: of any shape, in [0, rows).
 values: [rows..., dim]: of the table, then of each slot if there are outputs.
-idle: what a step without a gradient does, a record.
+idle: a record whose `rules` say what a step without a gradient does, by table.
+  No list of strings: eager calls of ops with other lists share a kernel.
 )doc");
 
 class CaughtUpRowsOp : public tensorflow::OpKernel {
@@ -319,7 +320,7 @@ REGISTER_OP("TpuEmbeddingCatchUp")
     .Input("histories: num_tables * resource")
     .Attr("num_tables: int >= 1")
     .Attr("num_slots: int >= 0")
-    .Attr("idle: list(string)")
+    .Attr("idle: string")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::NoOutputs)
     .Doc(R"doc(
@@ -370,7 +371,7 @@ REGISTER_OP("TpuEmbeddingAdvance")
     .Input("steps: double")
     .Attr("num_tables: int >= 1")
     .Attr("num_slots: int >= 0")
-    .Attr("idle: list(string)")
+    .Attr("idle: string")
     .Attr("updated_all: bool")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::NoOutputs)
@@ -425,11 +426,11 @@ REGISTER_KERNEL_BUILDER(
 
 absl::Status ReadIdleRules(OpKernelConstruction* context,
                            std::vector<IdleRule>* rules) {
-  std::vector<std::string> texts;
-  TF_RETURN_IF_ERROR(context->GetAttr("idle", &texts));
-  for (const std::string& text : texts) {
-    Record record;
-    TF_RETURN_IF_ERROR(record.Parse(text));
+  Record all;
+  TF_RETURN_IF_ERROR(all.Read(context, "idle"));
+  std::vector<Record> records;
+  TF_RETURN_IF_ERROR(all.Get("rules", &records));
+  for (const Record& record : records) {
     TF_RETURN_IF_ERROR(ReadIdleRule(record, &rules->emplace_back()));
   }
   return absl::OkStatus();
@@ -486,9 +487,11 @@ absl::Status CheckStep(const IdleRule& rule, const WaitingRows& waiting,
                        double shrinkage) {
   if (waiting.owner() != rule.owner) {
     return absl::InvalidArgumentError(absl::StrCat(
-        "Another optimizer was built for ", rule.name,
-        " after this train function was traced. Train a table with one "
-        "RowSparseOptimizer, or use lazy=True."));
+        rule.name,
+        " is no longer trained by the optimizer of this step: another one was "
+        "built for it, or te.keras.unconvert changed it back. Train a table "
+        "with "
+        "one RowSparseOptimizer."));
   }
   if (shrinkage < 1.0) return absl::OkStatus();
   return absl::InvalidArgumentError(
