@@ -343,7 +343,7 @@ def test_another_optimizer_takes_a_table_over(way: str):
     assert not np.array_equal(layer.get_weights()[0], before)
 
 
-@pytest.mark.parametrize("second", ["adamw", "nadam", "sgd", "lazy", "use_ema"])
+@pytest.mark.parametrize("second", ["adamw", "sgd", "lazy", "use_ema"])
 @pytest.mark.filterwarnings("ignore:RowSparseOptimizer updates all rows")
 def test_an_optimizer_that_is_built_in_a_trace_takes_a_table_over(second: str):
     """Keras 3 builds it there after `compile`; nobody has read the table before."""
@@ -355,7 +355,7 @@ def test_an_optimizer_that_is_built_in_a_trace_takes_a_table_over(second: str):
     }[second]
     layer, table = layer_of(first_table()), plain_table(first_table())
     first, theirs = te_keras.RowSparseOptimizer(O.Adam(0.01)), O.Adam(0.01)
-    for gradient in gradients(8):
+    for gradient in gradients(4):
         first.apply_gradients([(gradient, layer.embeddings)])
         theirs.apply_gradients([(dense(gradient), table)])
     ours = te_keras.RowSparseOptimizer(make(), lazy=second == "lazy")
@@ -365,10 +365,10 @@ def test_an_optimizer_that_is_built_in_a_trace_takes_a_table_over(second: str):
         ours.apply_gradients([(gradients(1)[0], layer.embeddings)])
         return
     theirs = make()
-    for gradient in gradients(8):
+    for gradient in gradients(4):
         ours.apply_gradients([(gradient, layer.embeddings)])
         theirs.apply_gradients([(dense(gradient), table)])
-    own, atol = layer.get_weights()[0], rounding(16, table.numpy())
+    own, atol = layer.get_weights()[0], rounding(8, table.numpy())
     np.testing.assert_allclose(own, table.numpy(), rtol=0, atol=atol)
     with pytest.raises(RuntimeError, match="no longer trained by the optimizer"):
         first.apply_gradients([(gradients(1)[0], layer.embeddings)])
@@ -418,23 +418,22 @@ def test_values_that_are_assigned_are_up_to_date(way: str):
 def test_a_full_history_is_begun_again(
     decay: float | None, way: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(waiting_module, "_LONGEST_HISTORY", 300)
+    monkeypatch.setattr(waiting_module, "_LONGEST_HISTORY", 80)
+    steps = 250
 
     def make() -> Any:
-        return O.Adam(0.01, beta_1=0.8, weight_decay=decay)
+        return O.Adam(0.01, beta_1=0.5, weight_decay=decay)
 
-    passes = 1500 // 299
     ours, theirs = te_keras.RowSparseOptimizer(make()), make()
     layer, table = layer_of(first_table()), plain_table(first_table())
     updates = steps_of(ours, layer.embeddings), steps_of(theirs, table, is_dense=True)
-    for gradient in gradients(5 * STEPS):
+    for gradient in gradients(steps):
         for update in updates:
             update(gradient)
     clock = _variable(layer.embeddings).waiting.clock.numpy()
-    assert list(clock[:2]) == [5 * STEPS, passes * 299]
-    np.testing.assert_allclose(
-        layer.get_weights()[0], table.numpy(), rtol=0, atol=5 * STEPS * 1.2e-7
-    )
+    assert list(clock[:2]) == [steps, steps // 79 * 79]
+    own, atol = layer.get_weights()[0], rounding(steps, table.numpy())
+    np.testing.assert_allclose(own, table.numpy(), rtol=0, atol=atol)
 
 
 def test_a_decay_that_leaves_nothing_is_refused(way: str):
@@ -489,6 +488,53 @@ def test_tables_of_other_layers_are_dense_with_a_warning():
     np.testing.assert_allclose(first.numpy(), second.numpy(), rtol=0, atol=1e-7)
 
 
+AROUND: dict[str, dict[str, Any]] = {
+    "clipnorm": {"clipnorm": 0.5},
+    "global_clipnorm": {"global_clipnorm": 0.5},
+    "clipvalue": {"clipvalue": 0.3},
+    "schedule": {"learning_rate": O.schedules.ExponentialDecay(0.05, 3, 0.7)},
+    "iterations": {},
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_what_keras_does_around_a_step(around: str):
+    """Also after `iterations` was assigned, forwards and backwards."""
+    options = {"learning_rate": 0.01, "weight_decay": 0.05, **AROUND[around]}
+    layer, table = layer_of(first_table()), plain_table(first_table())
+    ours, theirs = te_keras.RowSparseOptimizer(O.Adam(**options)), O.Adam(**options)
+    for step, gradient in enumerate(gradients(12)):
+        ours.apply_gradients([(gradient, layer.embeddings)])
+        theirs.apply_gradients([(dense(gradient), table)])
+        if around == "iterations" and step in (3, 7):
+            ours.iterations.assign(900 - step * 100)
+            theirs.iterations.assign(900 - step * 100)
+        if around == "iterations" and step == 9:
+            ours.iterations.assign(1)
+            theirs.iterations.assign(1)
+    own, atol = layer.get_weights()[0], rounding(12, table.numpy())
+    np.testing.assert_allclose(own, table.numpy(), rtol=0, atol=atol)
+
+
+def test_a_constraint_makes_steps_dense_with_a_warning():
+    layer = te_keras.Embedding(
+        V, D, embeddings_constraint=keras.constraints.MaxNorm(1.0, axis=1)
+    )
+    layer.build(None)
+    layer.set_weights([first_table()])
+    table, theirs = plain_table(first_table()), O.Adam(0.01)
+    ours = te_keras.RowSparseOptimizer(O.Adam(0.01))
+    with pytest.warns(UserWarning, match=r"MaxNorm.* constrains all of them"):
+        ours.build([layer.embeddings])
+    for gradient in gradients(4):
+        ours.apply_gradients([(gradient, layer.embeddings)])
+        theirs.apply_gradients([(dense(gradient), table)])
+        table.assign(keras.constraints.MaxNorm(1.0, axis=1)(table))
+    assert list(ours.updates_rows_by.values()) == ["dense"]
+    own, atol = layer.get_weights()[0], rounding(4, table.numpy())
+    np.testing.assert_allclose(own, table.numpy(), rtol=0, atol=atol)
+
+
 def test_steps_without_a_gradient_are_no_steps(way: str):
     """Keras leaves out a variable whose gradient is None."""
     layer, table = layer_of(first_table()), plain_table(first_table())
@@ -497,13 +543,13 @@ def test_steps_without_a_gradient_are_no_steps(way: str):
     for optimizer, pair in ((ours, (layer.embeddings, other)), (theirs, (table, twin))):
         optimizer.build(list(pair))
     one = tf.ones([2])
-    for step, gradient in enumerate(gradients(60)):
+    for step, gradient in enumerate(gradients(18)):
         pairs = [(gradient, layer.embeddings)] if step % 3 else []
         ours.apply_gradients([*pairs, (one, other)])
         pairs = [(dense(gradient), table)] if step % 3 else []
         theirs.apply_gradients([*pairs, (one, twin)])
     np.testing.assert_allclose(
-        layer.get_weights()[0], table.numpy(), rtol=0, atol=60 * 1.2e-7
+        layer.get_weights()[0], table.numpy(), rtol=0, atol=18 * 1.2e-7
     )
 
 
@@ -511,12 +557,12 @@ def test_dense_and_sparse_steps_in_turn(way: str):
     layer, table = layer_of(first_table()), plain_table(first_table())
     ours, theirs = (make(0.01, weight_decay=0.05) for make in (O.AdamW, O.AdamW))
     ours = te_keras.RowSparseOptimizer(ours)
-    for step, gradient in enumerate(gradients(60)):
-        own = gradient if step % 7 else dense(gradient)
+    for step, gradient in enumerate(gradients(18)):
+        own = gradient if step % 5 else dense(gradient)
         ours.apply_gradients([(own, layer.embeddings)])
         theirs.apply_gradients([(dense(gradient), table)])
     np.testing.assert_allclose(
-        layer.get_weights()[0], table.numpy(), rtol=0, atol=60 * 1.2e-7
+        layer.get_weights()[0], table.numpy(), rtol=0, atol=18 * 1.2e-7
     )
 
 
