@@ -1,4 +1,5 @@
-// a += g^2; w -= rate * g / sqrt(a). Slot: accumulators. No hyperparameters.
+// a += g^2; w -= rate * g / sqrt(a + epsilon). Slot: accumulators. The rule of
+// TPUs has no hyperparameters, and an epsilon of 0; that of Keras has epsilon.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_OPTIMIZERS_ADAGRAD_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_OPTIMIZERS_ADAGRAD_H_
@@ -18,7 +19,8 @@ class Adagrad {
   static constexpr bool kSlotsPerRow = false;
   static constexpr int kNumHyperparameters = 0;
 
-  explicit Adagrad(const RuleArguments& arguments) : rate_(arguments.rate) {}
+  explicit Adagrad(const RuleArguments& arguments)
+      : Adagrad(arguments.rate, 0.0f) {}
 
   TPU_EMBEDDING_INLINE void Apply(const float* __restrict g,
                                   float* __restrict w, float* const* slots,
@@ -26,14 +28,29 @@ class Adagrad {
     float* __restrict a = slots[0];
     for (int64_t d = 0; d < dim; ++d) {
       a[d] += g[d] * g[d];
+      // To add 0 to a square changes no bit.
+      const float square = a[d] + epsilon_;
       // Where the accumulator stays 0 the gradient is 0 too, and so the step.
       // A NaN is no 0: it must show in the row.
-      w[d] -= a[d] <= 0.0f ? 0.0f : rate_ * g[d] / std::sqrt(a[d]);
+      w[d] -= square <= 0.0f ? 0.0f : rate_ * g[d] / std::sqrt(square);
     }
   }
 
+ protected:
+  Adagrad(float rate, float epsilon) : rate_(rate), epsilon_(epsilon) {}
+
  private:
   const float rate_;
+  const float epsilon_;
+};
+
+class KerasAdagrad : public Adagrad {
+ public:
+  static constexpr const char* kName = "keras_adagrad";
+  static constexpr int kNumHyperparameters = 1;
+
+  explicit KerasAdagrad(const RuleArguments& arguments)
+      : Adagrad(arguments.rate, arguments.hyperparameters[0]) {}
 };
 
 }  // namespace tpu_embedding

@@ -10,7 +10,6 @@
 #include "core/optimizers/centered_rms_prop.h"
 #include "core/optimizers/frequency_estimator.h"
 #include "core/optimizers/ftrl.h"
-#include "core/optimizers/keras_adagrad.h"
 #include "core/optimizers/keras_adam.h"
 #include "core/optimizers/momentum.h"
 #include "core/optimizers/proximal_adagrad.h"
