@@ -15,10 +15,8 @@ import pytest
 import tensorflow as tf
 from keras_layer.version import keras
 
-from tpu_embedding.engines.rates import evaluate_rate
 from tpu_embedding.keras import RowSparseOptimizer
 from tpu_embedding.keras.rows import fused
-from tpu_embedding.keras.rows import rules as keras_rules
 from tpu_embedding.ops import library
 
 # The SGD of tf_keras keeps momenta that it does not use, so its rule has a slot more.
@@ -49,6 +47,9 @@ NO_RULE: dict[str, Callable[[], Any]] = {
     "nadam": lambda: keras.optimizers.Nadam(0.1),
     "zero accumulator": lambda: keras.optimizers.Ftrl(
         0.2, initial_accumulator_value=0.0
+    ),
+    "zero root": lambda: keras.optimizers.Adagrad(
+        0.2, initial_accumulator_value=0.0, epsilon=0.0
     ),
     "negative beta": lambda: keras.optimizers.Ftrl(0.2, beta=-0.1),
     "tensor": lambda: keras.optimizers.Adam(0.1, beta_1=tf.constant(0.9)),
@@ -339,27 +340,3 @@ def test_where_the_op_is_not_used(
     assert not calls.tables
     expected[2] -= 0.5 * 2 / np.sqrt(4.25)
     np.testing.assert_allclose(table.numpy(), expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["adagrad", "adam"])
-def test_the_rules_in_numpy(name: str):
-    """`update` of the rules beside the kernel, over several steps."""
-    keras_optimizer = OPTIMIZERS[name]()
-    rule = keras_rules.rule_of(
-        keras_optimizer, type(keras_optimizer), keras_optimizer.learning_rate
-    )
-    assert rule is not None
-    (table,) = tables(shapes=[(1, 8)])
-    row = table.numpy()
-    slots = [np.full_like(row, slot.initial_value) for slot in rule.slots]
-    optimizer = RowSparseOptimizer(OPTIMIZERS[name](), lazy=True)
-    rng = np.random.default_rng(11)
-    for step in range(4):
-        g = rng.normal(size=(1, 8)).astype(np.float32)
-        assert callable(rule.learning_rate)
-        rate = evaluate_rate(rule.learning_rate, tf.constant(step)).numpy()
-        row, *slots = rule.update(np, g, row, slots, rate)
-        optimizer.apply_gradients(
-            [(tf.IndexedSlices(tf.constant(g), tf.constant([0])), table)]
-        )
-    np.testing.assert_allclose(table.numpy(), row, rtol=1e-5, atol=1e-6)

@@ -19,8 +19,15 @@ from tpu_embedding.optimizers import base
 from tpu_embedding.optimizers.idle import Idle
 
 
+class _OfKernels(base.KeywordOptimizer):
+    """A rule of the kernels; where they do not run, Keras's `update_step` has it."""
+
+    def update(self, ops, gradient, row, slots, rate):
+        raise NotImplementedError
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KerasAdagrad(base.KeywordOptimizer):
+class KerasAdagrad(_OfKernels):
     """a += G^2; T -= lr * G / sqrt(a + epsilon)."""
 
     rule: ClassVar[str] = "keras_adagrad"
@@ -33,14 +40,9 @@ class KerasAdagrad(base.KeywordOptimizer):
     def slots(self) -> tuple[base.Slot, ...]:
         return (base.Slot("accumulators", 0.1),)
 
-    def update(self, ops, gradient, row, slots, rate):
-        accumulator = slots[0] + gradient * gradient
-        root = ops.sqrt(accumulator + self.epsilon)
-        return row - rate * gradient / root, accumulator
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KerasAdam(base.KeywordOptimizer):
+class KerasAdam(_OfKernels):
     """m += (G - m) * take_1; v += (G^2 - v) * take_2; T -= lr * m / (sqrt(v) + eps).
 
     Attributes:
@@ -62,15 +64,12 @@ class KerasAdam(base.KeywordOptimizer):
     def slots(self) -> tuple[base.Slot, ...]:
         return (base.Slot("momenta", 0.0), base.Slot("velocities", 0.0))
 
-    def update(self, ops, gradient, row, slots, rate):
-        momentum, velocity = slots
-        momentum = momentum + (gradient - momentum) * self.take_1
-        velocity = velocity + (gradient * gradient - velocity) * self.take_2
-        divisor = ops.sqrt(velocity) + self.epsilon
-        return row - rate * momentum / divisor, momentum, velocity
 
-
-def _adagrad(rate: base.Rate, epsilon: float) -> base.Optimizer:
+def _adagrad(
+    rate: base.Rate, initial_accumulator_value: float, epsilon: float
+) -> base.Optimizer | None:
+    if initial_accumulator_value <= 0 and epsilon <= 0:
+        return None  # Keras divides 0 by 0.
     return KerasAdagrad(learning_rate=rate, epsilon=epsilon)
 
 
@@ -109,7 +108,7 @@ class _Rule(NamedTuple):
 
 _RULES: dict[str, _Rule] = {
     "SGD": _Rule(rules.SGD, unset=("momentum",)),
-    "Adagrad": _Rule(_adagrad, ("epsilon",)),
+    "Adagrad": _Rule(_adagrad, ("initial_accumulator_value", "epsilon")),
     "Adam": _Rule(_adam, ("beta_1", "beta_2", "epsilon"), unset=("amsgrad",)),
     "AdamW": _Rule(_adam, ("beta_1", "beta_2", "epsilon"), unset=("amsgrad",)),
     "Ftrl": _Rule(
