@@ -108,8 +108,8 @@ std::vector<Entry> Expected(const FeatureCsr& csr, const Placement& placement,
 // What `owner` got of a feature of the batch `sent`.
 std::vector<Entry> EntriesOf(const RoutedBatch& sent,
                              const Placement& placement, int owner, int f,
-                             const Asked& asked) {
-  const FeatureCsr& got = asked.features[f];
+                             const PeerRequest& request) {
+  const FeatureCsr& got = request.features[f];
   const bool by_rows = sent.by_rows(f);
   std::vector<Entry> entries;
   for (int64_t s = 0; s < got.num_samples(); ++s) {
@@ -192,10 +192,10 @@ void CheckJob(int size, bool training, const ParallelFor& parallel_for) {
       for (size_t f = 0; f < kTables.feature_tables.size(); ++f) {
         const int t = kTables.feature_tables[f];
         if (placement.by_rows(t) && !training) continue;
-        const Asked& asked = routed[p].asked[sender];
-        CHECK_TRUE(EntriesOf(routed[sender], placement, p, f, asked) ==
+        const PeerRequest& request = routed[p].requests[sender];
+        CHECK_TRUE(EntriesOf(routed[sender], placement, p, f, request) ==
                    Expected(batches[sender].features[f], placement, p, t));
-        CHECK_TRUE(asked.features[f].num_samples() ==
+        CHECK_TRUE(request.features[f].num_samples() ==
                    routed[sender].NumSent(p, f));
       }
     }
@@ -255,10 +255,10 @@ void CheckServers(int size, bool training, const ParallelFor& parallel_for) {
       return ReadMessages({message}, own, parallel_for, &served);
     };
     CHECK_TRUE(!read({words.data(), static_cast<int64_t>(words.size())}));
-    CHECK_TRUE(served.asked.size() == 1);
+    CHECK_TRUE(served.requests.size() == 1);
     for (size_t t = 0; t < kRows.size(); ++t) {
       if (!placement.by_rows(t)) continue;
-      const Buffer<int32_t>& rows = served.asked[0].rows[t];
+      const Buffer<int32_t>& rows = served.requests[0].rows[t];
       CHECK_TRUE(rows.size() == routed.sent[s].rows[t].size());
       for (int64_t i = 0; i < rows.size(); ++i) {
         CHECK_TRUE(rows[i] == routed.sent[s].rows[t][i]);
@@ -268,7 +268,7 @@ void CheckServers(int size, bool training, const ParallelFor& parallel_for) {
     for (size_t f = 0; f < batch.features.size(); ++f) {
       const int t = kTables.feature_tables[f];
       if (placement.by_rows(t) && !training) continue;
-      CHECK_TRUE(EntriesOf(routed, placement, s, f, served.asked[0]) ==
+      CHECK_TRUE(EntriesOf(routed, placement, s, f, served.requests[0]) ==
                  Expected(batch.features[f], placement, s, t));
     }
     CheckDamage(words, read);

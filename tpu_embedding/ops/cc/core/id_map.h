@@ -41,8 +41,8 @@ class IdMap {
   void Prefetch(int64_t id) const { Prefetched(id); }
 
   // Calls found(i, number or -1) for each of the ids, in order.
-  template <class Found>
-  void FindAll(const int64_t* ids, int64_t size, const Found& found) const {
+  template <class Callback>
+  void FindAll(const int64_t* ids, int64_t size, const Callback& found) const {
     uint64_t hashes[kAhead];
     for (int64_t i = 0; i < std::min(kAhead, size); ++i) {
       hashes[i] = Prefetched(ids[i]);

@@ -406,25 +406,25 @@ Message ContentOf(const Message& message, int64_t words_of_id) {
 bool ReadMessage(const Message& message, int sender, const TableMap& tables,
                  RoutedBatch* routed) {
   const Placement& placement = routed->placement;
-  Asked& asked = routed->asked[sender];
+  PeerRequest& request = routed->requests[sender];
   Reader reader(ContentOf(message, WordsOfId(*routed, placement.rank)));
-  for (size_t t = 0; t < asked.rows.size(); ++t) {
-    asked.rows[t].Resize(0);
+  for (size_t t = 0; t < request.rows.size(); ++t) {
+    request.rows[t].Resize(0);
     if (!placement.by_rows(t)) continue;
-    if (!ReadRows(tables.vocabulary_sizes[t], &reader, &asked.rows[t])) {
+    if (!ReadRows(tables.vocabulary_sizes[t], &reader, &request.rows[t])) {
       return false;
     }
   }
-  for (size_t f = 0; f < asked.features.size(); ++f) {
+  for (size_t f = 0; f < request.features.size(); ++f) {
     const int t = tables.feature_tables[f];
-    FeatureCsr& csr = asked.features[f];
+    FeatureCsr& csr = request.features[f];
     const bool by_rows = placement.by_rows(t);
     if (by_rows ? routed->training : placement.Holds(placement.rank, t)) {
       const auto read_entries = [&](int64_t entries) {
         return routed->grows(f)
                    ? ReadIds(entries, &reader, &csr)
                    : ReadEntries(tables.vocabulary_sizes[t],
-                                 by_rows ? &asked.rows[t] : nullptr, entries,
+                                 by_rows ? &request.rows[t] : nullptr, entries,
                                  &reader, &csr);
       };
       if (!ReadFeature(&reader, read_entries, &csr)) return false;
@@ -447,9 +447,9 @@ void GroupAll(const TableMap& tables, const ParallelFor& parallel_for,
   routed->batch.tables.resize(num_tables);
   std::vector<TableEntries> entries(num_tables);
   for (int64_t t = 0; t < num_tables; ++t) {
-    for (const Asked& asked : routed->asked) {
+    for (const PeerRequest& request : routed->requests) {
       for (const int f : tables.FeaturesOf(t)) {
-        entries[t].features.push_back(asked.features[f]);
+        entries[t].features.push_back(request.features[f]);
       }
     }
     entries[t].vocabulary_size = tables.vocabulary_sizes[t];
@@ -524,10 +524,10 @@ void WriteMessage(const RoutedBatch& routed, int receiver, int32_t* words) {
 Error ReadMessages(const std::vector<Message>& messages, const TableMap& tables,
                    const ParallelFor& parallel_for, RoutedBatch* routed) {
   const int64_t size = messages.size();
-  routed->asked.resize(size);
-  for (Asked& asked : routed->asked) {
-    asked.features.resize(tables.feature_tables.size());
-    asked.rows.resize(tables.vocabulary_sizes.size());
+  routed->requests.resize(size);
+  for (PeerRequest& request : routed->requests) {
+    request.features.resize(tables.feature_tables.size());
+    request.rows.resize(tables.vocabulary_sizes.size());
   }
   std::vector<char> good(size, 0);
   int64_t words = 0;

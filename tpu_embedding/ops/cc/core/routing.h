@@ -88,7 +88,7 @@ struct Sent {
 };
 
 // What one process asks of this process.
-struct Asked {
+struct PeerRequest {
   std::vector<FeatureCsr> features;   // rows as numbered here
   std::vector<Buffer<int32_t>> rows;  // by table: distinct
 };
@@ -104,7 +104,7 @@ struct RoutedBatch {
   std::vector<int> feature_tables;
   std::vector<bool> growing;  // by table, whether it grows; or none does
   std::vector<Sent> sent;     // by receiver
-  std::vector<Asked> asked;   // by sender
+  std::vector<PeerRequest> requests;  // by sender
 
   bool by_rows(int feature) const {
     return placement.by_rows(feature_tables[feature]);
@@ -122,7 +122,7 @@ struct RoutedBatch {
   int64_t NumArriving(int table) const;
 };
 
-// Divides a batch: all of `routed` but `asked` and the groups.
+// Divides a batch: all of `routed` but `requests` and the groups.
 void RouteBatch(const PreparedBatch& batch, const TableMap& tables,
                 const Placement& placement, bool training,
                 const ParallelFor& parallel_for, RoutedBatch* routed);
@@ -137,7 +137,7 @@ struct Message {
   int64_t size = 0;
 };
 
-// Reads the messages of all senders into `asked`, and groups the entries.
+// Reads the messages of all senders into `requests`, and groups the entries.
 // `tables` has the rows of this owner. Nothing in a message is trusted.
 Error ReadMessages(const std::vector<Message>& messages, const TableMap& tables,
                    const ParallelFor& parallel_for, RoutedBatch* routed);

@@ -115,10 +115,10 @@ void AddSamples(const float* data, int64_t dim, int64_t count,
 // Points at the gradients of the samples that all senders have sent.
 void CollectRouted(const RoutedBatch& routed, const ReplicaGradients& gradients,
                    const TablePlan& table, std::vector<const float*>* samples) {
-  for (size_t sender = 0; sender < routed.asked.size(); ++sender) {
+  for (size_t sender = 0; sender < routed.requests.size(); ++sender) {
     for (const int f : table.features) {
       AddSamples(gradients.received->features[sender][f], table.dim,
-                 routed.asked[sender].features[f].num_samples(), samples);
+                 routed.requests[sender].features[f].num_samples(), samples);
     }
   }
 }

@@ -26,7 +26,7 @@ constexpr int32_t InFront(int32_t place) { return -2 - place; }
 
 // Memory for so many first values in front of a table: of the ids without a row
 // that lookups name at one time.
-constexpr int64_t kMostInFront = int64_t{1} << 20;
+constexpr int64_t kMaxBorrowedRows = int64_t{1} << 20;
 
 // What found rows for the update of a batch.
 const GrowingTable::SharedBatch& LookupOf(
@@ -54,9 +54,9 @@ uint64_t RandomSalt() {
 }
 
 // The rows that there are, of memory that has room for more.
-class RowsThatAre : public tensorflow::TensorBuffer {
+class LiveRowsBuffer : public tensorflow::TensorBuffer {
  public:
-  RowsThatAre(std::shared_ptr<GrowingMemory> memory, char* data, size_t size)
+  LiveRowsBuffer(std::shared_ptr<GrowingMemory> memory, char* data, size_t size)
       : TensorBuffer(data), memory_(std::move(memory)), size_(size) {}
 
   size_t size() const override { return size_; }
@@ -102,7 +102,7 @@ void GrowingTable::Array::Show(int64_t num_rows, Var* variable) const {
   *variable->tensor() =
       Tensor(dtype, TensorShape({num_rows, width}),
              tensorflow::core::RefCountPtr<tensorflow::TensorBuffer>(
-                 new RowsThatAre(memory, row(0), num_rows * row_bytes())));
+                 new LiveRowsBuffer(memory, row(0), num_rows * row_bytes())));
 }
 
 GrowingTable::GrowingTable(const TablePlan& plan, int table,
@@ -123,7 +123,7 @@ GrowingTable::GrowingTable(const TablePlan& plan, int table,
   };
   parameters_ =
       reserve(plan.is_bfloat16 ? tensorflow::DT_BFLOAT16 : tensorflow::DT_FLOAT,
-              plan.dim, kMostInFront);
+              plan.dim, kMaxBorrowedRows);
   for (size_t k = 0; k < plan.first_slots.size(); ++k) {
     slots_.push_back(reserve(tensorflow::DT_FLOAT,
                              plan.rule->slots_per_row ? 1 : plan.dim, 0));
@@ -151,8 +151,8 @@ void GrowingTable::AddSources(const PreparedBatch& batch, Sources* sources) {
     sources->push_back(&batch.features);
     return;
   }
-  for (const Asked& asked : batch.routed->asked) {
-    sources->push_back(&asked.features);
+  for (const PeerRequest& request : batch.routed->requests) {
+    sources->push_back(&request.features);
   }
 }
 
@@ -478,7 +478,7 @@ absl::Status GrowingTable::Await(const SharedBatch& batch,
   return absl::InvalidArgumentError(absl::StrCat(
       status.message(),
       " The update is the pending one, and the batch to be looked up has rows "
-      "that it would give up: call `flush` before."));
+      "that it would evict: call `flush` before."));
 }
 
 void GrowingTable::Expect(const SharedBatch& batch) {
@@ -557,11 +557,11 @@ absl::Status GrowingTable::Borrow(const SharedBatch& batch, Purpose purpose,
   }
   const int64_t num_free = free_places_.size();
   const int64_t used = next_place_ - num_free;
-  if (used + count >= kMostInFront) {
+  if (used + count >= kMaxBorrowedRows) {
     return absl::ResourceExhaustedError(
         absl::StrCat("Table ", plan_.name, ": lookups name ", used + count,
                      " ids without a row at one time, of which there may be ",
-                     kMostInFront - 1, ". Make the batch smaller."));
+                     kMaxBorrowedRows - 1, ". Make the batch smaller."));
   }
   for (int64_t i = 0; i < count; ++i) {
     int32_t place = next_place_;

@@ -42,7 +42,8 @@ namespace tpu_embedding {
 class GrowingTable {
  public:
   using SharedBatch = std::shared_ptr<const PreparedBatch>;
-  using Rows = std::vector<Buffer<int32_t>>;  // by feature; of others none
+  using Rows = std::vector<Buffer<int32_t>>;  // by feature; empty for features
+                                              // of other tables
   // The features of a batch, or what each sender asked of this owner.
   using Sources = std::vector<const std::vector<FeatureCsr>*>;
 
@@ -167,7 +168,7 @@ class GrowingTable {
   // whose update this is.
   void ForgetLookup(const SharedBatch& batch);
 
-  // Gives up what the policy gives up, but what lookups and updates wait for.
+  // Evicts what the policy says, but not what lookups and updates wait for.
   int64_t Evict();
   VocabularyCounts counts() const;
 

@@ -138,11 +138,11 @@ class ServeOp : public tensorflow::OpKernel {
     std::vector<MessageLayout> layouts(placement.num_senders());
     std::vector<int64_t> bytes(placement.num_senders(), 0);
     for (int p = 0; p < placement.num_senders() && status.ok(); ++p) {
-      const Asked& asked = looked_up.batch->routed->asked[p];
+      const PeerRequest& request = looked_up.batch->routed->requests[p];
       layouts[p] = LookupLayout(
           plan, placement.rank, Narrow(plan, p),
-          [&](int t) { return asked.rows[t].size(); },
-          [&](int f) { return asked.features[f].num_samples(); });
+          [&](int t) { return request.rows[t].size(); },
+          [&](int f) { return request.features[f].num_samples(); });
       bytes[p] = layouts[p].bytes;
     }
     std::vector<char*> messages(placement.num_senders(), nullptr);
@@ -212,7 +212,7 @@ class ServeOp : public tensorflow::OpKernel {
     const int rank = plan.placement.rank;
     const auto entries_of = [&](int64_t sender, int64_t f) -> FeatureEntries {
       const int table = plan.feature_tables[f];
-      const FeatureCsr& csr = routed.asked[sender].features[f];
+      const FeatureCsr& csr = routed.requests[sender].features[f];
       if (!resource.growing[table]) return csr;
       return {csr, found[table].rows(sender, f)};
     };
@@ -220,14 +220,14 @@ class ServeOp : public tensorflow::OpKernel {
     const int64_t num_features = plan.features.size();
     // For each that asked its tables, then its features.
     std::vector<Work> works;
-    for (size_t p = 0; p < routed.asked.size(); ++p) {
-      const Asked& asked = routed.asked[p];
+    for (size_t p = 0; p < routed.requests.size(); ++p) {
+      const PeerRequest& request = routed.requests[p];
       for (int64_t t = 0; t < num_tables; ++t) {
-        const int64_t count = asked.rows[t].size();
+        const int64_t count = request.rows[t].size();
         works.push_back({count, count * (20 + plan.tables[t].dim / 2)});
       }
       for (int64_t f = 0; f < num_features; ++f) {
-        const FeatureCsr& csr = asked.features[f];
+        const FeatureCsr& csr = request.features[f];
         const bool whole = routed.IsWhole(rank, f);
         works.push_back(
             {whole ? csr.num_samples() : 0,
@@ -246,8 +246,9 @@ class ServeOp : public tensorflow::OpKernel {
       };
       if (item < num_tables) {
         const int64_t t = item;
-        GatherRows(routed.asked[p].rows[t], data(t), plan.tables[t].dim, narrow,
-                   piece.begin, piece.end, messages[p] + layouts[p].tables[t]);
+        GatherRows(routed.requests[p].rows[t], data(t), plan.tables[t].dim,
+                   narrow, piece.begin, piece.end,
+                   messages[p] + layouts[p].tables[t]);
         return;
       }
       const int64_t f = item - num_tables;

@@ -373,7 +373,7 @@ class ReceiveGradientsOp : public tensorflow::OpKernel {
     found->features.resize(received.size());
     for (int p = 0; p < received.size(); ++p) {
       const char* data = DataOf(received, p);
-      const Asked& asked = routed.asked[p];
+      const PeerRequest& request = routed.requests[p];
       const bool narrow = Narrow(plan, p);
       const int64_t bytes = received[p].NumElements();
       const int64_t least = Padded(plan.features.size());
@@ -381,7 +381,7 @@ class ReceiveGradientsOp : public tensorflow::OpKernel {
       const GradientLayout layout = LayOut(
           plan, plan.placement.rank, narrow,
           [&](int k, int) { return data[k] != 0; },
-          [&](int f) { return asked.features[f].num_samples(); });
+          [&](int f) { return request.features[f].num_samples(); });
       TF_RETURN_IF_ERROR(CheckBytes(p, bytes, layout.bytes));
       if (p == 0 && !plan.placement.served) {
         std::memcpy(gradients->rates.data(), data + layout.rates,
@@ -397,7 +397,7 @@ class ReceiveGradientsOp : public tensorflow::OpKernel {
           found->features[p][f] = reinterpret_cast<const float*>(samples);
           continue;
         }
-        const int64_t count = asked.features[f].num_samples() * plan.dim(f);
+        const int64_t count = request.features[f].num_samples() * plan.dim(f);
         Tensor expanded;
         TF_RETURN_IF_ERROR(
             context->allocate_temp(tensorflow::DT_FLOAT, {count}, &expanded));
