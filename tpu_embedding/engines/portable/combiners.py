@@ -23,7 +23,7 @@ from tpu_embedding.tables.initial import combiner_values
 from tpu_embedding.tables.variables import create_state, variable_name
 
 
-class Found(NamedTuple):
+class CombinerInputs(NamedTuple):
     """The inputs of a custom combiner, from one lookup of one feature."""
 
     valencies: tf.Tensor  # int32 [n]
@@ -98,7 +98,7 @@ class Combiners:
 
     def combine(
         self, entries: Sequence[Entries], vectors: Sequence[tf.Tensor]
-    ) -> tuple[list[tf.Tensor], dict[int, Found]]:
+    ) -> tuple[list[tf.Tensor], dict[int, CombinerInputs]]:
         """From what was looked up at `positions` of `entries` the activations.
 
         Also returns by feature the inputs of its combiner.
@@ -109,7 +109,7 @@ class Combiners:
             table = self._plan.tables[self._plan.features[feature].table]
             dim, count = table.config.dim, tf.cast(own.num_samples, tf.int32)
             samples = tf.cast(own.samples, tf.int32)
-            found[feature] = Found(
+            found[feature] = CombinerInputs(
                 tf.math.bincount(samples, minlength=count, maxlength=count),
                 tf.reshape(vectors[feature], [-1, combiner.max_valency, dim]),
                 self._weights[table.index].read_value(),
@@ -120,7 +120,7 @@ class Combiners:
         return activations, found
 
     def backward(
-        self, found: Mapping[int, Found], gradients: Sequence[tf.Tensor | None]
+        self, found: Mapping[int, CombinerInputs], gradients: Sequence[tf.Tensor | None]
     ) -> tuple[list[tf.Tensor | None], dict[int, tf.Tensor]]:
         """For each feature the gradient of its lookup, and of weights by table."""
         of_lookups = list(gradients)
@@ -155,7 +155,7 @@ class Combiners:
     def pack(
         self,
         tables: Mapping[str, PartitionedCsrFormatTensor],
-        found: Mapping[int, Found],
+        found: Mapping[int, CombinerInputs],
     ) -> dict[str, Any]:
         """Adds the inputs of combiners to the stacks of a batch."""
         packed: dict[str, Any] = dict(tables)
@@ -177,7 +177,7 @@ class Combiners:
 
     def unpack(
         self, tables: Mapping[str, Any], samples: Sequence[tf.Tensor]
-    ) -> dict[int, Found]:
+    ) -> dict[int, CombinerInputs]:
         """Undoes `pack`; the tensors may hold anything: they come from the user."""
         found = {}
         for stack in self._stacks:
@@ -188,14 +188,18 @@ class Combiners:
                 valencies = tf.split(whole.valencies, counts, num=len(own))
                 vectors = tf.split(whole.vectors, counts, num=len(own))
                 for feature, *values in zip(own, valencies, vectors, strict=True):
-                    found[feature] = Found(*values, weights=whole.weights)
+                    found[feature] = CombinerInputs(*values, weights=whole.weights)
         return found
 
-    def _checked_found(self, stack: Stack, table: Any, samples: tf.Tensor) -> Found:
+    def _checked_found(
+        self, stack: Stack, table: Any, samples: tf.Tensor
+    ) -> CombinerInputs:
         config = self._plan.tables[stack.tables[0]].config
         combiner = config.custom_combiner
         assert combiner is not None
-        found = Found(*map(tf.convert_to_tensor, (table[-3], table[-2], table[-1])))
+        found = CombinerInputs(
+            *map(tf.convert_to_tensor, (table[-3], table[-2], table[-1]))
+        )
         one = [combiner.max_valency, config.dim]
         shapes = ([samples], [samples, *one], [combiner.num_weights])
         message = (
@@ -209,7 +213,9 @@ class Combiners:
         ]
         with tf.control_dependencies(require(checks)):
             valencies, vectors = map(tf.identity, found[:2])
-            return Found(valencies, tf.ensure_shape(vectors, [None, *one]), found[2])
+            return CombinerInputs(
+                valencies, tf.ensure_shape(vectors, [None, *one]), found[2]
+            )
 
 
 def _has_shape(tensor: tf.Tensor, shape: Sequence[Any]) -> tf.Tensor:
@@ -219,7 +225,7 @@ def _has_shape(tensor: tf.Tensor, shape: Sequence[Any]) -> tf.Tensor:
     return tf.reduce_all(tf.equal(tf.shape(tensor, tf.int64), wanted))
 
 
-def _combine(combiner: CustomCombiner, found: Found) -> tf.Tensor:
+def _combine(combiner: CustomCombiner, found: CombinerInputs) -> tf.Tensor:
     """The combiner over all samples, [n, D]."""
     weights = [found.weights] if combiner.num_weights else []
     return tf.vectorized_map(

@@ -27,7 +27,11 @@ from tpu_embedding.engines.cpu_base import (
     arrays_of_variables,
     refuse_tpu_options,
 )
-from tpu_embedding.engines.portable.combiners import Combiners, Found, check_functions
+from tpu_embedding.engines.portable.combiners import (
+    CombinerInputs,
+    Combiners,
+    check_functions,
+)
 from tpu_embedding.engines.portable.tables import row_sums, update_table
 from tpu_embedding.engines.rates import Rates
 from tpu_embedding.inputs import IdBatch
@@ -213,7 +217,7 @@ class PortableEngine(Engine, StepQueue):
 
     def _look_up(
         self, entries: Sequence[Entries], call: Call
-    ) -> tuple[list[tf.Tensor], dict[int, Found]]:
+    ) -> tuple[list[tf.Tensor], dict[int, CombinerInputs]]:
         """The activations, and what the update of custom combiners is to know."""
         activations = []
         with tf.device(self._device):
@@ -232,7 +236,7 @@ class PortableEngine(Engine, StepQueue):
         self,
         entries: Sequence[Entries],
         gradients: Sequence[tf.Tensor | None],
-        found: Mapping[int, Found],
+        found: Mapping[int, CombinerInputs],
         ticket: TracedTicket | None = None,
     ) -> list[Any]:
         """Updates all tables, after everything that can fail; returns that."""
