@@ -207,13 +207,13 @@ class Core(EngineTables):
     @do_not_convert
     def flush(self) -> None:
         """Applies the pending update, if there is one."""
-        engine = self.engine_to_meet()
+        engine = self.engine_to_synchronize()
         if engine is not None:
             engine.flush()
 
-    def engine_to_meet(self) -> Engine | None:
+    def engine_to_synchronize(self) -> Engine | None:
         """The engine, if it exists or other processes may wait for its calls."""
-        return self.create_engine() if self.engine_class.meets else self.engine
+        return self.create_engine() if self.engine_class.synchronizes else self.engine
 
     def in_replica(self, method: str) -> tuple[Engine, int]:
         if self.engine is None:

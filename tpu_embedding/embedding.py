@@ -391,11 +391,11 @@ class TPUEmbedding(EmbeddingBase):
         """Queues the batch of one replica or of all.
 
         An evaluation batch applies the pending update. So that a step that is refused
-        in one replica does not, the replicas meet and queue all batches or none.
+        in one replica does not, the replicas synchronize and queue all batches or none.
         """
         topology = self.core.topology
-        meets = self.core.options.pipelined and not call.training
-        if not meets or call.replica is None or not topology.can_meet():
+        synchronizes = self.core.options.pipelined and not call.training
+        if not synchronizes or call.replica is None or not topology.can_synchronize():
             queue.enqueue(prepared, call)
             return
 

@@ -84,7 +84,7 @@ class EmbeddingBase(TrackableTables):
           NotImplementedError: On TPU v2 to v4, where only the initialization of the TPU
             does this: save a checkpoint before it and restore it afterwards.
         """
-        engine = self.core.engine_to_meet()
+        engine = self.core.engine_to_synchronize()
         if engine is not None:
             engine.reset()
 
@@ -136,7 +136,7 @@ class EmbeddingBase(TrackableTables):
 
     @do_not_convert
     def evict(self, table: Any) -> int:
-        """Gives up rows of a growing table now, not when new ids need them.
+        """Evicts rows of a growing table now, not when new ids need them.
 
         With eviction="lru" and "lfu" the rows that come first until `min_rows` are
         left, with "age" all that are too old. Rows that a lookup waits to train stay.

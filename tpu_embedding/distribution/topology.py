@@ -124,7 +124,7 @@ class Topology:
             return []
         return [tf.constant(_run_number(context), tf.int64)]
 
-    def can_meet(self) -> bool:
+    def can_synchronize(self) -> bool:
         """Whether `with_all_replicas` can be called in this replica.
 
         Only MirroredStrategy calls its function once for each replica, and its replicas
@@ -285,7 +285,7 @@ class TPUTopology(Topology):
         context = self.run_context()
         return None if context is None else self.system.replica(context)
 
-    def can_meet(self) -> bool:
+    def can_synchronize(self) -> bool:
         return False
 
     def program(self) -> Any:

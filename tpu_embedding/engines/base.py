@@ -475,7 +475,7 @@ class Engine(Steps, TableStore):
     # True: tables may have a GrowingVocabulary.
     grows: ClassVar[bool] = False
     # True: `flush` and `reset` are calls of all processes, also before the first step.
-    meets: ClassVar[bool] = False
+    synchronizes: ClassVar[bool] = False
     # The engine that stands in where a table has a user function, or None.
     for_custom: ClassVar[str | None] = None
 

@@ -192,7 +192,7 @@ class Channel:
 
     @contextlib.contextmanager
     def refusing(self, phase: str) -> Iterator[None]:
-        """Tells other processes what this one raises before they meet in `phase`."""
+        """Tells other processes what this one raises before their calls of `phase`."""
         try:
             yield
         except Exception as error:

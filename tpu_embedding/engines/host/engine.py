@@ -21,7 +21,7 @@ from tpu_embedding.engines.host.batches import HostBatches, plan_record
 from tpu_embedding.engines.host.changes import Held, HostChanges, ReadTable
 from tpu_embedding.engines.host.part import TablePart
 from tpu_embedding.engines.host.queue import DEQUEUE, HostEngineQueue
-from tpu_embedding.engines.host.transport import Meeting, Transport
+from tpu_embedding.engines.host.transport import CollectiveCall, Transport
 from tpu_embedding.engines.process_group import Channel
 from tpu_embedding.engines.telemetry import Counts
 from tpu_embedding.inputs import IdBatch
@@ -32,7 +32,7 @@ from tpu_embedding.ops import library
 from tpu_embedding.tables.growing import first_slots, first_values
 from tpu_embedding.tables.variables import create_variables, named_variables
 
-_UPDATE = Meeting("update", "apply_gradients", "continues")
+_UPDATE = CollectiveCall("update", "apply_gradients", "continues")
 
 
 class Routed(NamedTuple):
@@ -129,7 +129,7 @@ class HostEngine(Engine):
     def route(
         self,
         batch: tf.Tensor,
-        meeting: Meeting,
+        collective: CollectiveCall,
         *,
         training: bool,
         looked_up: Sequence[tf.Tensor] = (),
@@ -138,7 +138,7 @@ class HostEngine(Engine):
 
         Args:
           batch: The batch of this process.
-          meeting: What the user called.
+          collective: What the user called.
           training: Whether an update may follow.
           looked_up: Of an update by server what it looked up before, where that is
             known: its rows are there until the update.
@@ -157,7 +157,7 @@ class HostEngine(Engine):
                 plan=transport.record,
                 training=training,
             )
-        received = transport.to_owners(meeting, sent.messages, sent.refusal)
+        received = transport.to_owners(collective, sent.messages, sent.refusal)
         parts = [
             part.receive_batch(
                 [sent.routed] if transport.is_owner else [],
@@ -184,9 +184,9 @@ class HostEngine(Engine):
             # An update from plain tensors routes them again.
             training = self._trains(call, prepared.tensors is not None)
             name = f"embedding_lookup(training={training})"
-            meeting = Meeting("lookup", name, "begins")
-            routed = self.route(prepared.value, meeting, training=training)
-            activations, looked_up = self.look_up_routed(routed, meeting, call)
+            collective = CollectiveCall("lookup", name, "begins")
+            routed = self.route(prepared.value, collective, training=training)
+            activations, looked_up = self.look_up_routed(routed, collective, call)
         if self._grows and prepared.tensors is not None:
             prepared = self._keep_rows(prepared, looked_up)
         return activations, prepared._replace(value=looked_up)
@@ -202,11 +202,11 @@ class HostEngine(Engine):
         return ()
 
     def look_up_routed(
-        self, routed: Routed, meeting: Meeting, call: Call
+        self, routed: Routed, collective: CollectiveCall, call: Call
     ) -> tuple[list[tf.Tensor], Routed]:
         """Looks up a batch that `route` returned; what an update takes."""
         parts = [[part] for part in routed.parts]
-        served, received = self._serve(parts, meeting, call)
+        served, received = self._serve(parts, collective, call)
         looked_up = [answer.looked_up for answer in served]
         own = looked_up[0] if self._is_owner else routed.own
         found = self._combine([], own, received, call)
@@ -223,7 +223,7 @@ class HostEngine(Engine):
     def _serve(
         self,
         batches: Sequence[Sequence[tf.Tensor]],
-        meeting: Meeting,
+        collective: CollectiveCall,
         call: Call,
     ) -> tuple[list[Any], list[tf.Tensor]]:
         """What each part serves, and what has arrived of it, by owner."""
@@ -238,7 +238,7 @@ class HostEngine(Engine):
             message
             for answer in served
             for message in transport.to_senders(
-                meeting, answer.messages, answer.refusal
+                collective, answer.messages, answer.refusal
             )
         ]
         return served, received

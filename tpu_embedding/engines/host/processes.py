@@ -56,7 +56,7 @@ class ShardedEngine(HostEngine):
     """
 
     name = "sharded"
-    meets = True
+    synchronizes = True
     differentiates_weights = False
     for_custom = None
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from tpu_embedding.engines.base import QUEUE_CAPACITY, Call, Prepared, StepQueue
-from tpu_embedding.engines.host.transport import Meeting
+from tpu_embedding.engines.host.transport import CollectiveCall
 
 if TYPE_CHECKING:
     from tpu_embedding.engines.host.engine import HostEngine, Routed
 
 
-DEQUEUE = Meeting("lookup", "dequeue", "continues")
+DEQUEUE = CollectiveCall("lookup", "dequeue", "continues")
 
 
 class HostEngineQueue(StepQueue):
@@ -33,8 +33,8 @@ class HostEngineQueue(StepQueue):
         engine, (part,) = self._engine, self._engine._parts
         values = [batch.value for batch in batches]
         if engine._transport is not None:
-            meeting, training = _enqueue(call), call.training
-            routed = [engine.route(v, meeting, training=training) for v in values]
+            collective, training = _enqueue(call), call.training
+            routed = [engine.route(v, collective, training=training) for v in values]
             values = [own for each in routed for own in each.parts]
         apply_now = part.enqueue(values, call)
         if engine.pipelined and not call.training:
@@ -157,8 +157,8 @@ class _Steps:
         self.was_training = True
 
 
-def _enqueue(call: Call) -> Meeting:
-    return Meeting("enqueue", f"enqueue(training={call.training})", "begins")
+def _enqueue(call: Call) -> CollectiveCall:
+    return CollectiveCall("enqueue", f"enqueue(training={call.training})", "begins")
 
 
 def _wrong_order(text: str) -> tf.errors.FailedPreconditionError:

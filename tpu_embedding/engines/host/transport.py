@@ -13,8 +13,8 @@ from tpu_embedding.ops import library
 Messages = Sequence[tf.Tensor]
 
 
-class Meeting(NamedTuple):
-    """What the user called, as processes compare it: in it they meet.
+class CollectiveCall(NamedTuple):
+    """A call in which all processes take part, as they compare it.
 
     Attributes:
       phase: One of `PHASES` of process_group.py.
@@ -43,12 +43,12 @@ class Transport(Protocol):
     is_owner: bool
 
     def to_owners(
-        self, meeting: Meeting, messages: Messages, refusal: tf.Tensor
+        self, collective: CollectiveCall, messages: Messages, refusal: tf.Tensor
     ) -> list[Messages]:
         """Sends one message to each owner.
 
         Args:
-          meeting: The call that they belong to.
+          collective: The call that they belong to.
           messages: By owner.
           refusal: Why this process refuses the step, or "".
 
@@ -59,7 +59,7 @@ class Transport(Protocol):
         ...
 
     def to_senders(
-        self, meeting: Meeting, messages: Messages, refusal: tf.Tensor
+        self, collective: CollectiveCall, messages: Messages, refusal: tf.Tensor
     ) -> Messages:
         """Sends the answer of one of those parts; what has arrived here from it."""
         ...
@@ -78,17 +78,17 @@ class Processes:
         self._channel = channel
 
     def to_owners(
-        self, meeting: Meeting, messages: Messages, refusal: tf.Tensor
+        self, collective: CollectiveCall, messages: Messages, refusal: tf.Tensor
     ) -> list[Messages]:
         """See `Transport.to_owners`: this process has one part."""
-        return [self.to_senders(meeting, messages, refusal)]
+        return [self.to_senders(collective, messages, refusal)]
 
     def to_senders(
-        self, meeting: Meeting, messages: Messages, refusal: tf.Tensor
+        self, collective: CollectiveCall, messages: Messages, refusal: tf.Tensor
     ) -> Messages:
         """See `Transport.to_senders`."""
         return self._channel.exchange(
-            meeting.phase, messages, refusal, meeting.name, meeting.role
+            collective.phase, messages, refusal, collective.name, collective.role
         )
 
     def pushes(self) -> list[tf.Tensor]:
@@ -104,17 +104,17 @@ class Servers:
         self.size, self.num_senders = size, 1
 
     def to_owners(
-        self, meeting: Meeting, messages: Messages, refusal: tf.Tensor
+        self, collective: CollectiveCall, messages: Messages, refusal: tf.Tensor
     ) -> list[Messages]:
         """See `Transport.to_owners`: a refused step has raised its error already."""
-        del meeting, refusal
+        del collective, refusal
         return [[message] for message in messages]
 
     def to_senders(
-        self, meeting: Meeting, messages: Messages, refusal: tf.Tensor
+        self, collective: CollectiveCall, messages: Messages, refusal: tf.Tensor
     ) -> Messages:
         """See `Transport.to_senders`."""
-        del meeting, refusal
+        del collective, refusal
         return messages
 
     def pushes(self) -> list[tf.Tensor]:
