@@ -4,7 +4,7 @@
 
 The example reads MovieLens-100K in the order of time, and nobody tells the model which
 users and films there are. Tables of te.GrowingVocabulary give them rows as they come,
-and give up users that were not seen for long, and films that were seen least. Beside
+and evict users that were not seen for long, and films that were seen least. Beside
 them stand tables of fixed size, as much memory, in which an id has the row of its hash.
 Every rating is predicted before it is trained on. The example writes growing.json and
 growing.png into --out: rows, what was admitted and given up, and the AUC of both models

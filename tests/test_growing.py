@@ -411,7 +411,7 @@ def test_rows_are_given_up_by_hand() -> None:
     embedding, table = _embedding(vocabulary, pipeline_execution_with_tensor_core=True)
     for ids in ([1], [2], [3], [4]):
         _step(embedding, ids)
-    # The pending update is applied, and gives up those that are too old.
+    # The pending update is applied, and evicts those that are too old.
     assert embedding.evict(table) == 0
     assert embedding.vocabularies[table].ids.tolist() == [2, 3, 4]
     vocabulary = te.GrowingVocabulary(9, eviction="lfu", min_rows=2)

@@ -22,7 +22,7 @@ PARTS_OF_CANDIDATES = ("candidates", "candidate_hits")
 PARTS = (*PARTS_OF_IDS, *PARTS_OF_CANDIDATES, "state")
 STATE_SIZE, NUM_ROWS, UPDATES_BEGUN = 11, 0, 1
 COUNTS = slice(2, 6)  # Of the state: unknown, admitted, refused and evicted.
-SWEEP = slice(7, 11)  # Of the state: which rows are about to be given up.
+SWEEP = slice(7, 11)  # Of the state: which rows are about to be evicted.
 MIXING = 0xD6E8FEB86659FD93  # Of MixBits in core/id_map.h.
 COMBINES: tuple[str, ...] = ("concat", "sum")
 _MOST_HASHES = 16
@@ -46,7 +46,7 @@ class GrowingVocabulary:
       min_count: Number of occurrences in updates after which an id gets a row.
       max_candidates: How many ids that have no row yet are remembered with their
         counts; the oldest is forgotten. None: `max_rows`.
-      eviction: Which rows are given up for new ones: None for none; "lru": those whose
+      eviction: Which rows are evicted for new ones: None for none; "lru": those whose
         last update is the longest ago; "lfu": those with the fewest occurrences;
         "age": those without an update for more than `max_age` updates. An id that
         comes back is a new one.
@@ -214,7 +214,7 @@ class VocabularyContents(NamedTuple):
       unknown: How many ids without a row updates named, each once for an update.
       admitted: How many of those got a row.
       refused: How many did not.
-      evicted: How many rows were given up.
+      evicted: How many rows were evicted.
     """
 
     ids: np.ndarray

@@ -272,7 +272,7 @@ def test_another_budget(
     smaller, table = _make(te.GrowingVocabulary(3, eviction="lru", **options))
     with caplog.at_level(logging.WARNING):
         te.checkpoint.restore(smaller, path)
-    assert "Table films: 2 ids were given up." in caplog.text
+    assert "Table films: 2 ids were evicted." in caplog.text
     assert smaller.vocabularies[table].ids.tolist() == [5, 7]
     assert smaller.vocabularies[table].evicted == 2
     assert np.array_equal(_look_up(smaller, [5, 7]), _look_up(trained, [5, 7]))

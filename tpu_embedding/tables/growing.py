@@ -75,7 +75,7 @@ class GrowingState(abc.ABC, tf.__internal__.tracking.Trackable):
         raise NotImplementedError(f"No rows of {ids} are here.")
 
     def evict(self) -> int:
-        """Gives up rows now, after a flush; how many. See `TPUEmbedding.evict`."""
+        """Evicts rows now, after a flush; how many. See `TPUEmbedding.evict`."""
         raise NotImplementedError("Only tables that are trained evict rows.")
 
     @abc.abstractmethod

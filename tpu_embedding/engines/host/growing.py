@@ -169,10 +169,10 @@ def _fit(
         for name in fitting.keys() - {*PARTS}:
             fitting[name] = fitting[name][kept]
         numbers[_EVICTED] += size - room
-        logging.warning("Table %s: %d ids were given up.", table, size - room)
+        logging.warning("Table %s: %d ids were evicted.", table, size - room)
     full = len(fitting["ids"]) + shared
     if numbers[NUM_ROWS] > (full if vocabulary.eviction is None else room + shared):
-        # Rows that were given up are left out.
+        # Evicted rows are left out.
         rank = np.argsort(np.argsort(fitting["rows"]))
         fitting["rows"] = rank + shared
         numbers[NUM_ROWS], numbers[SWEEP] = full, 0

@@ -9,7 +9,7 @@
 namespace tpu_embedding {
 namespace {
 
-// Rows that an update looks at to give some up, and that it gives up, unless it
+// Rows that an update looks at to evict some, and that it evicts, unless it
 // needs more: about a millisecond.
 constexpr int64_t kRowsPerSlice = 65536;
 constexpr int64_t kEvictionsPerSlice = 8192;

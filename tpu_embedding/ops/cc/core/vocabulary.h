@@ -1,12 +1,12 @@
 // The vocabulary of a growing table: which id has which row, which ids get a
-// row, and which rows are given up.
+// row, and which rows are evicted.
 //
 //   lookup    Find, Give                           ids -> rows, or none
 //   update    Find, Decide, Take, CountHits        in this order
 //
 // Everything is a function of the updates so far: threads, memory and the salt
 // of the map have no effect. Rows are numbered in the order in which ids are
-// first seen; a row that was given up is used again, the lowest first.
+// first seen; an evicted row is used again, the lowest first.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_VOCABULARY_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_VOCABULARY_H_
@@ -34,7 +34,7 @@ constexpr int32_t kNoRow = -1;
 // may get; or row 0, which all such ids share.
 enum class Unknown { kZeros, kInitializer, kShared };
 
-// Which rows are given up: none; those whose last update is the longest ago;
+// Which rows are evicted: none; those whose last update is the longest ago;
 // those with the fewest hits; those without an update for `max_age` updates.
 enum class Eviction { kNone, kLeastRecent, kLeastFrequent, kAge };
 
@@ -102,14 +102,14 @@ class RowSet {
 // Reading is thread-safe while nothing changes the vocabulary.
 class Vocabulary {
  public:
-  // Adds the rows that may not be given up: those that this update names, and
+  // Adds the rows that may not be evicted: those that this update names, and
   // those that were looked up for updates to come. Called only if rows may be.
   using Hold = std::function<void(RowSet*)>;
 
   Vocabulary(VocabularyOptions options, uint64_t salt);
 
   const VocabularyOptions& options() const { return options_; }
-  // All rows ever used, given up or not, and row 0 where it is shared.
+  // All rows ever used, evicted or not, and row 0 where it is shared.
   int64_t num_rows() const { return num_rows_; }
   int64_t num_ids() const { return map_.size(); }
   const VocabularyCounts& counts() const { return counts_; }
@@ -149,10 +149,10 @@ class Vocabulary {
             const Hold& hold, std::vector<int32_t>* rows,
             std::vector<RowOfId>* created);
 
-  // Gives up what the policy gives up for new ids, as if many came; how many.
+  // Evicts as if many new ids had arrived. Returns the number of evicted rows.
   int64_t Evict(const Hold& hold);
 
-  // What was given up since this was called last.
+  // What was evicted since this was called last.
   std::vector<RowOfId> TakeEvicted() { return std::exchange(evicted_, {}); }
 
   // Whether an id has the row, and which.
@@ -201,7 +201,7 @@ class Vocabulary {
   Use& use_of(int32_t row) const {
     return reinterpret_cast<Use*>(uses_.data())[row];
   }
-  // By what rows are compared; the smallest are given up first.
+  // The eviction key; rows with the smallest key are evicted first.
   uint32_t KeyOf(int32_t row) const;
   // `step`: the number of the update that may give it up.
   bool IsEvictable(int32_t row, const RowSet& held, int64_t step) const;
@@ -221,9 +221,9 @@ class Vocabulary {
   const VocabularyOptions options_;
   IdMap map_;
   GrowingMemory ids_;   // by row, int64
-  GrowingMemory uses_;  // by row, Use; only if rows are given up
+  GrowingMemory uses_;  // by row, Use; only if rows are evicted
   int64_t num_rows_ = 0;
-  std::vector<int32_t> free_;  // given up, a heap with the lowest first
+  std::vector<int32_t> free_;  // evicted, a heap with the lowest first
   std::vector<RowOfId> evicted_;
   int64_t step_ = 0;  // updates begun
   VocabularyCounts counts_;

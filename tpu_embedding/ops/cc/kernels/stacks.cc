@@ -60,7 +60,7 @@ REGISTER_OP("TpuEmbeddingToStacks")
 The batch as plain tensors.
 
 looked_up: of the batch what a lookup of this process gave, or none. Its rows are
-  not given up while the row pointers of a growing table exist.
+  not evicted while the row pointers of a growing table exist.
 row_pointers: for each stack [samples + 1], where the entries of a sample begin.
 sample_ids, token_ids, gains: for each stack [entries]. A token is a row of the
   stack, int32; of a growing table an id, int64.

@@ -57,7 +57,7 @@ steps: [4], updates applied, updates counted, batches that wait in the queue,
 totals: [num_tables, 6], of the counted updates: IDs, invalid IDs, samples,
   samples without IDs, distinct IDs, and rows that any of them named.
 vocabularies: [num_tables, 4], of all updates of growing tables: IDs without a
-  row, those of them that were admitted and that were refused, and rows given up.
+  row, those of them that were admitted and that were refused, and evicted rows.
 hot_rows: [n, 2], the rows named most often and how often.
 rows: of the last counted update: the rows, each once.
 ids: by row, how often it was named.

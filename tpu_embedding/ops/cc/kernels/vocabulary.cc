@@ -78,7 +78,7 @@ REGISTER_OP("TpuEmbeddingEvict")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::ScalarShape)
     .Doc(R"doc(
-Gives up rows of a growing table at once. evicted: how many.
+Evicts rows of a growing table at once. evicted: how many.
 )doc");
 
 REGISTER_OP("TpuEmbeddingReadIds")
