@@ -39,6 +39,12 @@
 
 namespace tpu_embedding {
 
+// The numbers below 0 that are drawn above.
+constexpr int32_t kRowOfZeros = -1;
+constexpr int32_t WithoutRow(int64_t number) { return -2 - number; }
+constexpr int64_t NumberOf(int32_t without_row) { return -2 - without_row; }
+constexpr int32_t InFront(int32_t place) { return -2 - place; }
+
 class GrowingTable {
  public:
   using SharedBatch = std::shared_ptr<const PreparedBatch>;
@@ -215,6 +221,13 @@ class GrowingTable {
                        tensorflow::Var* variable) const;
     void Show(int64_t num_rows, tensorflow::Var* variable) const;
   };
+
+  // Memory for so many first values in front of a table: of the ids without a
+  // row that lookups name at one time.
+  static constexpr int64_t kMaxBorrowedRows = int64_t{1} << 20;
+  static constexpr int64_t kRowsPerChunk = 64;
+  static constexpr int64_t kCyclesPerFirstValue = 10;
+  static constexpr int64_t kCyclesPerUnknown = 400;
 
   static void AddSources(const PreparedBatch& batch, Sources* sources);
   // Looks up the ids of each query in its table, but those of sources whose

@@ -1,0 +1,217 @@
+// An update of growing tables: which ids get rows, and which row each gradient
+// trains.
+
+#include <algorithm>
+#include <utility>
+
+#include "kernels/growing_table.h"
+
+namespace tpu_embedding {
+namespace {
+
+using tensorflow::Var;
+
+}  // namespace
+
+GrowingTable::Update::~Update() {
+  if (!table_) return;
+  table_->Return(&rows_);
+  for (Query& query : queries_) table_->Return(&query.rows);
+  for (const SharedBatch& batch : batches_) table_->ForgetLookup(batch);
+}
+
+void GrowingTable::Update::Drop(RowGroups* groups) const {
+  const int64_t last = groups->num_rows() - 1;
+  if (last < 0 || groups->rows[last] != num_rows_) return;
+  groups->rows.Truncate(last);
+  groups->starts.Truncate(last + 1);
+}
+
+absl::Status GrowingTable::Begin(const std::vector<SharedBatch>& batches,
+                                 const std::vector<Growth>& growths,
+                                 const ParallelFor& parallel_for) {
+  std::vector<const GrowingTable*> tables;
+  std::vector<Query*> queries;
+  for (const Growth& growth : growths) {
+    GrowingTable* const table = growth.table;
+    const std::vector<Var*>& slots = growth.slots;
+    Update* const update = growth.update;
+    update->table_ = table;
+    update->lock_ = std::unique_lock<SharedMutex>(table->mutex_);
+    update->batches_ = batches;
+    const int64_t num_rows = table->vocabulary_->num_rows();
+    const std::string& name = table->plan_.name;
+    TF_RETURN_IF_ERROR(
+        CheckLength("slots", slots.size(), table->slots_.size()));
+    TF_RETURN_IF_ERROR(
+        table->parameters_.Adopt(num_rows, name, growth.parameters));
+    for (size_t k = 0; k < slots.size(); ++k) {
+      TF_RETURN_IF_ERROR(table->slots_[k].Adopt(num_rows, name, slots[k]));
+    }
+    update->queries_.resize(batches.size());
+    TF_RETURN_IF_ERROR(WithinMemory([&] {
+      for (size_t b = 0; b < batches.size(); ++b) {
+        Query& query = update->queries_[b];
+        AddSources(*batches[b], &query.sources);
+        table->TakeGiven(batches[b], &query);
+        tables.push_back(table);
+        queries.push_back(&query);
+      }
+      return absl::OkStatus();
+    }));
+  }
+  TF_RETURN_IF_ERROR(Run(tables, queries, parallel_for));
+  int64_t num_missing = 0;
+  for (const Query* query : queries) num_missing += query->num_missing;
+  std::vector<absl::Status> statuses(growths.size());
+  ForEachItem(parallel_for, growths.size(),
+              (1 + num_missing) * kCyclesPerUnknown / (1 + growths.size()),
+              [&](int64_t q) {
+                statuses[q] = WithinMemory(
+                    [&] { return growths[q].table->Decide(growths[q]); });
+              });
+  for (const absl::Status& status : statuses) TF_RETURN_IF_ERROR(status);
+  return absl::OkStatus();
+}
+
+void GrowingTable::FindUnknown(Update* update) const {
+  const size_t size = update->queries_.size();
+  IdMap numbers(salt_);  // of the ids of several queries
+  UnknownIds& all = update->unknown_;
+  update->now_.resize(size);
+  for (size_t b = 0; b < size; ++b) {
+    const UnknownIds& own = update->queries_[b].unknown;
+    std::vector<int32_t>& now = update->now_[b];
+    now.resize(own.ids.size());
+    vocabulary_->Find(own.ids.data(), own.ids.size(), now.data());
+    if (size > 1) numbers.Reserve(own.ids.size());
+    for (size_t i = 0; i < now.size(); ++i) {
+      if (now[i] != kNoRow) continue;
+      int32_t number = size > 1 ? numbers.Find(own.ids[i]) : -1;
+      if (number < 0) {
+        number = all.ids.size();
+        if (size > 1) numbers.Insert(own.ids[i], number);
+        all.ids.push_back(own.ids[i]);
+        all.hits.push_back(0);
+      }
+      all.hits[number] += own.hits[i];
+      now[i] = WithoutRow(number);
+    }
+  }
+}
+
+absl::Status GrowingTable::Decide(const Growth& growth) {
+  Update& update = *growth.update;
+  for (size_t b = 0; b < update.queries_.size(); ++b) {
+    // Where no lookup is known, it is now.
+    Query& query = update.queries_[b];
+    if (query.given.size() == query.unknown.ids.size()) continue;
+    Expect(update.batches_[b]);
+    Give(update.batches_[b], Purpose::kTraining, &query);
+  }
+  FindUnknown(&update);
+  const IdMap promised = [&] {
+    const std::lock_guard<std::mutex> lock(front_mutex_);
+    return Promised(nullptr, update.unknown_.ids.size());
+  }();
+  TF_RETURN_IF_ERROR(InvalidArgument(vocabulary_->Decide(
+      update.unknown_, promised, HoldFor(update), &update.decision_)));
+  const int64_t most = vocabulary_->MostRowsAfter(update.decision_);
+  const auto grow = [most](const Array& array) {
+    array.memory->Grow(most * array.row_bytes());
+  };
+  grow(parameters_);
+  for (const Array& slot : slots_) grow(slot);
+  return absl::OkStatus();
+}
+
+void GrowingTable::Grow(const std::vector<Growth>& growths,
+                        const ParallelFor& parallel_for) {
+  int64_t num_missing = 0;
+  for (const Growth& own : growths) {
+    num_missing += own.update->unknown_.ids.size();
+  }
+  ForEachItem(parallel_for, growths.size(),
+              (1 + num_missing) * kCyclesPerUnknown / (1 + growths.size()),
+              [&](int64_t g) { growths[g].table->TakeRows(growths[g]); });
+  struct Chunk {
+    size_t growth;
+    size_t begin;
+    size_t end;
+  };
+  std::vector<Chunk> chunks;
+  for (size_t g = 0; g < growths.size(); ++g) {
+    const size_t count = growths[g].update->created_.size();
+    for (size_t i = 0; i < count; i += kRowsPerChunk) {
+      chunks.push_back({g, i, std::min(i + kRowsPerChunk, count)});
+    }
+  }
+  const int64_t dim = growths.empty() ? 0 : growths[0].table->plan_.dim;
+  ForEachItem(parallel_for, chunks.size(),
+              kRowsPerChunk * dim * kCyclesPerFirstValue, [&](int64_t c) {
+                const Growth& own = growths[chunks[c].growth];
+                for (size_t i = chunks[c].begin; i < chunks[c].end; ++i) {
+                  own.table->WriteCreated(own.update->created_[i]);
+                }
+              });
+  for (const auto& [table, parameters, slots, update] : growths) {
+    const int64_t num_rows = update->num_rows_;
+    table->parameters_.Show(num_rows, parameters);
+    for (size_t k = 0; k < slots.size(); ++k) {
+      table->slots_[k].Show(num_rows, slots[k]);
+    }
+    const std::lock_guard<std::mutex> lock(table->front_mutex_);
+    table->pending_.clear();
+    table->ahead_ = {};
+  }
+}
+
+void GrowingTable::TakeRows(const Growth& growth) {
+  Update& update = *growth.update;
+  std::vector<int32_t> taken;
+  vocabulary_->Take(update.unknown_, update.decision_, HoldFor(update), &taken,
+                    &update.created_);
+  NoteIds(update.created_);
+  update.num_rows_ = vocabulary_->num_rows();
+  const bool shares = vocabulary_->options().unknown == Unknown::kShared;
+  for (size_t b = 0; b < update.queries_.size(); ++b) {
+    Query& query = update.queries_[b];
+    // What the gradients of each unknown id train.
+    std::vector<int32_t> trained(query.unknown.ids.size());
+    for (size_t i = 0; i < trained.size(); ++i) {
+      int32_t row = update.now_[b][i];
+      if (row < 0) row = taken[NumberOf(row)];
+      const bool own = query.given[i] == Unknown::kInitializer && row != kNoRow;
+      trained[i] = own ? row : shares ? 0 : update.num_rows_;
+      if (row == kNoRow || own) continue;
+      vocabulary_->CountHits(row, query.unknown.hits[i]);
+    }
+    for (size_t s = 0; s < query.sources.size(); ++s) {
+      Rows& rows = query.rows[s];
+      for (const int f : plan_.features) {
+        for (int64_t i = 0; i < rows[f].size() && !trained.empty(); ++i) {
+          if (rows[f][i] < 0) rows[f][i] = trained[NumberOf(rows[f][i])];
+        }
+      }
+      update.sources_.push_back(query.sources[s]);
+      update.rows_.push_back(std::move(rows));
+    }
+    query.rows.clear();
+  }
+}
+
+bool GrowingTable::IsAhead(const Vocabulary::RowOfId& created) const {
+  const int64_t place = created.row - ahead_.first_row;
+  return place >= 0 && place < static_cast<int64_t>(ahead_.ids.size()) &&
+         ahead_.ids[place] == created.id;
+}
+
+void GrowingTable::WriteCreated(const Vocabulary::RowOfId& created) const {
+  if (!IsAhead(created)) WriteFirst(created.id, created.row);
+  for (size_t k = 0; k < slots_.size(); ++k) {
+    float* const values = reinterpret_cast<float*>(slots_[k].row(created.row));
+    std::fill_n(values, slots_[k].width, plan_.first_slots[k]);
+  }
+}
+
+}  // namespace tpu_embedding
