@@ -38,7 +38,7 @@ class TableVariable(_Variable):
         waiting = self.waiting
         graph = _outermost_graph()
         before = waiting is None or (graph is not None and _flushes_before.get())
-        if graph is not None:
+        if graph is not None and (before or not is_recording()):
             self._flush_before_calls(graph, None if before else waiting)
         if waiting is None or before or waiting.is_quiet():
             return super().sparse_read(indices, name)
@@ -176,8 +176,18 @@ def check_calls(variable: Any, waiting: Waiting | None) -> None:
         if waiting_of(variable) is not waiting:
             raise RuntimeError(other_optimizer(variable.name))
 
-    if waiting is None or control_flow_util.GraphOrParentsInXlaContext(graph):
+    in_xla = control_flow_util.GraphOrParentsInXlaContext(graph)
+    if not _is_in_loop(graph) if in_xla else waiting is None:
         _before_calls(graph, check)
+
+
+def _is_in_loop(graph: Any) -> bool:
+    """Whether control flow calls the graph; XLA then takes no more arguments."""
+    while hasattr(graph, "outer_graph"):
+        if graph.is_control_flow_graph:
+            return True
+        graph = graph.outer_graph
+    return False
 
 
 def is_recording() -> bool:
