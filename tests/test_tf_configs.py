@@ -116,7 +116,8 @@ TABLE_OPTIONS: dict[str, tuple[Any, Any]] = {
 
 def test_every_option_of_a_table_is_under_test() -> None:
     names = {field.name for field in dataclasses.fields(TableConfig)}
-    assert names == {*TABLE_OPTIONS, "invalid_ids", "placement", "rounding_seed"}
+    ours = {"invalid_ids", "placement", "rounding_seed", "string_ids"}
+    assert names == {*TABLE_OPTIONS, *ours}
 
 
 @pytest.mark.parametrize("name", TABLE_OPTIONS)

@@ -98,7 +98,7 @@ def test_an_optimizer_that_updates_all_rows_changes_all(
 def test_random_histories(kind: int, tmp_path: pathlib.Path) -> None:
     """Of TPUEmbedding and TPUEmbeddingV2."""
     history = histories.History(kind, tmp_path)
-    for _ in range(2):
+    for _ in range(3):
         history.run(actions=40)
     refused = [n for what, n in history.counts.items() if what.startswith("refused")]
     assert history.counts["applied"] > 10
@@ -108,8 +108,8 @@ def test_random_histories(kind: int, tmp_path: pathlib.Path) -> None:
 @pytest.mark.second_tier
 def test_many_random_histories(seed: int) -> None:
     """A few of those of `make fuzz-deltas`."""
-    counts = histories.run(30, seed)
-    assert counts["histories"] == 30
+    counts = histories.run(60, seed)
+    assert counts["histories"] == 60
     assert {kind for kind in histories.BAD if f"refused: {kind}" in counts} == {
         *histories.BAD
     }
