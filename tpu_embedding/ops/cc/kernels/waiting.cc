@@ -27,8 +27,6 @@ using tensorflow::shape_inference::ShapeHandle;
 
 // Rough cycles to catch a row up, without those for its columns.
 constexpr int64_t kCyclesPerWait = 150;
-// How many rows ahead one is prefetched.
-constexpr int64_t kAhead = 16;
 
 absl::Status GetDoubles(const Record& record, const char* name,
                         std::vector<double>* values) {
@@ -266,12 +264,13 @@ class CaughtUpRowsOp : public tensorflow::OpKernel {
     }
     const int64_t width = view.dim * (1 + view.slots.size());
     const int64_t num_distinct = distinct.size();
+    const int64_t ahead = RowsAhead(4 * width);
     ForEachPiece(
         parallel_for, {{num_distinct, num_distinct * (kCyclesPerWait + width)}},
         [&](const Piece& piece) {
           for (int64_t i = piece.begin; i < piece.end; ++i) {
-            if (i + kAhead < piece.end) {
-              const int64_t row = rows[distinct[i + kAhead]];
+            if (i + ahead < piece.end) {
+              const int64_t row = rows[distinct[i + ahead]];
               waiting.PrefetchStart(row);
               PrefetchRow(view, row);
             }
