@@ -13,7 +13,7 @@ from tpu_embedding.vocabulary import MIXING, Hashing, RowHash
 
 
 def rows_of(ids: tf.Tensor, row_hash: RowHash) -> tf.Tensor:
-    """The row of each id, int64 of the shape of the ids.
+    """Returns the row of each id, int64 of the shape of the ids.
 
     >>> from tpu_embedding.vocabulary import Hashing
     >>> row_hash = RowHash(Hashing(1000), 0)
@@ -26,7 +26,7 @@ def rows_of(ids: tf.Tensor, row_hash: RowHash) -> tf.Tensor:
 
 
 def join_rows(parts: Sequence[tf.Tensor], hashing: Hashing) -> tf.Tensor:
-    """The value of ids: what was looked up by each hash side by side, or its sum."""
+    """Joins what each hash looked up for the ids: side by side, or as a sum."""
     if len(parts) == 1:
         return parts[0]
     if hashing.combine == "sum":
@@ -35,17 +35,17 @@ def join_rows(parts: Sequence[tf.Tensor], hashing: Hashing) -> tf.Tensor:
 
 
 def ids_of_strings(strings: tf.Tensor) -> tf.Tensor:
-    """The Fingerprint64 of each string, modulo 2**63 - 1."""
+    """Returns the Fingerprint64 of each string, modulo 2**63 - 1."""
     return tf.strings.to_hash_bucket_fast(strings, 2**63 - 1)
 
 
 def mixed_bits(words: tf.Tensor) -> tf.Tensor:
-    """As MixBits of core/id_map.h: a bijection of int64."""
+    """Mixes the bits of each word as MixBits of core/id_map.h: a bijection of int64."""
     return _mixed(words, MIXING)
 
 
 def unmixed_bits(words: tf.Tensor) -> tf.Tensor:
-    """The inverse of `mixed_bits`.
+    """Inverts `mixed_bits`.
 
     >>> int(unmixed_bits(mixed_bits(tf.constant(-5, tf.int64))))
     -5
@@ -61,7 +61,7 @@ def _mixed(words: tf.Tensor, factor: int) -> tf.Tensor:
 
 
 def shifted(words: tf.Tensor, count: int) -> tf.Tensor:
-    """Shifted to the right as numbers without a sign."""
+    """Shifts words to the right as numbers without a sign."""
     bits = tf.bitcast(words, tf.uint64)
     moved = tf.bitwise.right_shift(bits, tf.constant(count, tf.uint64))
     return tf.bitcast(moved, tf.int64)

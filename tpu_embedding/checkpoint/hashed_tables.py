@@ -49,7 +49,7 @@ class HashingRecord(tf.__internal__.tracking.Trackable):
 
 
 def hashing_records(plan: Plan) -> dict[str, HashingRecord]:
-    """The records of an embedding by their names in checkpoints."""
+    """Returns the records of an embedding by their names in checkpoints."""
     return {
         hashing_name(spec.name): HashingRecord(spec.hashing)
         for spec in plan.tables
@@ -58,7 +58,7 @@ def hashing_records(plan: Plan) -> dict[str, HashingRecord]:
 
 
 def hashing_vectors(tables: Mapping[str, Hashing | None]) -> dict[str, Vector]:
-    """What files have of hashed tables, by name."""
+    """Returns what files have of hashed tables, by name."""
     return {
         hashing_name(name): Vector(len(numbers), lambda numbers=numbers: numbers)
         for name, own in tables.items()
@@ -102,13 +102,13 @@ def check_hashings(
 
 
 def check_hashing(spec: TableSpec, path: str, stored: Hashing | None) -> None:
-    """As `check_hashings`, of one table and what is stored of it."""
+    """Checks one table as `check_hashings` does, with what is stored of it."""
     if stored != spec.hashing:
         raise differs(f"Table {spec.name!r}", path, spec.hashing, stored)
 
 
 def check_bundle(path: str, plan: Plan) -> None:
-    """As `check_hashings`, before tf.train.Checkpoint restores.
+    """Checks tables as `check_hashings` does, before tf.train.Checkpoint restores.
 
     Of several objects with a table of a name one must fit.
     """
@@ -132,7 +132,7 @@ def check_bundle(path: str, plan: Plan) -> None:
 def differs(
     table: str, path: str, own: Hashing | None, stored: Hashing | None
 ) -> ValueError:
-    """A table whose ids have other rows in a file."""
+    """Returns the error for a table whose ids have other rows in a file."""
     here = "is not hashed" if own is None else f"has {own}"
     there = "it is not hashed" if stored is None else f"it has {stored}"
     return ValueError(

@@ -164,7 +164,7 @@ def make_plan(
 def feature_specs(
     first: int, path: str, config: FeatureConfig, table: int, stored: TableConfig
 ) -> list[FeatureSpec]:
-    """The features of a plan that a feature of the user is.
+    """Makes the features of a plan of one feature of the user: one for each hash.
 
     Args:
       first: Index of the first of them.

@@ -20,7 +20,7 @@ from tpu_embedding.nest_utils import Structure
 def read_features(
     specs: Sequence[FeatureSpec], values: Sequence[Any], weights: Sequence[Any]
 ) -> list[IdBatch]:
-    """The batches of features of a plan; those of hashed tables have rows as ids."""
+    """Reads the batches of a plan; those of hashed tables have rows as ids."""
     batches: list[IdBatch] = []
     for spec, value, weight in zip(specs, values, weights, strict=True):
         if spec.is_first:  # The others have the same ids.
@@ -46,17 +46,17 @@ class FeatureStructure(Structure):
         self._specs = [spec for spec in specs if spec.is_first]
 
     def for_plan(self, leaves: Sequence[Any]) -> list[Any]:
-        """Values of the user's features, for each of the plan: those of its feature."""
+        """Repeats the value of each user feature for its features of the plan."""
         pairs = zip(self._specs, leaves, strict=True)
         return [leaf for spec, leaf in pairs for _ in range(_rows(spec))]
 
     def of_user(self, values: Sequence[Any]) -> list[Any]:
-        """The reverse of `for_plan`."""
+        """Reverses `for_plan`."""
         starts = self._starts()
         return [values[start] for start in starts]
 
     def join(self, activations: Sequence[Any]) -> list[Any]:
-        """The activations of the user's features, of those of the plan."""
+        """Joins the activations of the plan into those of the user's features."""
         starts, joined = self._starts(), []
         for start, spec in zip(starts, self._specs, strict=True):
             parts = list(activations[start : start + _rows(spec)])
@@ -66,16 +66,16 @@ class FeatureStructure(Structure):
         return joined
 
     def pack_joined(self, activations: Sequence[Any]) -> Any:
-        """As `join`, in this structure."""
+        """Joins activations as `join`, and packs them into this structure."""
         return self.pack(self.join(activations))
 
     def join_shapes(self, shapes: Sequence[tuple[int | None, ...]]) -> list[Any]:
-        """The shapes of what `join` returns, of those of activations of the plan."""
+        """Returns the shapes of what `join` returns for activations of these shapes."""
         pairs = zip(self._specs, self.of_user(shapes), strict=True)
         return [(*shape[:-1], self._dim(spec, shape[-1])) for spec, shape in pairs]
 
     def split(self, gradients: Any) -> list[Any]:
-        """The gradients of the activations of the plan.
+        """Splits gradients of the user's features into those of the plan.
 
         Raises:
           TypeError, ValueError: If the structure differs, or the gradient of a feature
@@ -100,7 +100,7 @@ class FeatureStructure(Structure):
         return found
 
     def _starts(self) -> list[int]:
-        """The index of the first feature of the plan of each of the user."""
+        """Returns the index in the plan of the first feature of each user feature."""
         starts, end = [], 0
         for spec in self._specs:
             starts.append(end)
@@ -112,7 +112,7 @@ class FeatureStructure(Structure):
 
 
 def _rows(spec: FeatureSpec) -> int:
-    """The number of rows of an id."""
+    """Returns the number of rows of an id."""
     return 1 if spec.row_hash is None else spec.row_hash.hashing.hashes
 
 

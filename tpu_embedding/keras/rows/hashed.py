@@ -40,7 +40,7 @@ class LayerRecord(HashingRecord):
 def of_table(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], Hashing | None]:
-    """The arguments of Keras's layer for the table, and the Hashing or None.
+    """Returns the arguments of Keras's layer for the table, and the Hashing or None.
 
     `get_config` has its options in the place of `input_dim`.
     """
@@ -61,7 +61,7 @@ def of_table(
 
 
 def config_of(hashing: Hashing | None, output_dim: int) -> dict[str, Any]:
-    """What `get_config` has of it, if anything."""
+    """Returns what `get_config` adds for a Hashing."""
     if hashing is None:
         return {}
     dim = value_dim(hashing, output_dim)
@@ -69,13 +69,13 @@ def config_of(hashing: Hashing | None, output_dim: int) -> dict[str, Any]:
 
 
 def save_hashing(hashing: Hashing | None, store: Any) -> None:
-    """Writes it beside the weights of a layer."""
+    """Writes a Hashing beside the weights of a layer."""
     if hashing is not None:
         store[HASHING] = hashing_numbers(hashing)
 
 
 def checked_store(name: str, hashing: Hashing | None, store: Any) -> Any:
-    """The weights of a file as Keras's layer reads them.
+    """Returns the weights of a file as Keras's layer reads them.
 
     Raises:
       ValueError: If ids have other rows in the file.
@@ -92,7 +92,7 @@ def checked_store(name: str, hashing: Hashing | None, store: Any) -> Any:
 
 
 def value_dim(hashing: Hashing | None, columns: int) -> int:
-    """The dim of the value of an id, of a table of so many columns."""
+    """Returns the width of the value of an id, in a table of so many columns."""
     if hashing is None or hashing.combine == "sum":
         return columns
     return columns * hashing.hashes
@@ -105,7 +105,7 @@ def look_up_rows(
     hashing: Hashing | None,
     combine: Callable[[tf.Tensor], tf.Tensor] = lambda rows: rows,
 ) -> Any:
-    """The values of ids, whose rows of each hash are combined before they are joined.
+    """Looks up ids, whose rows of each hash are combined before they are joined.
 
     Args:
       look_up: Reads rows by number.
@@ -128,7 +128,7 @@ def look_up_rows(
 
 
 def _integers(name: str, ids: Any) -> tf.Tensor:
-    """Ids as int64 or int32; float32 has only some of the numbers above 2**24."""
+    """Converts ids to int64 or int32; float32 has only some numbers above 2**24."""
     ids = tf.convert_to_tensor(ids)
     if not ids.dtype.is_floating:
         flat = to_id_batch(name, tf.reshape(ids, [-1])).ids
