@@ -31,12 +31,15 @@ from benchmarks import picture
 PICTURE = pathlib.Path("docs/images/keras_rows.svg")
 BATCH = 2048
 _BASE = 700.0  # MiB of a process without tables.
-WAYS = (
-    ("Keras 3", "0", False),
-    ("Keras 3, rows", "0", True),
-    ("tf_keras", "1", False),
-    ("tf_keras, rows", "1", True),
-)
+# By label: TF_USE_LEGACY_KERAS, and what the process trains.
+WAYS = {
+    "Keras 3": ("0", "keras"),
+    "Keras 3, rows": ("0", "rows"),
+    "Keras 3, lazy rows": ("0", "lazy"),
+    "tf_keras": ("1", "keras"),
+    "tf_keras, rows": ("1", "rows"),
+    "tf_keras, lazy rows": ("1", "lazy"),
+}
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -47,7 +50,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     import tpu_embedding as te
 
     keras: Any = tf.keras
-    (rows,), by_rows, steps = arguments.rows, arguments.child, arguments.steps
+    (rows,), steps = arguments.rows, arguments.steps
+    by_rows, lazy = arguments.child != "keras", arguments.child == "lazy"
     names = [f"f{i}" for i in range(arguments.tables)]
     keras.utils.set_random_seed(1)
     inputs = {name: keras.Input((), dtype="int64", name=name) for name in names}
@@ -56,7 +60,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     hidden = keras.layers.Dense(64, "relu")(keras.layers.Concatenate()(looked_up))
     model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
     chosen = getattr(keras.optimizers, arguments.optimizer)(0.05)
-    model.compile(te.keras.RowSparseOptimizer(chosen) if by_rows else chosen, "mse")
+    if by_rows:
+        chosen = te.keras.RowSparseOptimizer(chosen, lazy=lazy)
+    model.compile(chosen, "mse")
     rng = np.random.default_rng(0)
     size = steps * BATCH
     ids = {name: np.minimum(rng.zipf(1.2, size) - 1, rows - 1) for name in inputs}
@@ -77,12 +83,12 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _run(arguments: argparse.Namespace, rows: int, legacy: str, by_rows: bool) -> Any:
+def _run(arguments: argparse.Namespace, rows: int, legacy: str, child: str) -> Any:
     command = [sys.executable, "-m", "benchmarks.keras_rows", "--rows", str(rows)]
     for name in ("optimizer", "steps", "tables", "columns"):
         command += [f"--{name}", str(getattr(arguments, name))]
     done = subprocess.run(
-        [*command, "--child", str(int(by_rows))],
+        [*command, "--child", child],
         env={**os.environ, "TF_USE_LEGACY_KERAS": legacy, "TF_CPP_MIN_LOG_LEVEL": "3"},
         stdout=subprocess.PIPE,
         text=True,
@@ -125,7 +131,8 @@ def main() -> None:
     parser.add_argument("--columns", type=int, default=16)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--draw", type=pathlib.Path, metavar="PAGE")
     arguments = parser.parse_args()
     if arguments.draw is not None:
@@ -138,11 +145,11 @@ def main() -> None:
     print("| rows | | CPU ms | wall ms | peak MiB | loss |\n|---|---|---|---|---|---|")
     for_a_row: dict[str, float] = {}  # MiB, at the size before.
     for rows in arguments.rows:
-        found: dict[str, list[Any]] = {name: [] for name, *_ in WAYS}
+        found: dict[str, list[Any]] = {name: [] for name in arguments.ways}
         for _ in range(arguments.rounds):
-            for name, legacy, by_rows in WAYS:
+            for name in arguments.ways:
                 if rows * for_a_row.get(name, 0.0) < _available():
-                    found[name].append(_run(arguments, rows, legacy, by_rows))
+                    found[name].append(_run(arguments, rows, *WAYS[name]))
         for name, runs in found.items():
             if not runs:
                 print(f"| {rows:,} | {name} | too large for the memory | | | |")
