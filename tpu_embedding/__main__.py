@@ -128,6 +128,66 @@ def _add_try(parser: argparse.ArgumentParser) -> None:
     _runs(parser, "trial", "run")
 
 
+def _add_launch(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--processes",
+        default="1",
+        metavar="N[,N...]",
+        help="how many processes this host has: the first number at the first start, "
+        "the next after each restart (1)",
+    )
+    add(
+        "--servers",
+        type=int,
+        default=0,
+        metavar="K",
+        help="parameter servers of this host: then a chief runs the program, and "
+        "`--processes` is the number of workers (0)",
+    )
+    add(
+        "--hosts",
+        default="1",
+        metavar="M[:M]",
+        help="how many hosts run this command; the least and the most (1)",
+    )
+    add("--address", metavar="HOST:PORT", help="where the hosts meet: one of them")
+    add(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start the job again after a process failed, at most so often (0)",
+    )
+    add(
+        "--timeout",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="how long to wait for the other hosts (%(default)g)",
+    )
+    add(
+        "--exit-timeout",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="how long processes may run after the first one ended with 0 "
+        "(%(default)g)",
+    )
+    add("--status", metavar="FILE", help="keep one line of JSON about the job there")
+    add(
+        "--status-interval",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="how often to write it (%(default)g)",
+    )
+    add("-m", dest="module", action="store_true", help="the program is a module")
+    add("program", help="a Python program that reads TF_CONFIG")
+    add("arguments", nargs=argparse.REMAINDER, help="of the program")
+    _runs(parser, "launch", "run")
+
+
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config",
@@ -204,6 +264,11 @@ _COMMANDS: tuple[tuple[str, str, _AddArguments], ...] = (
     ("run", "run a program written for TPUs or for Keras, unchanged", _add_run),
     ("try", "run a Keras program as it is and by rows, and compare", _add_try),
     (
+        "launch",
+        "run a program in several processes, and end them together",
+        _add_launch,
+    ),
+    (
         "server",
         "run the parameter server or worker that TF_CONFIG names",
         lambda parser: _runs(parser, "server", "run"),
@@ -212,7 +277,7 @@ _COMMANDS: tuple[tuple[str, str, _AddArguments], ...] = (
     ("compile", "compile a training step for a TPU that is not there", _add_compile),
 )
 # Their log is the user's: that of a program, and of a server.
-_LOGGING = ("run", "server")
+_LOGGING = ("run", "launch", "server")
 # Errors that a user can fix, beside TensorFlow's; others are shown with a traceback.
 _EXPECTED = (OSError, ValueError, TypeError, NotImplementedError, RuntimeError)
 
