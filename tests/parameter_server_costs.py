@@ -24,7 +24,7 @@ import tpu_embedding as te
 
 BATCH, IDS, DIM, ROWS = 2048, 10, 32, 100_000
 STEPS = 10_000
-AIM = 1.05  # Times the formula of docs/parameter_servers.md.
+AIM = 1.05  # Times the formula of docs/performance-notes.md.
 
 
 def bytes_between(job: Any) -> dict[tuple[str, str], int]:
@@ -108,7 +108,7 @@ def wire(placement: str) -> None:
 
 
 def formulas(numbers: range, placement: str) -> dict[tuple[str, str], int]:
-    """docs/parameter_servers.md, of some batches: to the servers and from them."""
+    """docs/performance-notes.md, of some batches: to the servers and from them."""
     to_servers = to_worker = 0
     for number in numbers:
         if placement == "whole":

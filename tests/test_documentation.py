@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import documented_pages
 import forked
@@ -20,6 +20,8 @@ DOCS = ROOT / "docs"
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "SECURITY.md",
     *sorted(path for path in DOCS.glob("*.md")),
 ]
 PROGRAMS = [page for page in PAGES if documented_pages.program(page)]
@@ -102,13 +104,35 @@ def test_extras_are_named_as_pip_looks_for_them():
     assert [extra for extra in known if "_" in extra] == []
 
 
-def test_all_pages_together_have_30000_words():
-    pages = [ROOT / "README.md", *DOCS.glob("*.md")]
-    words = [word for page in pages for word in prose(page).split()]
-    assert len([word for word in words if re.search(r"\w", word)]) <= 30_000
+def words(pages: Iterable[pathlib.Path]) -> int:
+    """The number of words of pages, without code."""
+    every = [word for page in pages for word in prose(page).split()]
+    return len([word for word in every if re.search(r"\w", word)])
 
 
-def test_the_picture_of_the_readme_has_the_figures_of_its_page():
+def test_pages_of_users_have_24000_words_and_all_pages_30000():
+    pages = {ROOT / "README.md", *DOCS.glob("*.md")}
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("- Contribute:")[2]
+    for_maintainers = {ROOT / name for name in re.findall(r"docs/\S+", navigation)}
+    assert for_maintainers < pages
+    assert words(pages - for_maintainers) <= 24_000
+    assert words(pages) <= 30_000
+
+
+def test_figures_of_the_readme_are_those_of_its_page():
+    rows = re.findall(r"^\| Ada.*", (ROOT / "README.md").read_text(), re.M)
+    assert len(rows) >= 3
+    page = (DOCS / "keras_embedding.md").read_text().splitlines()
+    assert [row for row in rows if row not in page] == []
+    times = re.findall(r"([\d,]+)(?: to (\d+))? ms\b", prose(ROOT / "README.md"))
+    figures = re.findall(r"(?<=\| )[\d.]+", (DOCS / "performance.md").read_text())
+    rounded = {str(round(float(figure))) for figure in figures}
+    shown = {time.replace(",", "") for pair in times for time in pair if time}
+    assert len(shown) >= 6
+    assert shown <= rounded
+
+
+def test_the_picture_of_keras_rows_has_the_figures_of_its_page():
     picture = (DOCS / "images" / "keras_rows.svg").read_text()
     rows = re.findall(
         r"^\| Adagrad (\|.*)", (DOCS / "keras_embedding.md").read_text(), re.M

@@ -17,7 +17,10 @@ import tomllib
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "build" / "docs_source"
-PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "docs")
+PAGES = (
+    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "LICENSE"),
+    "docs",
+)
 # The packages whose `__all__` is what users may rely on.
 PUBLIC_PACKAGES = (
     "tpu_embedding",
@@ -90,10 +93,10 @@ def public_names(package: str) -> list[str]:
 
 def tasks() -> dict[str, list[str]]:
     """All public names by what they are for, each as it is imported."""
-    outermost, *others = PUBLIC_PACKAGES
-    found = {
-        task: [f"{outermost}.{name}" for name in names] for task, names in TASKS.items()
-    }
+    outermost, keras, *others = PUBLIC_PACKAGES
+    found = {keras: [f"{keras}.{name}" for name in public_names(keras)]}
+    for task, names in TASKS.items():
+        found[task] = [f"{outermost}.{name}" for name in names]
     optimizers = sorted(public_names(OPTIMIZERS), key=str.lower)
     found["Optimizers"] = [f"{outermost}.{name}" for name in optimizers]
     for package in others:

@@ -1,7 +1,7 @@
 """TPU generations and their embedding hardware; no other module has such numbers.
 
 The limits of SparseCores are those of libtpu 0.0.30, read from its replies to programs
-around them (docs/tpu_check.md has the programs): its SPMEM and HBM, the size of a
+around them (docs/libtpu_limits.md has the programs): its SPMEM and HBM, the size of a
 tensor of SparseCores, and the SPMEM that a lookup of so many ids needs.
 """
 
@@ -169,7 +169,7 @@ def _sparse_core(
 # and some more, and a "row_dependent_size_allocation" of 12 for each id, which it
 # divides by a number of replicas that itself needs SPMEM: at best both are equal, and
 # the sum grows with the square root of ids and SparseCores. Programs around the limit
-# needed 7.4 to 10.7 times the root (docs/tpu_check.md).
+# needed 7.4 to 10.7 times the root (docs/libtpu_limits.md).
 _SPMEM_BYTES_PER_UNIQUE_ID = 36
 _SPMEM_BYTES_OF_IDS = 11
 _MAX_LIMIT = 2**31 - 1

@@ -73,7 +73,7 @@ def program_bytes(
 ) -> int:
     """What the program of a step needs on one device beside its arguments.
 
-    As programs that libtpu 0.0.30 compiled (docs/tpu_check.md): their code, the
+    As programs that libtpu 0.0.30 compiled (docs/libtpu_limits.md): their code, the
     activations, and, where an update is pending, the batch once more. Ops outside of
     SparseCores may store activations `padded`: in some programs, in others not. What a
     CustomCombiner gets is counted with the padding.
