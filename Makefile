@@ -1,8 +1,7 @@
-# make demo      set up, then train the recommender of examples/01_movielens_ranking.py
-# make test      set up, lint, then the tests of one process, and one of each other kind
-# make test-all  set up, lint, then all tests, as CI does
+# `make help` prints the targets to begin with, `make help-all` all of them. A target has
+# its group and what it does after `##`.
 #
-# Needs python3 (3.11 to 3.14) with venv, g++ and make. Everything that is installed goes
+# Needs python3 (3.11 to 3.13) with venv, g++ and make. Everything that is installed goes
 # into .venv, everything that is built into build. pip reads its usual settings.
 
 PYTHON ?= python3
@@ -29,28 +28,37 @@ CPP := $(shell find tpu_embedding tests -name '*.cc' -o -name '*.h')
 unexport PYTHONPATH PYTHONHOME
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help demo install test test-all lint check check-plan check-tpu docs structure format ops bench bench-one bench-preprocessing \
+.PHONY: help help-all demo install test test-all lint check check-plan check-tpu docs structure format ops bench bench-one bench-preprocessing \
     bench-measures bench-telemetry bench-distributed bench-peers test-peers test-servers test-distributed test-everywhere test-tensorflow test-aarch64 fuzz fuzz-clang \
     fuzz-deltas fuzz-growing fuzz-refusals fuzz-histories fuzz-telemetry sanitize wheels test-minors clean
 # One pip at a time, whatever -j says.
 .NOTPARALLEL:
 
-help:
-	@sed -n 's/^# \(make .*\)/\1/p; s/^\([a-z-]*\):.*## /make \1\t/p' Makefile
+TARGETS_OF = sed -n 's/^\([a-z0-9-]*\):.*\#\# $(1): /  make \1\t/p' Makefile | expand -t 28
 
-demo: $(VENV)/demo.stamp $(VENV)/host.stamp
+help:
+	@$(call TARGETS_OF,start)
+	@echo "  make help-all             all targets"
+
+help-all:
+	@for group in start "work on the code" "long tests" measure release; do \
+	    echo "$$group:"; $(call TARGETS_OF,'"$$group"'); done
+
+demo: $(VENV)/demo.stamp $(VENV)/host.stamp ## start: set up, then train a recommender on MovieLens-100K
 	$(BIN)/python examples/01_movielens_ranking.py $(DEMO)
 
-install: $(VENV)/package.stamp ## the package into .venv, with the software TPU
+install: $(VENV)/package.stamp ## start: the package into .venv, with the software TPU
 
 # Against the installed package. The slowest files are printed, and build/test_times.json
 # has all of them: python tests/file_times.py
 test: TIER := -m 'not second_tier'
+test: ## start: lint, then the tests of one process, and one of each other kind
+test-all: ## work on the code: lint, then all tests, as CI does
 test test-all: lint $(VENV)/package.stamp
 	TPU_EMBEDDING_TEST_INSTALLED=1 $(BIN)/pytest -n $(JOBS) --dist worksteal $(TIER) \
 	    --doctest-modules --pyargs tpu_embedding tests $(PYTEST)
 
-lint: $(VENV)/dev.stamp ## format, style, types, layers, sizes
+lint: $(VENV)/dev.stamp ## work on the code: format, style, types, layers, sizes
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/clang-format --dry-run -Werror $(CPP)
@@ -58,24 +66,24 @@ lint: $(VENV)/dev.stamp ## format, style, types, layers, sizes
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python tools/lint_report.py
 
-check: $(VENV)/dev.stamp ops ## lint, and the tests of what changed: two minutes after a build
+check: $(VENV)/dev.stamp ops ## start: lint, and the tests of what changed: two minutes after a build
 	$(BIN)/python tools/check.py $(CHECK)
 
-docs: $(VENV)/docs.stamp ## these pages and the API reference as a site: open build/docs/index.html
+docs: $(VENV)/docs.stamp ## start: these pages and the API reference as a site: open build/docs/index.html
 	$(BIN)/python tools/build_docs.py
 
-structure: ## the counts of the package's structure, and their aims; after `make ops`
+structure: ## work on the code: the counts of the package's structure, and their aims; after `make ops`
 	$(BIN)/python tools/structure.py $(STRUCTURE)
 
-format: $(VENV)/dev.stamp ## rewrite Python and C++ in the project's format
+format: $(VENV)/dev.stamp ## work on the code: rewrite Python and C++ in the project's format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP)
 
-ops: $(VENV)/demo.stamp ## build the library into the checkout, to run from there
+ops: $(VENV)/demo.stamp ## work on the code: build the library into the checkout, to run from there
 	$(BIN)/python setup.py --quiet build_ext --inplace
 
-wheels: ## the wheels into dist, for TensorFlow 2.18 to 2.22, with auditwheel's verdicts: make wheels WHEELS='2.21 2.22'
+wheels: ## release: the wheels into dist, for TensorFlow 2.18 to 2.22, with auditwheel's verdicts: make wheels WHEELS='2.21 2.22'
 	$(PYTHON) tools/build_wheel.py $(WHEELS)
 
 # tf_keras is installed without its requirements, among which is the TensorFlow for GPUs;
@@ -83,7 +91,7 @@ wheels: ## the wheels into dist, for TensorFlow 2.18 to 2.22, with auditwheel's 
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 MINORS ?= 2.18 2.19 2.20 2.21 2.22
 
-test-minors: $(MINORS:%=test-minor-%) ## the tests from the wheel of `make wheels`: make test-minors MINORS=2.19 PYTEST='-k csr'
+test-minors: $(MINORS:%=test-minor-%) ## release: the tests from the wheel of `make wheels`: make test-minors MINORS=2.19 PYTEST='-k csr'
 
 test-minor-%: MINOR = build/test-minors/$*
 test-minor-%:
@@ -99,35 +107,35 @@ test-minor-%:
 	TPU_EMBEDDING_TEST_INSTALLED=1 $(MINOR)/bin/pytest -n $(JOBS) \
 	    --dist worksteal tests $(PYTEST)
 
-check-tpu: $(VENV)/demo.stamp ## compile 29 programs for v5p, v6e and 7x by libtpu: TPU_EMBEDDING_TPU_CHECK_PYTHON=...
+check-tpu: $(VENV)/demo.stamp ## long tests: compile 29 programs for v5p, v6e and 7x by libtpu: TPU_EMBEDDING_TPU_CHECK_PYTHON=...
 	PYTHONPATH=. $(BIN)/python tools/check_tpu.py $(CHECK)
 
-check-plan: ops ## plans against the measured memory of 12 configurations of 1 to 2 GiB
+check-plan: ops ## long tests: plans against the measured memory of 12 configurations of 1 to 2 GiB
 	PYTHONPATH=. $(BIN)/python tools/check_plan.py
 
-bench: ops ## everything that has an aim, with the peers: make bench BENCH=--quick
+bench: ops ## measure: everything that has an aim, with the peers: make bench BENCH=--quick
 	$(BIN)/python -m benchmarks.everything $(BENCH)
 
-bench-one: ops ## one scenario: make bench-one BENCH='--optimizer sgd'
+bench-one: ops ## measure: one scenario: make bench-one BENCH='--optimizer sgd'
 	$(BIN)/python -m benchmarks.run $(BENCH)
 
-bench-preprocessing: ops ## SparseCore preprocessing, with the peers
+bench-preprocessing: ops ## measure: SparseCore preprocessing, with the peers
 	$(BIN)/python -m benchmarks.preprocessing $(BENCH)
 
-bench-telemetry: ops ## steps with and without te.Telemetry
+bench-telemetry: ops ## measure: steps with and without te.Telemetry
 	$(BIN)/python -m benchmarks.telemetry $(BENCH)
 
-bench-measures: ops ## threads, odd widths, memory, import
+bench-measures: ops ## measure: threads, odd widths, memory, import
 	$(BIN)/python -m benchmarks.measures $(BENCH)
 
-bench-distributed: ops ## several processes, beside TorchRec and TensorFlow; after make bench-peers
+bench-distributed: ops ## measure: several processes, beside TorchRec and TensorFlow; after make bench-peers
 	$(BIN)/python -m benchmarks.distributed $(BENCH)
 
 # A venv for each peer, as their requirements exclude each other.
 NO_DEPS := benchmarks/peers/requirements/no_deps
 PEERS := $(basename $(notdir $(wildcard benchmarks/peers/requirements/*.txt)))
 
-bench-peers: $(PEERS:%=build/peers/%/installed.stamp) ## install the peers of bench
+bench-peers: $(PEERS:%=build/peers/%/installed.stamp) ## measure: install the peers of bench
 
 build/peers/%/installed.stamp: benchmarks/peers/requirements/%.txt
 	$(PYTHON) -m venv --clear build/peers/$*
@@ -141,7 +149,7 @@ build/peers/%/installed.stamp: benchmarks/peers/requirements/%.txt
 
 PEER_TESTS := build/peers/tests
 
-test-peers: ## the layer of tf_keras, beside tensorflow-recommenders and its tests; deltas by TensorFlow Serving's API
+test-peers: ## long tests: the layer of tf_keras, beside tensorflow-recommenders and its tests; deltas by TensorFlow Serving's API
 	$(PYTHON) -m venv --clear $(PEER_TESTS)
 	$(PEER_TESTS)/bin/python -m pip --disable-pip-version-check --quiet install \
 	    setuptools wheel --requirement tests/peers/requirements-tfrs.txt
@@ -149,58 +157,58 @@ test-peers: ## the layer of tf_keras, beside tensorflow-recommenders and its tes
 	    --no-build-isolation --no-deps .
 	TF_USE_LEGACY_KERAS=1 $(PEER_TESTS)/bin/pytest tests/peers tests/tf_keras
 
-fuzz: $(VENV)/dev.stamp $(VENV)/package.stamp ## random input for minutes: make fuzz SECONDS=60
+fuzz: $(VENV)/dev.stamp $(VENV)/package.stamp ## long tests: random input for minutes: make fuzz SECONDS=60
 	PYTHONPATH=tests $(BIN)/python -P -m reliability.fuzz --seconds $(SECONDS)
 
 STEPS ?= 20000
 
-test-servers: $(VENV)/dev.stamp $(VENV)/package.stamp ## faults and costs of workers and parameter servers, 20 minutes
+test-servers: $(VENV)/dev.stamp $(VENV)/package.stamp ## long tests: faults and costs of workers and parameter servers, 20 minutes
 	PYTHONPATH=tests $(BIN)/python -P tests/parameter_server_faults.py
 	PYTHONPATH=tests $(BIN)/python -P tests/parameter_server_costs.py
 	PYTHONPATH=tests $(BIN)/python -P tests/parameter_server_storage.py
 
 BATCHES ?= 1000
 
-fuzz-telemetry: $(VENV)/dev.stamp ops ## figures of te.Telemetry beside a slow count: make fuzz-telemetry BATCHES=1000
+fuzz-telemetry: $(VENV)/dev.stamp ops ## long tests: figures of te.Telemetry beside a slow count: make fuzz-telemetry BATCHES=1000
 	TPU_EMBEDDING_TELEMETRY_BATCHES=$(BATCHES) $(BIN)/pytest tests/test_telemetry.py -k fuzzed
 
 # One or more of fuzz, refusals, faults, checkpoints, steps; --quick; --seed 2.
 DISTRIBUTED ?=
 
-test-distributed: $(VENV)/dev.stamp $(VENV)/package.stamp ## jobs of 1 to 4 processes, an hour: make test-distributed DISTRIBUTED=faults
+test-distributed: $(VENV)/dev.stamp $(VENV)/package.stamp ## long tests: jobs of 1 to 4 processes, an hour: make test-distributed DISTRIBUTED=faults
 	PYTHONPATH=tests $(BIN)/python -P -m multi_process.long_run $(DISTRIBUTED)
 
-fuzz-refusals: $(VENV)/dev.stamp $(VENV)/package.stamp ## refused steps beside a reference: make fuzz-refusals STEPS=2000
+fuzz-refusals: $(VENV)/dev.stamp $(VENV)/package.stamp ## long tests: refused steps beside a reference: make fuzz-refusals STEPS=2000
 	PYTHONPATH=tests $(BIN)/python -P -m reliability.refusals --steps $(STEPS)
 
 HISTORIES ?= 100
 
-fuzz-histories: $(VENV)/dev.stamp $(VENV)/package.stamp ## steps, saves and restores on every engine: make fuzz-histories HISTORIES=20
+fuzz-histories: $(VENV)/dev.stamp $(VENV)/package.stamp ## long tests: steps, saves and restores on every engine: make fuzz-histories HISTORIES=20
 	PYTHONPATH=tests $(BIN)/python -P -m everywhere.histories --histories $(HISTORIES)
 
-fuzz-deltas: $(VENV)/dev.stamp $(VENV)/package.stamp ## trainers, deltas and models that follow: make fuzz-deltas HISTORIES=1000
+fuzz-deltas: $(VENV)/dev.stamp $(VENV)/package.stamp ## long tests: trainers, deltas and models that follow: make fuzz-deltas HISTORIES=1000
 	PYTHONPATH=tests $(BIN)/python -P -m reliability.following --histories $(HISTORIES)
 
-test-everywhere: $(VENV)/dev.stamp ops ## both queue classes on every engine, 1, 2 and 4 devices, pipelined or not
+test-everywhere: $(VENV)/dev.stamp ops ## long tests: both queue classes on every engine, 1, 2 and 4 devices, pipelined or not
 	TPU_EMBEDDING_TEST_EVERY_CELL=1 $(BIN)/pytest tests/everywhere -k test_numbers
 
-fuzz-growing: $(VENV)/dev.stamp ops ## growing tables beside vocabularies on paper: make fuzz-growing STEPS=2000
+fuzz-growing: $(VENV)/dev.stamp ops ## long tests: growing tables beside vocabularies on paper: make fuzz-growing STEPS=2000
 	TPU_EMBEDDING_GROWING_STEPS=$(STEPS) $(BIN)/pytest tests/test_growing_fuzz.py
 
 # A checkout of TensorFlow, of which only test files are read.
 TF_TESTS ?=
 
-test-tensorflow: $(VENV)/dev.stamp ops ## TensorFlow's own tests: make test-tensorflow TF_TESTS=tensorflow
+test-tensorflow: $(VENV)/dev.stamp ops ## long tests: TensorFlow's own tests: make test-tensorflow TF_TESTS=tensorflow
 	PYTHONPATH=. $(BIN)/python -P tools/test_tensorflow.py $(TF_TESTS)
 
-test-aarch64: $(VENV)/dev.stamp ## the C++ tests for aarch64: needs g++-aarch64-linux-gnu and qemu-user-static
+test-aarch64: $(VENV)/dev.stamp ## release: the C++ tests for aarch64: needs g++-aarch64-linux-gnu and qemu-user-static
 	CXX=aarch64-linux-gnu-g++ \
 	    TPU_EMBEDDING_TEST_EMULATOR="qemu-aarch64-static -L /usr/aarch64-linux-gnu" \
 	    $(BIN)/python -m pytest tests/test_cc.py $(PYTEST)
 
 CLANG ?= clang++
 
-fuzz-clang: $(VENV)/dev.stamp $(VENV)/package.stamp ## the same for the C++ core, by libFuzzer
+fuzz-clang: $(VENV)/dev.stamp $(VENV)/package.stamp ## long tests: the same for the C++ core, by libFuzzer
 	PYTHONPATH=tests $(BIN)/python -P -m reliability.fuzz --seconds $(SECONDS) --clang $(CLANG)
 
 # The op libraries under g++'s sanitizers, which must be loaded before Python's own
@@ -217,7 +225,7 @@ SANITIZED_TESTS ?= tests/reliability/test_bad_input.py \
     tests/reliability/test_malformed_graphs.py tests/test_embedding.py \
     tests/test_embedding_v2.py tests/test_preprocessing.py
 
-sanitize: $(VENV)/dev.stamp ## the ops under g++'s sanitizers, over a part of the tests
+sanitize: $(VENV)/dev.stamp ## long tests: the ops under g++'s sanitizers, over a part of the tests
 	CXX="sh -c 'exec g++ \"\$$@\" $(SANITIZE_FLAGS)' g++" \
 	    $(BIN)/python setup.py --quiet build_py --build-lib $(SANITIZE)/lib \
 	    build_ext --build-lib $(SANITIZE)/lib --build-temp $(SANITIZE)/temp
@@ -225,7 +233,7 @@ sanitize: $(VENV)/dev.stamp ## the ops under g++'s sanitizers, over a part of th
 	    LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	    $(BIN)/pytest -p no:faulthandler $(SANITIZED_TESTS) $(PYTEST)
 
-clean: ## remove everything that set-up and builds made
+clean: ## work on the code: remove everything that set-up and builds made
 	rm -rf $(VENV) build dist *.egg-info tpu_embedding/*/*.so
 	rm -rf .hypothesis .import_linter_cache .pytest_cache .ruff_cache
 	find tpu_embedding tests examples -name __pycache__ -prune -exec rm -rf {} +
