@@ -21,7 +21,7 @@ _LARGEST = (2 - 2**-23) * 2.0**127  # The largest number of float32.
 
 @dataclasses.dataclass(frozen=True)
 class CustomCombiner:
-    """A combiner that is the user's function of the rows of one sample.
+    """Combines the rows of each sample by a function of yours.
 
       combiner_computation(valency, vectors) -> activation
       combiner_computation(valency, vectors, weights) -> activation, if num_weights > 0

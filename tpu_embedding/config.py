@@ -74,7 +74,7 @@ class _ChangeableUntilUsed:
 
 @dataclasses.dataclass(frozen=True)
 class QuantizationConfig:
-    """Simulated quantization of each value looked up, before the combiner.
+    """Simulates the quantization of each value looked up, before the combiner.
 
       x = clip(x, lower, upper);  h = (upper - lower) / (num_buckets - 1)
       x = floor((x - lower) / h + 0.5) * h + lower
@@ -107,7 +107,7 @@ class QuantizationConfig:
 
 @dataclasses.dataclass(eq=False)
 class TableConfig(_ChangeableUntilUsed):
-    """One embedding table of shape [vocabulary_size, dim].
+    """Describes one embedding table of shape [vocabulary_size, dim].
 
     Tables compare by identity: two equal configurations are two tables, and
     features that hold the same object share one table. The attributes can be changed
@@ -269,7 +269,7 @@ class TableConfig(_ChangeableUntilUsed):
 
 @dataclasses.dataclass(eq=False)
 class FeatureConfig(_ChangeableUntilUsed):
-    """One feature: a table to look up, and the shape of the result.
+    """Describes one feature: the table to look up, and the shape of the result.
 
     Features compare by identity. The attributes can be changed until an embedding or
     layer is made of the feature. Arguments, their order and defaults are those of
@@ -334,7 +334,7 @@ class FeatureConfig(_ChangeableUntilUsed):
 
 @dataclasses.dataclass(frozen=True)
 class DistributedOptions:
-    """How the processes of a MultiWorkerMirroredStrategy share tables.
+    """Says how the processes of a MultiWorkerMirroredStrategy share tables.
 
     Options of one process alone, in which nothing travels, have no effect. Under
     ParameterServerStrategy, `placement` is that over the servers, `wire_dtype` is for
@@ -382,7 +382,7 @@ class DistributedOptions:
 
 @dataclasses.dataclass(frozen=True)
 class SparseCoreEmbeddingConfig:
-    """How TPUEmbeddingV2 lays out tables and batches for SparseCores.
+    """Says how TPUEmbeddingV2 lays out tables and batches for SparseCores.
 
     Fields, their order and defaults are those of
     tf.tpu.experimental.embedding.SparseCoreEmbeddingConfig, plus

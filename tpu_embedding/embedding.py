@@ -28,7 +28,7 @@ from tpu_embedding.tf_configs import (
 
 
 class TPUEmbedding(EmbeddingBase):
-    """Embedding tables that are looked up and trained step by step.
+    """Looks embedding tables up and trains them, step by step.
 
     A drop-in for tf.tpu.experimental.embedding.TPUEmbedding that also runs on the
     CPU, with the numbers of docs/semantics.md:

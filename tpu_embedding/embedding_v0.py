@@ -27,7 +27,7 @@ from tpu_embedding.tf_configs import convert_features, convert_optimizer, freeze
 
 
 class TPUEmbeddingV0(RestoresLayouts):
-    """Embedding tables without an embedding engine, under any strategy.
+    """Looks up embedding tables that your own optimizer trains, under any strategy.
 
     A drop-in for tf.tpu.experimental.embedding.TPUEmbeddingV0 that runs under every
     strategy (ParameterServerStrategy without a partitioner, which divides tables).

@@ -30,7 +30,7 @@ from tpu_embedding.tf_configs import convert_sparse_core
 
 
 class TPUEmbeddingV2(EmbeddingBase):
-    """Embedding tables for SparseCores, which also run on the CPU.
+    """Looks embedding tables up and trains them, without a queue, on any machine.
 
     A drop-in for tf.tpu.experimental.embedding.TPUEmbeddingV2. A lookup gives the
     activations and, as plain tensors, the batch that it looked up; apply_gradients

@@ -16,7 +16,7 @@ from tpu_embedding.nest_utils import Structure
 
 
 class PackedFeatures(NamedTuple):
-    """The ids of all F features of a batch of B samples; `te.pack` makes it.
+    """Holds the ids of all F features of a batch of B samples; `te.pack` makes it.
 
     Attributes:
       values: int64 [n], the ids of the first feature, then those of the second one, and

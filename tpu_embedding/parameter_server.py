@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 
 
 class ClusterCoordinator(_Base):
-    """A tf.distribute.coordinator.ClusterCoordinator whose pushes are applied once.
+    """Schedules functions as TensorFlow's class does, and applies each push once.
 
     TensorFlow runs a scheduled function again if its worker is lost, also if its
     gradients were applied already. This class numbers the functions, and parameter

@@ -35,7 +35,7 @@ _OF_VOCABULARY = ("unknown_ids", "admitted_ids", "refused_ids", "evicted_ids")
 
 
 class Figure(NamedTuple):
-    """One figure of a table.
+    """Holds one figure of a table.
 
     Attributes:
       value: An int, a float, or for "hottest_rows" a list of (row, ids).
@@ -51,7 +51,7 @@ class Telemetry:
     """Counts the ids, rows, gradients and updates of each table.
 
     Every n-th update is counted, while it is applied. So a step that was refused or
-    given up is not counted, nor are evaluation batches; with pipelining an update is
+    discarded is not counted, nor are evaluation batches; with pipelining an update is
     counted one step later, and the replicas of a strategy count as one batch. Nothing
     is counted before this object is made, and nothing of it is saved in checkpoints.
     docs/telemetry.md explains each figure.

@@ -31,7 +31,7 @@ SHARED_ID = 0x7465647261687365  # The id whose first values the shared row has.
 
 @dataclasses.dataclass(frozen=True)
 class GrowingVocabulary:
-    """In the place of `TableConfig.vocabulary_size`: rows for the ids that occur.
+    """Gives rows to the ids that occur, in the place of a `vocabulary_size`.
 
     Any int64 is an id. An update gives rows to new ids, in the order of first sight.
     The first values of a row depend on the seed and the id only. Evaluation and
@@ -135,7 +135,7 @@ class GrowingVocabulary:
 
 @dataclasses.dataclass(frozen=True)
 class Hashing:
-    """In the place of `TableConfig.vocabulary_size`: every id has `hashes` rows.
+    """Gives every id `hashes` rows, in the place of a `vocabulary_size`.
 
     Any int64 is an id. No row is made, reserved or evicted. Ids share single rows, but
     hardly ever all of theirs.
@@ -203,7 +203,7 @@ def _mixed(word: int) -> int:
 
 
 class VocabularyContents(NamedTuple):
-    """What a growing vocabulary holds.
+    """Holds the ids of a growing vocabulary, and what is known of each.
 
     Attributes:
       ids: The ids that have a row, int64 [n], ascending.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class PartitionedCsrFormatTensor(NamedTuple):
-    """The entries of one stack and one replica.
+    """Holds the entries of one stack and one replica.
 
     An entry is an id with its gain: activation[s] is the sum of gain * row over the
     entries of sample s. The host engine uses CSR without padding: sample s has the

@@ -36,7 +36,7 @@ class AdagradOptions(base.Optimizer):
 
 @dataclasses.dataclass(frozen=True)
 class Adagrad(AdagradOptions):
-    """a += G^2; T -= lr * G / sqrt(a).
+    """Updates rows by Adagrad: a += G^2; T -= lr * G / sqrt(a).
 
     Arguments, their order and defaults are those of
     tf.tpu.experimental.embedding.Adagrad.
@@ -59,10 +59,11 @@ class Adagrad(AdagradOptions):
 
 @dataclasses.dataclass(frozen=True)
 class RowwiseAdagrad(AdagradOptions):
-    """a += mean over D of G^2; T -= lr * G / sqrt(a), where a has the shape [V, 1].
+    """Updates rows by Adagrad with one accumulator for each row.
 
-    One accumulator for each row takes 1/D of the slot memory of Adagrad. TensorFlow
-    has no such class; the arguments are those of Adagrad.
+    The rule is a += mean over D of G^2; T -= lr * G / sqrt(a), where a has the shape
+    [V, 1]: 1/D of the slot memory of Adagrad. TensorFlow has no such class; the
+    arguments are those of Adagrad.
     """
 
     rule: ClassVar[str] = "rowwise_adagrad"

@@ -14,7 +14,7 @@ from tpu_embedding.optimizers import base
 
 @dataclasses.dataclass(frozen=True)
 class AdagradMomentum(base.Optimizer):
-    """Adagrad with momentum over the preconditioned gradient.
+    """Updates rows by Adagrad with momentum over the preconditioned gradient.
 
       a = a + G^2 if beta2 == 1, else beta2 * a + (1 - beta2) * G^2
       p = G * (a + epsilon)^(-1 / exponent);  m = momentum * m + p

@@ -15,7 +15,7 @@ _RESERVED = ("parameters", "custom_combiner_variables")
 
 @dataclasses.dataclass(frozen=True)
 class CustomOptimizer(base.Optimizer):
-    """An optimizer whose update rule is the user's function of one row.
+    """Updates each row by a function of yours.
 
       custom_computation(gradient, embedding_table, slot_variables, learning_rate,
           hyperparameters) -> the new row, or (the new row, *the new slots)

@@ -11,7 +11,7 @@ from tpu_embedding.optimizers import base
 
 @dataclasses.dataclass(frozen=True)
 class FTRL(base.Optimizer):
-    """FTRL-Proximal, "follow the regularized leader".
+    """Updates rows by FTRL-Proximal, "follow the regularized leader".
 
       q = -learning_rate_power;  a' = a + G^2
       linear += G - (a'^q - a^q) / lr * T

@@ -10,7 +10,7 @@ from tpu_embedding.optimizers import base
 
 @dataclasses.dataclass(frozen=True)
 class SGD(base.Optimizer):
-    """T -= lr * G.
+    """Updates rows by gradient descent: T -= lr * G.
 
     `base.Optimizer` describes the attributes. Arguments, their order and
     defaults are those of tf.tpu.experimental.embedding.SGD.

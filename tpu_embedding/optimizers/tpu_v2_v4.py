@@ -16,7 +16,7 @@ from tpu_embedding.optimizers import base
 
 @dataclasses.dataclass(frozen=True)
 class Momentum(base.KeywordOptimizer):
-    """Gradient descent with momentum: TensorFlow's op ResourceSparseApplyMomentum.
+    """Updates rows with momentum, as in TensorFlow's op ResourceSparseApplyMomentum.
 
       m = momentum * m + G;  T -= lr * (momentum * m + G if use_nesterov else m)
 
@@ -87,7 +87,7 @@ class RMSPropOptions(base.KeywordOptimizer):
 
 @dataclasses.dataclass(frozen=True)
 class RMSProp(RMSPropOptions):
-    """RMSProp with momentum, as in TensorFlow's op ResourceSparseApplyRMSProp.
+    """Updates rows by RMSProp with momentum, as in ResourceSparseApplyRMSProp.
 
       ms = rho * ms + (1 - rho) * G^2
       mom = momentum * mom + lr * G / sqrt(ms + epsilon);  T -= mom
@@ -117,7 +117,7 @@ class RMSProp(RMSPropOptions):
 
 @dataclasses.dataclass(frozen=True)
 class CenteredRMSProp(RMSPropOptions):
-    """Centered RMSProp, as in TensorFlow's op ResourceSparseApplyCenteredRMSProp.
+    """Updates rows by centered RMSProp, as in ResourceSparseApplyCenteredRMSProp.
 
       ms = rho * ms + (1 - rho) * G^2;  mg = rho * mg + (1 - rho) * G
       mom = momentum * mom + lr * G / sqrt(ms - mg^2 + epsilon);  T -= mom
@@ -150,7 +150,7 @@ class CenteredRMSProp(RMSPropOptions):
 
 @dataclasses.dataclass(frozen=True)
 class Adadelta(base.KeywordOptimizer):
-    """Adadelta, as in TensorFlow's op ResourceSparseApplyAdadelta.
+    """Updates rows by Adadelta, as in TensorFlow's op ResourceSparseApplyAdadelta.
 
       a = rho * a + (1 - rho) * G^2
       step = G * sqrt(u + epsilon) / sqrt(a + epsilon)
@@ -195,7 +195,7 @@ class Adadelta(base.KeywordOptimizer):
 
 @dataclasses.dataclass(frozen=True)
 class ProximalAdagrad(base.KeywordOptimizer):
-    """Adagrad with a proximal step, as in ResourceSparseApplyProximalAdagrad.
+    """Updates rows by ProximalAdagrad, as in ResourceSparseApplyProximalAdagrad.
 
       a += G^2;  c = lr / sqrt(a);  z = T - c * G
       T = sign(z) * max(|z| - c * l1, 0) / (1 + c * l2)
@@ -249,7 +249,7 @@ class ProximalAdagrad(base.KeywordOptimizer):
 
 @dataclasses.dataclass(frozen=True)
 class ProximalYogi(base.KeywordOptimizer):
-    """Yogi with a proximal step for l1 and l2.
+    """Updates rows by Yogi with a proximal step for l1 and l2.
 
       m = beta_1 * m + (1 - beta_1) * G
       v -= (1 - beta_2) * sign(v - G^2) * G^2

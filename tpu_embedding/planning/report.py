@@ -22,7 +22,7 @@ _COLORS = (
 
 @dataclasses.dataclass(frozen=True)
 class ArrayBytes:
-    """One table or slot.
+    """Holds the size of one table or slot.
 
     Attributes:
       table: Name of the table.
@@ -61,7 +61,7 @@ def table_arrays(table: TableSpec) -> list[ArrayBytes]:
 
 @dataclasses.dataclass(frozen=True)
 class TableStatistics:
-    """What the sample says about the ids of one table.
+    """Counts the ids of one table in the sample.
 
     Attributes:
       table: Name of the table.
@@ -82,7 +82,7 @@ class TableStatistics:
 
 @dataclasses.dataclass(frozen=True)
 class StackLimits:
-    """What the sample needs of the limits of one stack of SparseCores.
+    """Says what the sample needs of the limits of one stack of SparseCores.
 
     Attributes:
       stack: Name of the stack.
@@ -115,7 +115,7 @@ class StackLimits:
 
 @dataclasses.dataclass(frozen=True)
 class PlannedPlacement:
-    """One way to place all tables.
+    """Describes one way to place all tables.
 
     Attributes:
       name: For example "one machine", "4 processes, synchronous" or "v6e:2x2".
@@ -208,7 +208,7 @@ class PlannedPlacement:
 
 @dataclasses.dataclass(frozen=True)
 class PlanReport:
-    """The result of `plan`.
+    """Holds the result of `plan`.
 
     Attributes:
       arrays: All tables and slots.

@@ -80,7 +80,7 @@ _MEMORY = re.compile(r"(?:Used|\()\s*([\d.]+)G.*?(?:of|HBM \()\s*([\d.]+)G", re.
 
 @dataclasses.dataclass(frozen=True)
 class StackReport:
-    """One stack on one device.
+    """Describes one stack on one device.
 
     Attributes:
       name: Its name.
@@ -105,7 +105,7 @@ class StackReport:
 
 @dataclasses.dataclass(frozen=True)
 class CompileReport:
-    """What the compiler says about a step.
+    """Holds what the compiler says about a step.
 
     Attributes:
       topology: The topology.

@@ -21,7 +21,7 @@ _COMMAND = (sys.executable, "-P", "-m", "tpu_embedding", "server")
 
 
 class LocalServers:
-    """Processes of `python -m tpu_embedding server`, which end with the context.
+    """Starts parameter servers and workers on this machine, for a `with` block.
 
     Their logs are removed at its end, unless it ends with an error.
 

@@ -58,7 +58,7 @@ class TPUContext:
 
 
 class TPUEstimator:
-    """A model_fn with its checkpoints, as in TensorFlow 1.
+    """Trains, evaluates and exports a model_fn, as in TensorFlow 1.
 
     With use_tpu=False embedding columns are variables that the model's optimizer
     trains. With use_tpu=True they are TPU embedding tables that the optimizer of

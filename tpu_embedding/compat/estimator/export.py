@@ -18,7 +18,7 @@ DEFAULT_SIGNATURE = "serving_default"
 
 @dataclasses.dataclass(frozen=True)
 class PredictOutput:
-    """Any outputs: a tensor, or a dict of tensors."""
+    """Exports any outputs: a tensor, or a dict of tensors."""
 
     outputs: Any
 
@@ -28,7 +28,7 @@ class PredictOutput:
 
 @dataclasses.dataclass(frozen=True)
 class ClassificationOutput:
-    """Scores, classes (strings) or both, of one input of serialized examples."""
+    """Exports scores, classes (strings) or both, of serialized examples."""
 
     scores: Any = None
     classes: Any = None
@@ -41,7 +41,7 @@ class ClassificationOutput:
 
 @dataclasses.dataclass(frozen=True)
 class RegressionOutput:
-    """One number for each of the serialized examples."""
+    """Exports one number for each of the serialized examples."""
 
     value: Any
 
@@ -56,7 +56,7 @@ _OUTPUTS = (PredictOutput, ClassificationOutput, RegressionOutput)
 
 @dataclasses.dataclass(frozen=True)
 class ServingInputReceiver:
-    """The return value of a serving_input_receiver_fn.
+    """Holds the return value of a serving_input_receiver_fn.
 
     Attributes:
       features: For the model_fn.
@@ -70,7 +70,7 @@ class ServingInputReceiver:
 def build_raw_serving_input_receiver_fn(
     features: Mapping[str, Any], default_batch_size: int | None = None
 ) -> Callable[[], ServingInputReceiver]:
-    """A receiver that is fed the features themselves.
+    """Returns a receiver that is fed the features themselves.
 
     Args:
       features: By name a tensor, whose dtype and shape are taken.
@@ -90,7 +90,7 @@ def build_raw_serving_input_receiver_fn(
 def build_parsing_serving_input_receiver_fn(
     feature_spec: Mapping[str, Any], default_batch_size: int | None = None
 ) -> Callable[[], ServingInputReceiver]:
-    """A receiver that is fed serialized tf.train.Examples.
+    """Returns a receiver that is fed serialized tf.train.Examples.
 
     Args:
       feature_spec: As tf.feature_column.make_parse_example_spec gives it.

@@ -25,7 +25,7 @@ def dense_features(
     name: str = "dense_features",
     trainable: bool = True,
 ) -> tf.Tensor:
-    """One dense tensor out of the features, for use in a model_fn.
+    """Makes one dense tensor of the features, for use in a model_fn.
 
     Args:
       features: The features that the model_fn got.
@@ -56,7 +56,7 @@ def sequence_features(
     name: str = "sequence_features",
     trainable: bool = True,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """As `dense_features` for sequence columns.
+    """Makes one dense tensor of sequence columns, as `dense_features`.
 
     Returns:
       (float32 [B, T, sum of widths], the number of positions in each sample [B]).

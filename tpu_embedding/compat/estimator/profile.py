@@ -30,7 +30,7 @@ MIN_SAMPLES = 1000
 
 @dataclasses.dataclass(frozen=True)
 class TableStatistics:
-    """Statistics of one table over the sampled examples.
+    """Holds statistics of one table over the sampled examples.
 
     Attributes:
       examples: How many were sampled, over all features.
@@ -77,7 +77,7 @@ class TableStatistics:
 
 @dataclasses.dataclass(frozen=True)
 class ProfileOptions:
-    """How a profile is taken.
+    """Says how a profile is taken.
 
     Attributes:
       num_shards: Over how many shards the rows are cut.

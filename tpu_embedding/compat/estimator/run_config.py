@@ -12,7 +12,7 @@ from tpu_embedding import errors
 
 
 class InputPipelineConfig(enum.Enum):
-    """How the input_fn is called; here it is called once, whatever is asked for."""
+    """Says how the input_fn is called; here it is called once."""
 
     PER_SHARD_V1 = 1
     PER_HOST_V1 = 2
@@ -23,7 +23,7 @@ class InputPipelineConfig(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class TPUConfig:
-    """Options of the TPU. The estimator runs the program of one core on the CPU.
+    """Holds options of the TPU. The estimator runs the program of one core on a CPU.
 
     Attributes:
       iterations_per_loop: A hint; every step is a call of the session here.
@@ -78,7 +78,7 @@ class TPUConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """How a TPUEstimator runs; arguments as in TensorFlow 2.15.
+    """Says how a TPUEstimator runs; the arguments are those of TensorFlow 2.15.
 
     Attributes:
       tpu_config: A TPUConfig.
@@ -175,7 +175,7 @@ def _refuse(config: Any, cls: str, arguments: tuple[str, ...]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class WarmStartSettings:
-    """Which variables begin with which values of a checkpoint.
+    """Says which variables begin with which values of a checkpoint.
 
     Attributes:
       ckpt_to_initialize_from: The checkpoint, or a folder.

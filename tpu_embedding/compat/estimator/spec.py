@@ -15,7 +15,7 @@ SIGNATURE = _v1.saved_model.signature_constants.DEFAULT_SERVING_SIGNATURE_DEF_KE
 
 
 class ModeKeys:
-    """The modes in which a model_fn is called."""
+    """Names the modes in which a model_fn is called."""
 
     TRAIN = "train"
     EVAL = "eval"
@@ -32,7 +32,7 @@ _NEEDED = {
 
 @dataclasses.dataclass(frozen=True)
 class EstimatorSpec:
-    """The ops of one mode.
+    """Holds the ops of one mode.
 
     Attributes:
       mode: One of ModeKeys.
@@ -79,7 +79,7 @@ class EstimatorSpec:
 
 @dataclasses.dataclass(frozen=True)
 class TPUEstimatorSpec:
-    """The ops of one mode, as a model_fn for TPUs gives them.
+    """Holds the ops of one mode, as a model_fn for TPUs gives them.
 
     Attributes:
       mode: One of ModeKeys.

@@ -57,7 +57,7 @@ def _readable(path: str) -> Iterator[None]:
 
 
 class ImportedTables(dict[str, dict[str, np.ndarray]]):
-    """For each table "parameters" and the slots that the checkpoint holds.
+    """Holds "parameters" and the slots of each table of a checkpoint.
 
     Attributes:
       global_step: The global step of the checkpoint, or None.

@@ -25,7 +25,7 @@ _LOST = "use_safe_embedding_lookup"
 
 @runtime_checkable
 class EmbeddingColumn(Protocol):
-    """A tf.compat.v1.tpu.experimental column, as far as it describes a table."""
+    """Describes what a tf.compat.v1.tpu.experimental column says about a table."""
 
     @property
     def name(self) -> str:
@@ -116,7 +116,7 @@ def table_key(column: EmbeddingColumn) -> str:
 def get_configs_from_feature_columns(
     columns: Iterable[Any],
 ) -> tuple[dict[str, TableConfig], dict[str, FeatureConfig]]:
-    """The tables and features that TPU embedding columns describe.
+    """Returns the tables and features that TPU embedding columns describe.
 
     A table is called "tbl_" and the column's variable name; a feature has the key
     of the ids among the features.

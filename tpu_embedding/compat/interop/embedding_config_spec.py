@@ -39,7 +39,7 @@ _COLUMNS = (
 
 
 class EmbeddingConfigSpec(collections.namedtuple("EmbeddingConfigSpec", _FIELDS)):
-    """The embeddings of a TPUEstimator, or of `to_tpu_embedding`.
+    """Describes the embeddings of a TPUEstimator, or of `to_tpu_embedding`.
 
     Arguments, their order, defaults and checks are those of
     tf.estimator.tpu.experimental.EmbeddingConfigSpec of TensorFlow 2.15. Other

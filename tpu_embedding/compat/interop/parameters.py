@@ -75,7 +75,7 @@ class OptimizationParameters:
 
 @dataclasses.dataclass(frozen=True)
 class AdagradParameters(OptimizationParameters):
-    """Adagrad; see `OptimizationParameters` for the shared arguments.
+    """Configures Adagrad; see `OptimizationParameters` for the shared arguments.
 
     Attributes:
       initial_accumulator: What the accumulator starts at, positive.
@@ -98,7 +98,7 @@ class AdagradParameters(OptimizationParameters):
 
 @dataclasses.dataclass(frozen=True)
 class AdagradMomentumParameters(OptimizationParameters):
-    """Adagrad with momentum; see `tpu_embedding.AdagradMomentum` for the rule."""
+    """Configures Adagrad with momentum; see `tpu_embedding.AdagradMomentum`."""
 
     learning_rate: float
     momentum: float
@@ -121,7 +121,7 @@ class AdagradMomentumParameters(OptimizationParameters):
 
 @dataclasses.dataclass(frozen=True)
 class ProximalAdagradParameters(OptimizationParameters):
-    """Adagrad with a proximal step for l1 and l2.
+    """Configures Adagrad with a proximal step for l1 and l2.
 
     Attributes:
       initial_accumulator: What the accumulator starts at, positive.
@@ -151,7 +151,7 @@ class ProximalAdagradParameters(OptimizationParameters):
 
 @dataclasses.dataclass(frozen=True)
 class AdamParameters(OptimizationParameters):
-    """Adam without bias correction; see `tpu_embedding.Adam` for the rule.
+    """Configures Adam without bias correction; see `tpu_embedding.Adam`.
 
     Attributes:
       beta1: How much of the first moment is kept, in [0, 1).
@@ -188,7 +188,7 @@ class AdamParameters(OptimizationParameters):
 
 @dataclasses.dataclass(frozen=True)
 class FtrlParameters(OptimizationParameters):
-    """FTRL; see `tpu_embedding.FTRL` for the rule and the other attributes.
+    """Configures FTRL; see `tpu_embedding.FTRL` for the other attributes.
 
     Attributes:
       learning_rate_power: At most 0.
@@ -225,7 +225,7 @@ class FtrlParameters(OptimizationParameters):
 
 @dataclasses.dataclass(frozen=True)
 class ProximalYogiParameters(OptimizationParameters):
-    """Yogi with a proximal step for l1 and l2.
+    """Configures Yogi with a proximal step for l1 and l2.
 
     Attributes:
       beta1: How much of the first moment is kept, in [0, 1).
@@ -260,7 +260,7 @@ class ProximalYogiParameters(OptimizationParameters):
 
 @dataclasses.dataclass(frozen=True)
 class MomentumParameters(OptimizationParameters):
-    """Gradient descent with momentum.
+    """Configures gradient descent with momentum.
 
     Attributes:
       momentum: How much of the former step is kept.
@@ -281,7 +281,7 @@ class MomentumParameters(OptimizationParameters):
 
 @dataclasses.dataclass(frozen=True)
 class RMSPropParameters(OptimizationParameters):
-    """RMSProp with momentum.
+    """Configures RMSProp with momentum.
 
     Attributes:
       rho: How much of the mean square is kept.
@@ -304,7 +304,7 @@ class RMSPropParameters(OptimizationParameters):
 
 @dataclasses.dataclass(frozen=True)
 class StochasticGradientDescentParameters(OptimizationParameters):
-    """T -= learning rate * G."""
+    """Configures gradient descent: T -= learning rate * G."""
 
     learning_rate: float
     use_gradient_accumulation: bool = True

@@ -28,7 +28,7 @@ _MULTIPLIER = "experimental_gradient_multiplier_fn"
 
 @dataclasses.dataclass(frozen=True)
 class AdaptedSpec:
-    """An EmbeddingConfigSpec, converted into the classes of this library.
+    """Holds an EmbeddingConfigSpec, converted into the classes of this library.
 
     Attributes:
       feature_config: For TPUEmbedding: FeatureConfigs by feature key.

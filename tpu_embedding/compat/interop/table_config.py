@@ -20,7 +20,7 @@ COMBINERS = ("mean", "sum", "sqrtn", None)
 
 @dataclasses.dataclass(frozen=True)
 class TableConfig:
-    """One table of `table_to_config_dict`.
+    """Describes one table of `table_to_config_dict`.
 
     Attributes:
       vocabulary_size: Number of rows, at least 1.
@@ -86,7 +86,7 @@ class TableConfig:
 
 @dataclasses.dataclass(frozen=True)
 class FeatureConfig:
-    """One feature of `feature_to_config_dict`.
+    """Describes one feature of `feature_to_config_dict`.
 
     Attributes:
       table_id: Its table's key in `table_to_config_dict`.
