@@ -24,6 +24,8 @@ from tpu_embedding.lookup.graph_checks import (
     Change,
     Check,
     all_hold,
+    element,
+    first,
     guard,
     no_change,
     require,
@@ -35,7 +37,6 @@ from tpu_embedding.lookup.input_rows import (
     FeatureInput,
     SampleRows,
     axes_of,
-    first,
     ids_in_range,
     output_axes,
     rows_of,
@@ -294,12 +295,12 @@ def _check_entries(
     masks = [mask for mask in (finite, valid) if mask is not None]
 
     def message() -> tf.Tensor:
-        entry = first(~tf.reduce_all(tf.stack(masks), axis=0))
+        entry = tf.reduce_min(tf.stack([first(~mask) for mask in masks]))
         invalid = text(
             f"{feature.name}, table {feature.table.name}: sample ",
-            tf.gather(row, entry),
+            element(row, entry),
             " has id ",
-            tf.gather(ids, entry),
+            element(ids, entry),
             f", but ids must be in [0, {config.vocabulary_size}). Fix the input, or "
             'set invalid_ids="drop" or "mod" where the table or the embedding is '
             "configured.",
@@ -308,12 +309,12 @@ def _check_entries(
             return invalid
         infinite = text(
             f"{feature.name}: sample ",
-            tf.gather(row, entry),
+            element(row, entry),
             " has a weight that is not finite (",
-            tf.gather(weights, entry),
+            element(weights, entry),
             ").",
         )
-        return tf.where(tf.gather(finite, entry), invalid, infinite)
+        return tf.where(element(finite, entry), invalid, infinite)
 
     # One check for each mask: their sizes may differ, which an earlier check reports.
     return [Check(mask, message) for mask in masks]

@@ -12,8 +12,6 @@ from typing import Any
 
 import tensorflow as tf
 
-_MAX_BRANCHES = 4  # Of one switch; two to four are traced fastest.
-
 # Makes ops that run before an error is raised.
 Change = Callable[[], list[Any]]
 
@@ -30,7 +28,9 @@ class Check:
     Attributes:
       ok: bool of any shape; the check holds if all elements are true. Do not reduce
         masks: those of all checks are reduced at once.
-      message: Makes the error message, a string scalar. Called in the failing branch.
+      message: Makes the error message, a string scalar, in the branch that runs after
+        a failure. That branch makes the messages of all checks and picks one: each
+        must be computable whatever holds and fails (`first`, `element`).
     """
 
     ok: tf.Tensor
@@ -65,6 +65,17 @@ def text(*parts: Any) -> tf.Tensor:
             for part in parts
         ]
     )
+
+
+def first(mask: tf.Tensor) -> tf.Tensor:
+    """Returns the first index at which a bool vector is true, or its size; int64."""
+    return tf.argmax(tf.concat([mask, [True]], 0))
+
+
+def element(vector: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
+    """Returns `vector[index]`, or zero if the index is too large."""
+    size = tf.size(vector, tf.int64)
+    return tf.gather(tf.pad(vector, [[0, 1]]), tf.minimum(index, size))
 
 
 def require(
@@ -179,30 +190,12 @@ def _flat(mask: tf.Tensor) -> tf.Tensor:
 def _failing_ops(checks: Sequence[Check | Bound], on_failure: Change) -> list[Any]:
     """Fails with the message of the first check that does not hold."""
     holds = tf.stack([tf.reduce_all(check.ok) for check in checks])
-    first = tf.argmin(tf.cast(holds, tf.int32), output_type=tf.int32)
-    message = _one_of([check.message for check in checks], first)
+    messages = tf.stack([check.message() for check in checks])
+    message = tf.gather(messages, first(~holds))
     with tf.control_dependencies(on_failure()):
         failure = tf.strings.to_number(message, name="invalid_argument")
     # Assert is stateful, so TensorFlow does not remove the branch.
     return [tf.raw_ops.Assert(condition=False, data=[failure])]
-
-
-def _one_of(makers: Sequence[Callable[[], tf.Tensor]], index: tf.Tensor) -> tf.Tensor:
-    """Calls `makers[index]`.
-
-    Each branch of a switch takes the inputs of all branches. One switch of hundreds
-    would take most of the time of tracing, so there is one for a few makers at a time.
-    Those that do not have the index give "".
-    """
-    texts = [
-        tf.switch_case(
-            index - start,
-            list(makers[start : start + _MAX_BRANCHES]),
-            default=lambda: tf.constant(""),
-        )
-        for start in range(0, len(makers), _MAX_BRANCHES)
-    ]
-    return tf.strings.join(texts)
 
 
 def refuse(

@@ -20,7 +20,7 @@ import tensorflow as tf
 from tpu_embedding.inputs import IdBatch, InputKind
 from tpu_embedding.layout.output_shapes import Declared
 from tpu_embedding.layout.plan import FeatureSpec, TableSpec
-from tpu_embedding.lookup.graph_checks import Bound, Check, text
+from tpu_embedding.lookup.graph_checks import Bound, Check, element, first, text
 
 # Makes checks when called, because each check costs ops in a graph.
 Checks = Callable[[], list[Check | Bound]]
@@ -153,11 +153,6 @@ def _op_name(part: str, feature: FeatureInput) -> str:
     return f"{part}_of_{path}"
 
 
-def first(mask: tf.Tensor) -> tf.Tensor:
-    """int64 scalar, the first index at which `mask` is true."""
-    return tf.argmax(tf.cast(mask, tf.int32))
-
-
 def finite_gradient(path: str, gradient: tf.Tensor) -> Check:
     """Checks that the gradient of a feature, float32 [..., dim], is finite."""
     values = tf.reshape(gradient, [-1])
@@ -169,7 +164,7 @@ def finite_gradient(path: str, gradient: tf.Tensor) -> Check:
             f"Feature {path}: the gradient of sample ",
             at // gradient.shape[-1],
             " is not finite (",
-            values[at],
+            element(values, at),
             ").",
         )
 
@@ -316,9 +311,9 @@ def _ragged_rows(feature: FeatureInput) -> SampleRows:
             f"{name}: row_splits must not decrease, but row ",
             row,
             " goes from ",
-            tf.gather(begins, row),
+            element(begins, row),
             " to ",
-            tf.gather(ends, row),
+            element(ends, row),
             ".",
         )
 
@@ -331,7 +326,7 @@ def _ragged_rows(feature: FeatureInput) -> SampleRows:
             tf.equal(splits[-1:], num_ids),
             lambda: text(
                 f"{name}: row_splits end at ",
-                splits[-1],
+                tf.reduce_max(splits[-1:]),
                 " but there are ",
                 num_ids,
                 " ids.",
@@ -388,7 +383,7 @@ def _check_indices(feature: FeatureInput, axes: list[tf.Tensor]) -> list[Check |
             " is out of order or occurs twice. Call tf.sparse.reorder first and keep "
             "one entry per index.",
         )
-        return tf.where(tf.gather(entry_inside, entry), unordered, outside)
+        return tf.where(element(entry_inside, entry), unordered, outside)
 
     return [Check(inside, message), Check(ascends, message)]
 

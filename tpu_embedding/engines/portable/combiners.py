@@ -17,7 +17,7 @@ from tpu_embedding.layout.csr import (
 from tpu_embedding.layout.plan import Plan
 from tpu_embedding.layout.stacking import Layout, Stack
 from tpu_embedding.lookup.entries import Entries
-from tpu_embedding.lookup.graph_checks import Check, require, text
+from tpu_embedding.lookup.graph_checks import Check, element, first, require, text
 from tpu_embedding.optimizers import CustomOptimizer
 from tpu_embedding.tables.initial import combiner_values
 from tpu_embedding.tables.variables import create_state, variable_name
@@ -71,13 +71,13 @@ class Combiners:
         counts = tf.math.bincount(tf.cast(entries.samples, tf.int32))
 
         def message() -> tf.Tensor:
-            at = tf.argmax(counts > limit)
+            at = first(counts > limit)
             return text(
                 f"Feature {spec.path}, table {self._plan.tables[spec.table].name}: "
                 "sample ",
                 at,
                 " has ",
-                counts[at],
+                element(counts, at),
                 f" ids, but its CustomCombiner takes at most {limit} (max_valency).",
             )
 
