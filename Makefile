@@ -28,7 +28,7 @@ CPP := $(shell find tpu_embedding tests -name '*.cc' -o -name '*.h')
 unexport PYTHONPATH PYTHONHOME
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help help-all demo install test test-all lint check check-plan check-tpu docs structure format ops bench bench-one bench-preprocessing \
+.PHONY: help help-all demo install test test-ci test-all lint check check-plan check-tpu docs structure format ops bench bench-one bench-preprocessing \
     bench-measures bench-telemetry bench-distributed bench-peers test-peers test-servers test-distributed test-everywhere test-tensorflow test-aarch64 fuzz fuzz-clang \
     fuzz-deltas fuzz-growing fuzz-refusals fuzz-histories fuzz-telemetry sanitize wheels test-minors clean
 # One pip at a time, whatever -j says.
@@ -51,10 +51,12 @@ install: $(VENV)/package.stamp ## start: the package into .venv, with the softwa
 
 # Against the installed package. The slowest files are printed, and build/test_times.json
 # has all of them: python tests/file_times.py
-test: TIER := -m 'not second_tier'
+test: TIER := -m 'not second_tier and not third_tier'
+test-ci: TIER := -m 'not third_tier'
 test: ## start: lint, then the tests of one process, and one of each other kind
-test-all: ## work on the code: lint, then all tests, as CI does
-test test-all: lint $(VENV)/package.stamp
+test-ci: ## work on the code: lint, then the tests of the first and second tier, as CI does
+test-all: ## work on the code: lint, then all tests
+test test-ci test-all: lint $(VENV)/package.stamp
 	TPU_EMBEDDING_TEST_INSTALLED=1 $(BIN)/pytest -n $(JOBS) --dist worksteal $(TIER) \
 	    --doctest-modules --pyargs tpu_embedding tests $(PYTEST)
 

@@ -15,8 +15,8 @@ import pytest
 
 KEPT = pathlib.Path(__file__).resolve().parents[1] / "build" / "test_times.json"
 PRINTED = 10
-# Wall, of that the setup and the second tier; CPU; number of tests.
-COLUMNS = ("seconds", "setup", "tier 2", "cpu", "tests")
+# Wall, of that the setup and the later tiers; CPU; number of tests.
+COLUMNS = ("seconds", "setup", "tier 2", "tier 3", "cpu", "tests")
 
 
 def _cpu_seconds() -> float:
@@ -58,7 +58,8 @@ class FileTimes:
         values = self._times.setdefault(name, dict.fromkeys(COLUMNS, 0))
         values["seconds"] += report.duration
         values["setup"] += report.duration if report.when == "setup" else 0
-        values["tier 2"] += report.duration if "second_tier" in report.keywords else 0
+        for tier, marker in (("tier 2", "second_tier"), ("tier 3", "third_tier")):
+            values[tier] += report.duration if marker in report.keywords else 0
         values["cpu"] += getattr(report, "cpu_seconds", 0)
         values["tests"] += report.when == "call"
 

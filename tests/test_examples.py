@@ -93,7 +93,7 @@ def test_ranking_writes_what_it_promises(unbroken: tuple[pathlib.Path, str]):
     assert [line.split()[0] for line in table[2:12]] == [str(n) for n in range(1, 11)]
 
 
-@pytest.mark.second_tier
+@pytest.mark.third_tier
 def test_a_killed_run_resumes_to_the_same_metrics(
     unbroken: tuple[pathlib.Path, str], tmp_path: pathlib.Path
 ):
@@ -125,7 +125,7 @@ def test_a_job_that_lost_a_process_resumes_to_the_same_tables(tmp_path: pathlib.
     assert lines[-1] == "2 processes and one process have the same tables."
 
 
-@pytest.mark.second_tier
+@pytest.mark.third_tier
 def test_a_worker_is_killed_and_the_servers_train_on(tmp_path: pathlib.Path):
     printed = run(MANY_MACHINES, "--parameter-servers", "--kill", "--out", tmp_path)
     assert "A worker was killed and started again." in printed
@@ -149,7 +149,7 @@ def test_strings_are_learned_and_served(tmp_path: pathlib.Path):
     assert len(served) == 3
 
 
-@pytest.mark.second_tier
+@pytest.mark.third_tier
 def test_tables_grow_and_forget(tmp_path: pathlib.Path):
     run(GROWING, "--users", "150", "--out", tmp_path)
     found = json.loads((tmp_path / "growing.json").read_text())
@@ -163,7 +163,7 @@ def test_tables_grow_and_forget(tmp_path: pathlib.Path):
     assert (tmp_path / "growing.png").stat().st_size > 0
 
 
-@pytest.mark.second_tier
+@pytest.mark.third_tier
 def test_a_served_model_follows_its_trainer(tmp_path: pathlib.Path):
     lines = run(ONLINE, "--out", tmp_path).splitlines()
     assert re.match(r"100 deltas, \d+ kB each on average", lines[-1])
@@ -173,7 +173,7 @@ def test_a_served_model_follows_its_trainer(tmp_path: pathlib.Path):
     assert (tmp_path / "online.png").stat().st_size > 0
 
 
-@pytest.mark.second_tier
+@pytest.mark.third_tier
 def test_one_training_function_trains_everywhere():
     lines = run(EVERYWHERE).splitlines()
     assert len(lines) == 8 + 1
@@ -183,7 +183,7 @@ def test_one_training_function_trains_everywhere():
     assert float(lines[-1].split()[-1].rstrip(".")) < 1e-6
 
 
-@pytest.mark.second_tier
+@pytest.mark.third_tier
 def test_sparse_cores_in_software_train_as_the_host_does(tmp_path: pathlib.Path):
     printed = run(SPARSE_CORE, "--out", tmp_path)
     found = json.loads((tmp_path / "sparse_core.json").read_text())

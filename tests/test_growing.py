@@ -842,7 +842,7 @@ def test_one_vocabulary_stands_for_a_table_of_its_own() -> None:
         te.TPUEmbedding([config[0], te.FeatureConfig(wider)], te.SGD(0.5))
 
 
-@pytest.mark.second_tier
+@pytest.mark.third_tier
 @pytest.mark.parametrize("pipelined", ["plain", "pipelined"])
 def test_a_killed_program_resumes_with_the_same_bits(
     pipelined: str, rng: np.random.Generator, tmp_path: pathlib.Path

@@ -525,11 +525,11 @@ def run(
     ("make", "steps"),
     [
         (Twins, 200),
-        pytest.param(Twins, STEPS, marks=pytest.mark.second_tier),
+        pytest.param(Twins, STEPS, marks=pytest.mark.third_tier),
         (ThreadedTwins, 200),
-        pytest.param(ThreadedTwins, STEPS // 2, marks=pytest.mark.second_tier),
+        pytest.param(ThreadedTwins, STEPS // 2, marks=pytest.mark.third_tier),
         (QueuedTwins, 400),
-        pytest.param(QueuedTwins, STEPS // 3, marks=pytest.mark.second_tier),
+        pytest.param(QueuedTwins, STEPS // 3, marks=pytest.mark.third_tier),
     ],
 )
 def test_growing_tables_are_as_on_paper(

@@ -14,7 +14,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.second_tier
+@pytest.mark.third_tier
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_losses_are_those_of_keras(name: str):
     printed = trying.tried(name, "sgd")
@@ -24,7 +24,7 @@ def test_losses_are_those_of_keras(name: str):
     assert "left as it is" not in printed
 
 
-@pytest.mark.second_tier
+@pytest.mark.third_tier
 def test_a_table_in_the_logits_stays_that_of_keras():
     printed = trying.tried("tied_logits", "adam")
     trying.assert_same_losses(printed)

@@ -17,6 +17,8 @@ FIRST_TIER = [f"{FOLDER}/test_models.py"]
 SECOND_TIER = [
     *(FOLDER, f"--ignore={FIRST_TIER[0]}"),
     "tests/keras_layer/test_catch_up.py",
+]
+THIRD_TIER = [
     "tests/keras_layer/test_fused_rows.py",
     "tests/keras_layer/test_growing.py",
     "tests/keras_layer/test_preprocessing_layers.py",
@@ -30,8 +32,12 @@ SECOND_TIER = [
 )
 @pytest.mark.parametrize(
     "files",
-    [FIRST_TIER, pytest.param(SECOND_TIER, marks=pytest.mark.second_tier)],
-    ids=["models", "all others"],
+    [
+        FIRST_TIER,
+        pytest.param(SECOND_TIER, marks=pytest.mark.second_tier),
+        pytest.param(THIRD_TIER, marks=pytest.mark.third_tier),
+    ],
+    ids=["models", "catch-up", "all others"],
 )
 def test_the_layer_of_tf_keras(files: list[str]):
     run = subprocess.run(

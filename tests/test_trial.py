@@ -119,7 +119,7 @@ def test_losses_are_compared_in_their_direction():
     assert "The last loss" not in trial.compare(plain, rows)
 
 
-@pytest.mark.second_tier
+@pytest.mark.third_tier
 @pytest.mark.parametrize(
     "optimizer",
     ["keras.optimizers.Adagrad(0.1)", "keras.optimizers.SGD(0.5, global_clipnorm=0.1)"],

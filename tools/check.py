@@ -178,11 +178,11 @@ class Budget:
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
-        """Leaves out the second tier of what did not change."""
+        """Leaves out the later tiers of what did not change."""
         left_out = [
             item
             for item in items
-            if item.get_closest_marker("second_tier")
+            if any(map(item.get_closest_marker, ("second_tier", "third_tier")))
             and item.nodeid.partition("::")[0] not in self._changed
         ]
         config.hook.pytest_deselected(items=left_out)

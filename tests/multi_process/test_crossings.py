@@ -14,7 +14,7 @@ from multi_process.jobs import Job
 from multi_process.test_synchronous import compare, same
 from multi_process.training import Case
 
-pytestmark = pytest.mark.second_tier
+pytestmark = pytest.mark.third_tier
 
 
 @pytest.mark.parametrize("version", [1, 2, 3])

@@ -15,7 +15,7 @@ from multi_process.training import FEATURES, Case
 
 import tpu_embedding as te
 
-pytestmark = pytest.mark.second_tier
+pytestmark = pytest.mark.third_tier
 
 CASES = {
     "divided": Case(placement="rows"),

@@ -25,7 +25,7 @@ from parameter_servers.test_growing import configs
 
 import tpu_embedding as te
 
-pytestmark = pytest.mark.second_tier
+pytestmark = pytest.mark.third_tier
 
 FORMS = ("float32", "int8", "int4")
 

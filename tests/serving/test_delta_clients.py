@@ -33,7 +33,7 @@ def write_numbers(
     return trainer, paths
 
 
-@pytest.mark.second_tier
+@pytest.mark.third_tier
 @pytest.mark.parametrize(("storage", "dim"), [("float32", 512), ("int8", 64)])
 def test_a_c_program_applies_deltas_while_threads_read(
     storage: str, dim: int, tmp_path: pathlib.Path

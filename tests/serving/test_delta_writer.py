@@ -94,7 +94,7 @@ def test_an_optimizer_that_updates_all_rows_changes_all(
     assert consumer.follow() == V
 
 
-@pytest.mark.parametrize("kind", [0, 4])
+@pytest.mark.parametrize("kind", [0, pytest.param(4, marks=pytest.mark.third_tier)])
 def test_random_histories(kind: int, tmp_path: pathlib.Path) -> None:
     """Of TPUEmbedding and TPUEmbeddingV2."""
     history = histories.History(kind, tmp_path)
@@ -105,7 +105,7 @@ def test_random_histories(kind: int, tmp_path: pathlib.Path) -> None:
     assert sum(refused) > 5
 
 
-@pytest.mark.second_tier
+@pytest.mark.third_tier
 def test_many_random_histories(seed: int) -> None:
     """A few of those of `make fuzz-deltas`."""
     counts = histories.run(60, seed)
@@ -377,7 +377,7 @@ writer.export_delta(sys.argv[2])
 """
 
 
-@pytest.mark.second_tier
+@pytest.mark.third_tier
 @pytest.mark.parametrize(
     ("calls", "kind"),
     [(1, "fixed"), (5, "fixed"), (40, "fixed"), (0, "fixed"), (9, "grows")],

@@ -72,9 +72,9 @@ VOCABULARIES = {
     [
         ("zeros", "float32", "float32"),
         ("initializer", "float32", "bfloat16"),
-        ("initializer", "int4", "float32"),
         ("shared_row", "int8", "float32"),
-        ("shared_row", "float16", "float32"),
+        pytest.param("initializer", "int4", "float32", marks=pytest.mark.third_tier),
+        pytest.param("shared_row", "float16", "float32", marks=pytest.mark.third_tier),
     ],
 )
 def test_serves_the_bits_of_a_new_export(
@@ -388,7 +388,7 @@ def test_delta_state_has_the_ids_of_its_sequence_number(
     assert reads > 20
 
 
-@pytest.mark.second_tier
+@pytest.mark.third_tier
 @pytest.mark.parametrize("point", KILLED_AT)
 def test_a_killed_apply_leaves_no_export(point: str, tmp_path: pathlib.Path) -> None:
     publisher = Publisher(tmp_path, 12)
