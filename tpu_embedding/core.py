@@ -23,11 +23,9 @@ from tpu_embedding.engines import (
     EmbeddingOptions,
     Engine,
     EngineOptions,
-    GrowingState,
     Prepared,
-    TableArrays,
 )
-from tpu_embedding.engines.base import RowChanges, TableStore
+from tpu_embedding.engines.base import TableStore
 from tpu_embedding.engines.process_group import calling
 from tpu_embedding.engines.telemetry import Counts
 from tpu_embedding.inputs import IdBatch, InputKind
@@ -42,13 +40,10 @@ from tpu_embedding.lookup.weight_gradients import (
     with_weight_gradients,
 )
 from tpu_embedding.tables.growing import FrozenTable, freeze
-from tpu_embedding.tables.rows import (
-    PARAMETERS,
-    MutableTableRows,
-    TableRows,
-    by_checkpoint_name,
-)
+from tpu_embedding.tables.rows import MutableTableRows
+from tpu_embedding.tables.table import RowChanges
 from tpu_embedding.tables.trackable import LogicalVariable, copied_counter
+from tpu_embedding.tables.vocabularies import Vocabulary
 from tpu_embedding.vocabulary import VocabularyContents
 
 # The methods trace fine as they are; converting them would only cost time.
@@ -197,13 +192,6 @@ class Core(EngineTables):
             with tf.init_scope():
                 self.engine.retrieve()
 
-    def table_rows(self) -> dict[str, TableRows]:
-        """See `StoredTables.table_rows`; also with the weights of a CustomCombiner."""
-        engine = self.create_engine()
-        engine.retrieve()
-        tables = engine.tables().items()
-        return {n: t.rows[PARAMETERS] for n, t in tables if t.growing is None}
-
     @do_not_convert
     def flush(self) -> None:
         """Applies the pending update, if there is one."""
@@ -287,14 +275,13 @@ class Core(EngineTables):
         """The activations; their gradient also reaches the weights of `features`."""
         if not features:
             return list(activations)
-        engine = self.create_engine()
-        tables, growing = engine.tables(), self.growing()
-        readers = {s.index: tables[s.name].reader for s in self.plan.tables}
+        growing = self.growing()
+        readers = {t.spec.index: t.reader for t in self.tables().values()}
         with tf.device(self.topology.device):
             lookup = (self.plan, readers)
             if growing:
                 reads = {
-                    s.index: growing[s.name].read_ids
+                    s.index: growing[s.name].find
                     for s in self.plan.tables
                     if s.name in growing
                 }
@@ -327,27 +314,14 @@ class Core(EngineTables):
 
         A tf.Variable where one variable is the array, else a `LogicalVariable`.
         """
-        growing, tables = self.growing(), self.tables().items()
-        arrays = {n: t.rows for n, t in tables if t.growing is None}
-        found: dict[str, Any] = {
-            name: self._logical_variable(name, rows)
-            if rows.variable is None
-            else rows.variable
-            for name, rows in by_checkpoint_name(arrays).items()
-        }
-        found |= growing
+        objects: dict[str, Any] = {}
+        for table in self.tables().values():
+            objects |= table.objects(self._logical_variable)
         updates = self.checkpoint_updates()
         if updates is not None:
             copies = getattr(updates, "values", None)  # One for each replica.
-            found[UPDATES] = updates if copies is None else copied_counter(copies)
-        return found
-
-    def growing(self) -> dict[str, GrowingState]:
-        """The growing tables by name."""
-        if all(spec.config.vocabulary is None for spec in self.plan.tables):
-            return {}
-        tables = self.tables().items()
-        return {name: t.growing for name, t in tables if t.growing is not None}
+            objects[UPDATES] = updates if copies is None else copied_counter(copies)
+        return objects
 
     @calling("vocabularies")
     def vocabularies(self) -> dict[Any, VocabularyContents]:
@@ -363,13 +337,13 @@ class Core(EngineTables):
     @calling("freeze_vocabulary")
     def freeze_vocabulary(self, table: Any) -> FrozenTable:
         """See `TPUEmbedding.freeze_vocabulary`."""
-        spec, state = self._growing_table(table)
-        return freeze(spec, state.read())
+        spec, ids = self._growing_table(table)
+        return freeze(spec, ids.read())
 
     @calling("evict")
     def evict(self, table: Any) -> int:
         """See `TPUEmbedding.evict`."""
-        spec, state = self._growing_table(table)
+        spec, ids = self._growing_table(table)
         vocabulary = spec.config.vocabulary
         assert vocabulary is not None
         if vocabulary.eviction is None:
@@ -377,9 +351,9 @@ class Core(EngineTables):
                 f"Table {spec.name!r} has eviction=None: no row is less needed than "
                 "another one. Set `eviction` in its GrowingVocabulary."
             )
-        return state.evict()
+        return ids.evict()
 
-    def _growing_table(self, table: Any) -> tuple[TableSpec, GrowingState]:
+    def _growing_table(self, table: Any) -> tuple[TableSpec, Vocabulary]:
         """A growing table of the user, without a pending update."""
         found = self.growing()
         for spec in self.plan.tables:
@@ -405,10 +379,6 @@ class Core(EngineTables):
             self.tables_replaced()
 
         return LogicalVariable(name, rows.shape, rows.dtype, read, write)
-
-    def tables(self) -> dict[str, TableArrays]:
-        """Each table by name with its slots; see `TableStore.tables`."""
-        return self.create_engine().tables()
 
     def look_up(
         self,

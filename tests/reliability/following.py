@@ -128,7 +128,7 @@ class Trainer:
         found = {
             name: stored(table.rows["parameters"].numpy())
             for name, table in self.embedding.core.tables().items()
-            if table.growing is None
+            if table.rows
         }
         for name, growing in self.embedding.core.growing().items():
             found[name] = self._unknown(stored)

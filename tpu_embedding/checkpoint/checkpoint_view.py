@@ -171,6 +171,16 @@ def hashing_numbers(hashing: Hashing) -> np.ndarray:
     return np.array([hashing.num_rows, hashing.hashes, combine, hashing.salt], np.int64)
 
 
+def hashing_vectors(tables: Mapping[str, Hashing | None]) -> dict[str, Vector]:
+    """Returns what files have of hashed tables, by name."""
+    return {
+        hashing_name(name): Vector(len(numbers), lambda numbers=numbers: numbers)
+        for name, own in tables.items()
+        if own is not None
+        for numbers in [hashing_numbers(own)]
+    }
+
+
 def stored_hashing(
     path: str, table: str, vectors: Mapping[str, Vector]
 ) -> Hashing | None:

@@ -1,9 +1,8 @@
-"""Growing tables in files: what is saved of them, and what is restored."""
+"""What growing tables restore of files."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,11 +10,11 @@ import tensorflow as tf
 from absl import logging
 
 from tpu_embedding.checkpoint import errors
-from tpu_embedding.checkpoint.checkpoint_view import LogicalTable, Vector
-from tpu_embedding.engines.base import GrowingState
+from tpu_embedding.checkpoint.checkpoint_view import LogicalTable
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.tables.growing import first_rows, first_slots
-from tpu_embedding.tables.rows import PARAMETERS, ArrayRows, ProcessGroup
+from tpu_embedding.tables.rows import PARAMETERS
+from tpu_embedding.tables.vocabularies import Vocabulary
 from tpu_embedding.vocabulary import (
     NUM_ROWS,
     PARTS,
@@ -27,24 +26,6 @@ from tpu_embedding.vocabulary import (
 )
 
 _SHOWN = 10  # Ids of a warning.
-
-
-def logical_table(
-    name: str, state: Mapping[str, np.ndarray], group: ProcessGroup | None
-) -> LogicalTable:
-    """What `GrowingState.read` returned, as a table of a checkpoint."""
-    rows = {
-        part: ArrayRows(values, group)
-        for part, values in state.items()
-        if part not in PARTS
-    }
-    parameters = rows.pop(PARAMETERS)
-    vectors = {part: _in_memory(state[part]) for part in PARTS}
-    return LogicalTable(name, parameters, rows, vectors)
-
-
-def _in_memory(values: np.ndarray) -> Vector:
-    return Vector(len(values), lambda: values)
 
 
 def warn_of_ids(table: str, ids: np.ndarray, stored: np.ndarray) -> None:
@@ -78,7 +59,7 @@ class Growth:
     """
 
     spec: TableSpec
-    target: GrowingState
+    target: Vocabulary
     source: LogicalTable
     path: str
     slots: bool

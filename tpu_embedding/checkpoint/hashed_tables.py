@@ -9,7 +9,6 @@ import tensorflow as tf
 
 from tpu_embedding.checkpoint.checkpoint_view import (
     LogicalCheckpoint,
-    Vector,
     hashing_name,
     hashing_numbers,
     parse_hashing,
@@ -54,16 +53,6 @@ def hashing_records(plan: Plan) -> dict[str, HashingRecord]:
         hashing_name(spec.name): HashingRecord(spec.hashing)
         for spec in plan.tables
         if spec.hashing is not None
-    }
-
-
-def hashing_vectors(tables: Mapping[str, Hashing | None]) -> dict[str, Vector]:
-    """Returns what files have of hashed tables, by name."""
-    return {
-        hashing_name(name): Vector(len(numbers), lambda numbers=numbers: numbers)
-        for name, own in tables.items()
-        if own is not None
-        for numbers in [hashing_numbers(own)]
     }
 
 

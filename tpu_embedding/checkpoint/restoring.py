@@ -13,9 +13,9 @@ from tpu_embedding.checkpoint import errors
 from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint, LogicalTable
 from tpu_embedding.checkpoint.growing_tables import Growth, warn_of_ids
 from tpu_embedding.checkpoint.writing import Progress
-from tpu_embedding.engines.base import GrowingState
-from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.tables.rows import PARAMETERS, MutableTableRows, TableRows
+from tpu_embedding.tables.table import Table
+from tpu_embedding.tables.vocabularies import Vocabulary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,21 +97,19 @@ class Job:
     def match(
         cls,
         source: LogicalCheckpoint,
-        live: Mapping[str, Mapping[str, MutableTableRows]],
+        live: Mapping[str, Table],
         names: Mapping[str, str],
         *,
         slots: bool,
-        growing: Mapping[str, tuple[TableSpec, GrowingState]] | None = None,
         ids: Mapping[str, np.ndarray] | None = None,
     ) -> Job:
         """Pairs what is stored with the arrays of an embedding.
 
         Args:
           source: The checkpoint.
-          live: The arrays of each static table to restore.
-          names: By table its name in the checkpoint.
+          live: The tables of the embedding by name.
+          names: By table to restore its name in the checkpoint.
           slots: False restores the tables alone.
-          growing: The growing tables to restore.
           ids: By table the ids whose rows are restored, of a static table in the order
             of its rows.
 
@@ -127,28 +125,34 @@ class Job:
                 "pass `rename={'name in the embedding': 'name in the checkpoint'}`."
             )
         job, chosen = cls(), ids or {}
-        for table, arrays in live.items():
-            stored = source[names[table]].arrays
+        for table, name in names.items():
+            target, stored = live[table], source[name]
+            if isinstance(target.ids, Vocabulary):
+                own = chosen.get(table)
+                growth = Growth(
+                    target.spec, target.ids, stored, source.path, slots, own
+                )
+                job.growing.append(growth)
+                continue
+            arrays = stored.arrays
             places = None
             if table in chosen:
-                height = arrays[PARAMETERS].shape[0]
-                places = _places(source[names[table]], chosen[table], table, height)
-            elif source[names[table]].vocabulary:
+                height = target.rows[PARAMETERS].shape[0]
+                places = _places(stored, chosen[table], table, height)
+            elif stored.vocabulary:
                 raise ValueError(
                     f"Table {table!r} grows in {source.path}, and its rows are not "
                     f"those of this table. Pass `ids={{{table!r}: ...}}` with the id "
                     "of each row."
                 )
-            for name, target in arrays.items():
-                if name in stored and (slots or name == PARAMETERS):
-                    job.copies.append(_Copy(table, name, stored[name], target, places))
+            for array, rows in target.rows.items():
+                if array in arrays and (slots or array == PARAMETERS):
+                    job.copies.append(_Copy(table, array, arrays[array], rows, places))
                 else:
-                    job.resets.append(_Reset(target, places))
-                    job.lacking.append(f"{table}/{name}")
-        for table, (spec, target) in (growing or {}).items():
-            stored, own = source[names[table]], chosen.get(table)
-            job.growing.append(Growth(spec, target, stored, source.path, slots, own))
-            job.lacking.extend(job.growing[-1].lacking)
+                    job.resets.append(_Reset(rows, places))
+                    job.lacking.append(f"{table}/{array}")
+        for growth in job.growing:
+            job.lacking.extend(growth.lacking)
         return job
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import zlib
 from collections.abc import Collection, Mapping, Sequence
@@ -11,9 +12,12 @@ import numpy as np
 from absl import logging
 
 from tpu_embedding.checkpoint import errors, formats
-from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint
-from tpu_embedding.checkpoint.growing_tables import logical_table
-from tpu_embedding.checkpoint.hashed_tables import check_hashings, hashing_vectors
+from tpu_embedding.checkpoint.checkpoint_view import (
+    LogicalCheckpoint,
+    LogicalTable,
+    Vector,
+)
+from tpu_embedding.checkpoint.hashed_tables import check_hashings
 from tpu_embedding.checkpoint.restoring import Job
 from tpu_embedding.checkpoint.trackable import SavesTables, StoredTables
 from tpu_embedding.checkpoint.writing import (
@@ -28,7 +32,8 @@ from tpu_embedding.engines.process_group import calling
 from tpu_embedding.errors import argument_type
 from tpu_embedding.layout.partition import TableLayout
 from tpu_embedding.layout.plan import UPDATES
-from tpu_embedding.tables.rows import PARAMETERS, TableRows
+from tpu_embedding.tables.rows import PARAMETERS
+from tpu_embedding.tables.table import Table
 from tpu_embedding.vocabulary import UPDATES_BEGUN
 
 DEFAULT_ROOT = "embedding"
@@ -98,30 +103,28 @@ def save(
 
     # Before what is pending is applied: it is counted, and a later step is noticed.
     updates = updates_now()
-    tables: dict[str, Mapping[str, TableRows]] = {**core.checkpoint_rows()}
+    core.checkpoint_rows()
+    stored = core.checkpoint_tables().items()
+    tables = {name: _logical_table(table) for name, table in stored}
     live = core.growing()
-    states = {name: state.read() for name, state in live.items()}
-    growing = {n: logical_table(n, states[n], live[n].group) for n in states}
-    tables |= {name: table.arrays for name, table in growing.items()}
+    begun = {n: tables[n].vocabulary["state"].read()[UPDATES_BEGUN] for n in live}
     if not slots:
-        tables = {name: {PARAMETERS: a[PARAMETERS]} for name, a in tables.items()}
+        tables = {n: dataclasses.replace(t, slots={}) for n, t in tables.items()}
 
     def changed() -> str | None:
         if updates_now() != updates:
             return "The number of updates"
-        for name, state in live.items():
-            if state.updates_begun() != states[name]["state"][UPDATES_BEGUN]:
+        for name, ids in live.items():
+            if ids.updates_begun() != begun[name]:
                 return f"Table {name!r}"
         return None
 
     alike = {"path": os.fspath(path), "root": root, "slots": slots}
-    require_alike(process_group(tables), alike)
+    require_alike(process_group({n: t.arrays for n, t in tables.items()}), alike)
     return write_tensorflow(
         os.fspath(path),
         tables,
         root,
-        vocabularies={name: table.vocabulary for name, table in growing.items()},
-        vectors=hashing_vectors({s.name: s.hashing for s in core.plan.tables}),
         layouts=layouts,
         updates=updates,
         progress=progress,
@@ -195,7 +198,7 @@ def restore(
     core = _core_of(embedding)
     _require(resize, bool, "resize", "a bool")
     _require(slots, bool, "slots", "a bool")
-    live, growing = core.checkpoint_targets(), core.growing()
+    live = core.checkpoint_tables()
     of_plan = [spec.name for spec in core.plan.tables]
     names = _names(of_plan, tables, {} if rename is None else rename)
     chosen = _chosen_ids(list(names), ids)
@@ -206,9 +209,7 @@ def restore(
                 f"`ids` names table {name!r}, which is hashed: an id has rows that it "
                 "shares with others. Restore the whole table, without `ids`."
             )
-    group = process_group(live)
-    if group is None:
-        group = next((state.group for state in growing.values()), None)
+    group = next((table.reach.group for table in live.values()), None)
     alike = {"path": os.fspath(path), "root": root, "tables": names, "resize": resize}
     sums = {name: zlib.crc32(array.tobytes()) for name, array in chosen.items()}
     require_alike(group, alike | {"slots": slots, "ids": sums})
@@ -216,11 +217,8 @@ def restore(
     counted = updates is not None and tables is None
     with in_all_processes(group):
         source = formats.read(path, root=root, tables=list(names.values()))
-        own = {name: live[name] for name in names if name in live}
-        specs = {spec.name: spec for spec in core.plan.tables}
         check_hashings(source, core.plan.tables, names, resize=resize)
-        grow = {n: (specs[n], growing[n]) for n in names if n in growing}
-        job = Job.match(source, own, names, slots=slots, growing=grow, ids=chosen)
+        job = Job.match(source, live, names, slots=slots, ids=chosen)
         job.check(source.path, resize=resize)
         job.verify(progress)
     lacking = [*job.lacking, *([UPDATES] if counted and source.updates is None else [])]
@@ -238,6 +236,15 @@ def restore(
         assert updates is not None
         updates.assign((source.updates or 0) if slots else 0)
     return source
+
+
+def _logical_table(table: Table) -> LogicalTable:
+    """A table as it is now; of a growing one all values are read."""
+    arrays, known = table.saved()
+    slots = {**arrays}
+    parameters = slots.pop(PARAMETERS)
+    vectors = {n: Vector(len(v), lambda v=v: v) for n, v in known.items()}
+    return LogicalTable(table.spec.name, parameters, slots, vectors, table.spec.hashing)
 
 
 def _core_of(value: Any) -> StoredTables:

@@ -28,13 +28,15 @@ from tpu_embedding.checkpoint.sparse_core_format import (
 )
 from tpu_embedding.checkpoint.tensorflow_format import Bundle, read_tensorflow
 from tpu_embedding.checkpoint.writing import NoProgress
-from tpu_embedding.engines.base import Engine, GrowingState, TableStore
+from tpu_embedding.engines.base import Engine, TableStore
 from tpu_embedding.layout.output_shapes import InputShapes
 from tpu_embedding.layout.partition import TableLayout
 from tpu_embedding.layout.plan import UPDATES, Plan
 from tpu_embedding.lookup.feature_structure import FeatureStructure
-from tpu_embedding.tables.rows import PARAMETERS, MutableTableRows, TableRows
-from tpu_embedding.tables.variables import variable_rows
+from tpu_embedding.tables.rows import PARAMETERS, MutableTableRows
+from tpu_embedding.tables.table import Table, stored_table
+from tpu_embedding.tables.variables import TableVariables
+from tpu_embedding.tables.vocabularies import StoredVocabulary, Vocabulary
 
 
 class StoredTables(abc.ABC):
@@ -60,25 +62,36 @@ class StoredTables(abc.ABC):
         """What checkpoints have of hashed tables, beside their rows, by name."""
         return hashing_records(self.plan)
 
-    def growing(self) -> dict[str, GrowingState]:
-        """Growing tables by name."""
-        return {}
-
     @abc.abstractmethod
-    def checkpoint_targets(self) -> dict[str, dict[str, MutableTableRows]]:
-        """For each static table "parameters" and slots, as matrices of rows.
+    def tables(self) -> dict[str, Table]:
+        """Each table by name; see `TableStore.tables`.
 
         Their values may be old; changes nothing, but makes the tables.
         """
 
+    def current_tables(self) -> dict[str, Table]:
+        """`tables` with today's values, after the pending update."""
+        return self.tables()
+
+    def growing(self) -> dict[str, Vocabulary]:
+        """The vocabularies of growing tables by name."""
+        if all(spec.config.vocabulary is None for spec in self.plan.tables):
+            return {}
+        tables = self.tables().items()
+        return {n: t.ids for n, t in tables if isinstance(t.ids, Vocabulary)}
+
+    def checkpoint_tables(self) -> dict[str, Table]:
+        """`tables`, if `tpu_embedding.checkpoint` has a place for all of them."""
+        return self.tables()
+
+    def checkpoint_targets(self) -> dict[str, dict[str, MutableTableRows]]:
+        """For each static table "parameters" and slots, as matrices of rows."""
+        tables = self.checkpoint_tables().items()
+        return {name: dict(table.rows) for name, table in tables if table.rows}
+
     def checkpoint_rows(self) -> dict[str, dict[str, MutableTableRows]]:
         """`checkpoint_targets` with today's values, after the pending update."""
         return self.checkpoint_targets()
-
-    def table_rows(self) -> Mapping[str, TableRows]:
-        """Each table by name, to be read by rows, after the pending update."""
-        arrays = self.checkpoint_rows()
-        return {name: own[PARAMETERS] for name, own in arrays.items()}
 
     def checkpoint_updates(self) -> tf.Variable | None:
         """The number of updates, if a rate or bfloat16 table needs it."""
@@ -110,14 +123,17 @@ class VariableTables(StoredTables):
         plan: Plan,
         structure: FeatureStructure,
         variables: Callable[[], Mapping[str, Mapping[str, Any]]],
-        growing: Callable[[], dict[str, GrowingState]] = dict,
+        vocabularies: Callable[[], Mapping[str, StoredVocabulary]] = dict,
         *,
         check_numerics: bool = False,
     ) -> None:
-        """Takes `variables`, which makes and returns them by table and array name."""
+        """Takes `variables`, which makes and returns them by table and array name.
+
+        `vocabularies` has those of growing tables by name.
+        """
         self.plan, self.structure = plan, structure
         self.check_numerics = check_numerics
-        self._variables, self._growing = variables, growing
+        self._variables, self._vocabularies = variables, vocabularies
         self._inputs = InputShapes(len(plan.features))
 
     @property
@@ -125,17 +141,15 @@ class VariableTables(StoredTables):
         """The inputs that were looked up so far."""
         return self._inputs
 
-    def growing(self) -> dict[str, GrowingState]:
-        """See `StoredTables.growing`."""
-        return self._growing()
-
-    def checkpoint_targets(self) -> dict[str, dict[str, MutableTableRows]]:
-        made = self._variables()
-        return {
-            s.name: dict(variable_rows(s, made[s.name]))
-            for s in self.plan.tables
-            if s.config.vocabulary is None
-        }
+    def tables(self) -> dict[str, Table]:
+        made, vocabularies = self._variables(), self._vocabularies()
+        tables = {}
+        for spec in self.plan.tables:
+            arrays = {**made[spec.name]}
+            stored = TableVariables(arrays.pop(PARAMETERS), arrays)
+            ids = vocabularies.get(spec.name)
+            tables[spec.name] = stored_table(spec, [stored], vocabulary=ids)
+        return tables
 
 
 class RestoresLayouts(tf.__internal__.tracking.Trackable):
@@ -221,7 +235,7 @@ class _Conversion:
           tf.errors.DataLossError: If a file is truncated or damaged.
           NotImplementedError: If a table has a CustomCombiner with weights.
         """
-        live = tables.core.checkpoint_targets()
+        live = tables.core.checkpoint_tables()
         source = read_tensorflow(path, root, list(live))
         values = Bundle(path).objects()[root].values
         self.names = values.keys() - {UPDATES}
@@ -337,12 +351,19 @@ class EngineTables(StoredTables):
     def checkpoint_updates(self) -> Any:
         return self.create_engine().checkpoint_variables().get(UPDATES)
 
+    def tables(self) -> dict[str, Table]:
+        return self.create_engine().tables()
+
+    def current_tables(self) -> dict[str, Table]:
+        self.create_engine().retrieve()
+        return self.tables()
+
     def checkpoint_rows(self) -> dict[str, dict[str, MutableTableRows]]:
         self.create_engine().retrieve()
         return self.checkpoint_targets()
 
-    def checkpoint_targets(self) -> dict[str, dict[str, MutableTableRows]]:
-        engine = self.create_engine()
+    def checkpoint_tables(self) -> dict[str, Table]:
+        self.create_engine()
         for table in self.plan.tables:
             combiner = table.config.custom_combiner
             if combiner is not None and combiner.num_weights:
@@ -351,8 +372,7 @@ class EngineTables(StoredTables):
                     "the weights of a CustomCombiner. Use tf.train.Checkpoint, which "
                     "saves them too."
                 )
-        tables = engine.tables().items()
-        return {n: dict(t.rows) for n, t in tables if t.growing is None}
+        return self.tables()
 
     def load_checkpoint_rows(self) -> None:
         self.create_engine().load()

@@ -23,7 +23,7 @@ import tensorflow as tf
 from absl import logging
 
 from tpu_embedding.checkpoint import errors
-from tpu_embedding.checkpoint.checkpoint_view import Vector
+from tpu_embedding.checkpoint.checkpoint_view import LogicalTable, hashing_vectors
 from tpu_embedding.checkpoint.object_graph import GRAPH_KEY, make_graph, variable_key
 from tpu_embedding.checkpoint.sparse_core_format import stack
 from tpu_embedding.errors import check_path
@@ -33,7 +33,6 @@ from tpu_embedding.tables.rows import (
     ProcessGroup,
     TableRows,
     by_checkpoint_name,
-    checkpoint_name,
 )
 
 try:
@@ -132,11 +131,9 @@ def slice_spec(shape: tuple[int, int], start: int, stop: int) -> str:
 
 def write_tensorflow(
     path: str,
-    tables: Mapping[str, Mapping[str, TableRows]],
+    tables: Mapping[str, LogicalTable],
     root: str,
     *,
-    vocabularies: Mapping[str, Mapping[str, Vector]],
-    vectors: Mapping[str, Vector],
     layouts: Sequence[TableLayout] | None,
     updates: int | None,
     progress: Progress,
@@ -146,10 +143,8 @@ def write_tensorflow(
 
     Args:
       path: The prefix of the new checkpoint.
-      tables: By name the parameters, called "parameters", and the slots.
+      tables: By name.
       root: Name of the object that holds the tables, e.g. "embedding".
-      vocabularies: By name of a growing table what is known of its ids.
-      vectors: What is stored beside hashed tables, by name.
       layouts: The place of each table on SparseCores; None writes whole tables.
       updates: Number of updates applied to the tables, or None to store none.
       progress: Receives the bytes written.
@@ -173,47 +168,11 @@ def write_tensorflow(
             f"not be empty or end in a slash. Received: {path!r}. Pass e.g. "
             "'folder/model'."
         )
-    if layouts is not None and vocabularies:
-        raise NotImplementedError(
-            f"The table {next(iter(vocabularies))!r} grows, and tables on SparseCores "
-            "do not. Make a static table of it with freeze_vocabulary, or leave "
-            "`layouts` or `--to sparse-core` out."
-        )
-    static = {name: own for name, own in tables.items() if name not in vocabularies}
-    if layouts is None:
-        matrices, values = by_checkpoint_name(static), {}
-    else:
-        matrices, values = stack(static, layouts)
-    for name, rows in matrices.items():
-        if 0 in rows.shape:
-            raise ValueError(
-                f"{name} has shape {errors.shape_text(rows.shape)}. A table needs at "
-                "least one row and one column: leave it out of what is converted."
-            )
-    values |= {name: vector.read() for name, vector in vectors.items()}
-    if updates is not None:
-        values[UPDATES] = tf.constant(updates, tf.int64)
-    keys = {name: variable_key(root, name) for name in (*matrices, *values)}
-    small: dict[str, Any] = {keys[name]: value for name, value in values.items()}
-    growing = {name: (tables[name], own) for name, own in vocabularies.items()}
-    of_growing = {
-        name: {part: variable_key(root, name, part) for part in (*own, *known)}
-        for name, (own, known) in growing.items()
-    }
-    small[GRAPH_KEY] = tf.constant(make_graph(root, keys, of_growing))
-    for name, (own, known) in growing.items():
-        place = of_growing[name]
-        small |= {place[part]: vector.read() for part, vector in known.items()}
-        for array, rows in own.items():
-            if rows.shape[0]:
-                within = checkpoint_name(name, array)
-                matrices[within], keys[within] = rows, place[array]
-            else:  # There is no slice of it.
-                small[place[array]] = np.zeros(rows.shape, rows.dtype)
+    matrices, small = _by_key(tables, root, layouts, updates)
     total = sum(rows.nbytes for rows in matrices.values())
-    group = process_group(tables)
+    group = process_group({name: table.arrays for name, table in tables.items()})
     seen = _Seen(changed) if changed and group is None else None
-    pieces = _own_pieces(matrices, keys, group)
+    pieces = _own_pieces(matrices, group)
     if seen is not None:
         pieces = seen.note(pieces)
     is_first = group is None or group.rank == 0
@@ -231,7 +190,7 @@ def write_tensorflow(
                 prefix = scratch if group is None else f"{scratch}/{group.rank}"
                 written = "\n".join(write_parts(prefix, pieces, total, progress))
                 if seen is not None:
-                    seen.check(_own_pieces(matrices, keys, group))
+                    seen.check(_own_pieces(matrices, group))
             everyone = [written.encode()]
             if group is not None:
                 everyone = group.all_gather("checkpoint", written.encode())
@@ -249,6 +208,60 @@ def write_tensorflow(
             if is_first:
                 _remove(scratch)
     return path
+
+
+def _by_key(
+    tables: Mapping[str, LogicalTable],
+    root: str,
+    layouts: Sequence[TableLayout] | None,
+    updates: int | None,
+) -> tuple[dict[str, TableRows], dict[str, Any]]:
+    """By key in the checkpoint the matrices, which are written by slices, and others.
+
+    Args and errors are those of `write_tensorflow`.
+    """
+    growing = {name: table for name, table in tables.items() if table.vocabulary}
+    static = {n: table.arrays for n, table in tables.items() if n not in growing}
+    if layouts is None:
+        named, values = by_checkpoint_name(static), {}
+    elif not growing:
+        named, values = stack(static, layouts)
+    else:
+        raise NotImplementedError(
+            f"The table {next(iter(growing))!r} grows, and tables on SparseCores "
+            "do not. Make a static table of it with freeze_vocabulary, or leave "
+            "`layouts` or `--to sparse-core` out."
+        )
+    for name, rows in named.items():
+        if 0 in rows.shape:
+            raise ValueError(
+                f"{name} has shape {errors.shape_text(rows.shape)}. A table needs at "
+                "least one row and one column: leave it out of what is converted."
+            )
+    hashings = hashing_vectors({name: table.hashing for name, table in tables.items()})
+    values |= {name: vector.read() for name, vector in hashings.items()}
+    if updates is not None:
+        values[UPDATES] = tf.constant(updates, tf.int64)
+    keys = {name: variable_key(root, name) for name in (*named, *values)}
+    matrices = {keys[name]: rows for name, rows in named.items()}
+    small: dict[str, Any] = {keys[name]: value for name, value in values.items()}
+    parts = {
+        name: {
+            part: variable_key(root, name, part)
+            for part in (*table.arrays, *table.vocabulary)
+        }
+        for name, table in growing.items()
+    }
+    small[GRAPH_KEY] = tf.constant(make_graph(root, keys, parts))
+    for name, table in growing.items():
+        place, vectors = parts[name], table.vocabulary.items()
+        small |= {place[part]: vector.read() for part, vector in vectors}
+        for array, rows in table.arrays.items():
+            if rows.shape[0]:
+                matrices[place[array]] = rows
+            else:  # There is no slice of it.
+                small[place[array]] = np.zeros(rows.shape, rows.dtype)
+    return matrices, small
 
 
 def _remove(scratch: str) -> None:
@@ -337,18 +350,16 @@ def _begin(path: str, scratch: str) -> None:
 
 
 def _own_pieces(
-    matrices: Mapping[str, TableRows],
-    keys: Mapping[str, str],
-    group: ProcessGroup | None,
+    matrices: Mapping[str, TableRows], group: ProcessGroup | None
 ) -> Iterator[Piece]:
     """The slices that this process writes: every n-th of n processes."""
     rank, size = (0, 1) if group is None else (group.rank, group.size)
     number = 0
-    for name, rows in matrices.items():
+    for key, rows in matrices.items():
         for start, stop in rows.slices():
             values = rows.read_in(number % size, start, stop)
             if number % size == rank:
-                yield Piece(keys[name], slice_spec(rows.shape, start, stop), values)
+                yield Piece(key, slice_spec(rows.shape, start, stop), values)
             number += 1
 
 

@@ -16,13 +16,13 @@ import numpy as np
 from tpu_embedding.checkpoint.checkpoint_view import (
     LogicalCheckpoint,
     LogicalTable,
+    hashing_vectors,
 )
 from tpu_embedding.checkpoint.formats import read, read_layouts
-from tpu_embedding.checkpoint.hashed_tables import hashing_vectors
 from tpu_embedding.checkpoint.numpy_format import write_numpy
 from tpu_embedding.checkpoint.saving import DEFAULT_ROOT
 from tpu_embedding.checkpoint.writing import Progress, write_tensorflow
-from tpu_embedding.tables.rows import PARAMETERS, by_checkpoint_name
+from tpu_embedding.tables.rows import by_checkpoint_name
 from tpu_embedding.text import aligned
 
 _SPARSE_CORE = "sparse-core"
@@ -66,28 +66,26 @@ def convert(arguments: argparse.Namespace) -> int:
         )
     checkpoint = read(arguments.path, root=arguments.root)
     tables = _renamed(checkpoint, arguments.rename)
-    arrays = {name: table.arrays for name, table in tables.items()}
     if arguments.no_slots:
-        arrays = {name: {PARAMETERS: a[PARAMETERS]} for name, a in arrays.items()}
+        tables = {n: dataclasses.replace(t, slots={}) for n, t in tables.items()}
     checkpoint.verify()
     updates = None if arguments.no_slots else checkpoint.updates
     path, progress = arguments.destination, TextProgress()
-    vectors = hashing_vectors({name: table.hashing for name, table in tables.items()})
     if arguments.to == "numpy":
         if updates is not None:
             print(
                 f"NumPy files do not keep the number of updates, {updates}.",
                 file=sys.stderr,
             )
+        arrays = by_checkpoint_name({n: t.arrays for n, t in tables.items()})
+        vectors = hashing_vectors({n: t.hashing for n, t in tables.items()})
         vectors |= by_checkpoint_name({n: t.vocabulary for n, t in tables.items()})
-        write_numpy(path, by_checkpoint_name(arrays), vectors, progress)
+        write_numpy(path, arrays, vectors, progress)
     else:
         write_tensorflow(
             path,
-            arrays,
+            tables,
             DEFAULT_ROOT if arguments.new_root is None else arguments.new_root,
-            vocabularies={n: t.vocabulary for n, t in tables.items() if t.vocabulary},
-            vectors=vectors,
             layouts=read_layouts(arguments.like) if arguments.like else None,
             updates=updates,
             progress=progress,

@@ -8,10 +8,8 @@ from tpu_embedding.engines.base import (
     EmbeddingOptions,
     Engine,
     EngineOptions,
-    GrowingState,
     Prepared,
     StepQueue,
-    TableArrays,
 )
 from tpu_embedding.engines.host.engine import HostEngine
 from tpu_embedding.engines.host.processes import ShardedEngine
@@ -26,10 +24,8 @@ __all__ = [
     "EmbeddingOptions",
     "Engine",
     "EngineOptions",
-    "GrowingState",
     "Prepared",
     "StepQueue",
-    "TableArrays",
     "choose",
 ]
 

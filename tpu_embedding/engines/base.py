@@ -5,9 +5,8 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
 import tensorflow as tf
 
 from tpu_embedding.config import DistributedOptions, SparseCoreEmbeddingConfig
@@ -23,9 +22,7 @@ from tpu_embedding.layout.csr import (
 from tpu_embedding.layout.output_shapes import OutputShapes, Shape
 from tpu_embedding.layout.plan import Plan
 from tpu_embedding.layout.stacking import Layout, lay_out_whole
-from tpu_embedding.tables.growing import Changed, GrowingState
-from tpu_embedding.tables.readers import StoredReader
-from tpu_embedding.tables.rows import MutableTableRows, ProcessGroup
+from tpu_embedding.tables.table import RowChanges, Table
 
 QUEUE_CAPACITY = 64  # batches of one replica that may wait
 
@@ -118,68 +115,6 @@ class Prepared(NamedTuple):
 
     value: Any = None
     tensors: PreprocessedFeatures | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class TableArrays:
-    """One table of an engine and its slots, in full form: unsharded, without padding.
-
-    Checkpoints, serving, the Keras layer and `TPUEmbedding.variables` are made of
-    this view. Reading a value needs `TableStore.retrieve` before, writing
-    needs `TableStore.load` after.
-
-    Attributes:
-      rows: By "parameters" and slot name the matrix, read and written by rows.
-        `rows[name].variable` is the tf.Variable where one variable is the matrix.
-      reader: Gathers rows of the parameters in any graph, by TensorFlow's ops.
-      values: Returns by the same names the tf.Variables where each array is one, else
-        tensors of the current values; also the weights of a CustomCombiner. Raises
-        RuntimeError where the tables are in the TPU's memory.
-      shards: Returns (device, rows there) for each part of the parameters.
-      variables: Returns the variables that store the parameters, or the stack with
-        them, in order of the rows. Raises RuntimeError where the tables are in the
-        TPU's memory, and NotImplementedError where other processes have parts.
-      growing: All of a growing table as one; None if it does not grow.
-    """
-
-    rows: Mapping[str, MutableTableRows]
-    reader: StoredReader
-    values: Callable[[], Mapping[str, Any]]
-    shards: Callable[[], list[tuple[str, tf.Tensor]]]
-    variables: Callable[[], Sequence[tf.Variable]]
-    growing: GrowingState | None = None
-
-
-class RowChanges(Protocol):
-    """The rows of tables that changed for one consumer of deltas; eagerly.
-
-    Every call is one of all processes of a job, with the same arguments, and gives
-    all of them the same.
-
-    Attributes:
-      group: The processes; None for this one alone.
-    """
-
-    group: ProcessGroup | None
-
-    def mark(self, rows: Sequence[Any]) -> None:
-        """Marks rows, arrays or tensors int64 [n] for each table, as changed.
-
-        Of a growing table these are ids, with or without a row.
-        """
-        ...
-
-    def take(self) -> list[Changed]:
-        """Returns the changed rows of each table since the last commit."""
-        ...
-
-    def read(self, table: int, rows: np.ndarray) -> np.ndarray:
-        """The values of rows int64 [n] of a table, float32 [n, D]."""
-        ...
-
-    def commit(self, *, end: bool = False) -> None:
-        """Forgets what was taken last; with `end` nothing is tracked any more."""
-        ...
 
 
 class StepQueue(abc.ABC):
@@ -393,7 +328,7 @@ class TableStore(abc.ABC):
     name: ClassVar[str]
 
     @abc.abstractmethod
-    def tables(self) -> dict[str, TableArrays]:
+    def tables(self) -> dict[str, Table]:
         """Each table of the plan by name: the one view of what the engine stores."""
 
     @abc.abstractmethod

@@ -7,31 +7,12 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
-from tpu_embedding.engines.base import TableArrays
 from tpu_embedding.layout.csr import (
     PartitionedCsrFormatTensor,
     PreprocessedFeatures,
 )
-from tpu_embedding.layout.plan import Plan, TableSpec, require_options
+from tpu_embedding.layout.plan import Plan, require_options
 from tpu_embedding.layout.stacking import Layout, full_shape
-from tpu_embedding.tables.growing import GrowingState
-from tpu_embedding.tables.readers import VariableReader
-from tpu_embedding.tables.variables import TableVariables, variable_rows
-
-
-def arrays_of_variables(
-    spec: TableSpec, table: TableVariables, growing: GrowingState | None = None
-) -> TableArrays:
-    """A table of which each array is one variable, and the table one part."""
-    parameters = table.parameters
-    return TableArrays(
-        rows=variable_rows(spec, table.arrays),
-        reader=VariableReader(parameters),
-        values=lambda: table.arrays,
-        shards=lambda: [(parameters.device, parameters.read_value())],
-        variables=lambda: [parameters],
-        growing=growing,
-    )
 
 
 def refuse_tpu_options(engine: str, plan: Plan) -> None:

@@ -15,7 +15,7 @@ from tpu_embedding.config import DistributedOptions
 from tpu_embedding.core import Core
 from tpu_embedding.distribution import ProcessTopology, Topology
 from tpu_embedding.embedding_base import per_replica
-from tpu_embedding.engines import EmbeddingOptions, GrowingState, Prepared
+from tpu_embedding.engines import EmbeddingOptions, Prepared
 from tpu_embedding.keras import gradient_hook
 from tpu_embedding.keras.conversion import Features
 from tpu_embedding.keras.keras_api import keras_api
@@ -27,7 +27,9 @@ from tpu_embedding.lookup.features import FeatureLookup
 from tpu_embedding.lookup.graph_checks import refuse
 from tpu_embedding.serving.growing_tables import RestoredGrowingTable
 from tpu_embedding.tables.readers import TableReader
+from tpu_embedding.tables.rows import PARAMETERS
 from tpu_embedding.tables.variables import create_counter, create_state
+from tpu_embedding.tables.vocabularies import Vocabulary
 from tpu_embedding.tf_configs import convert_sparse_core
 
 # Graphs in which TensorFlow computes the gradients of tf.cond and of loops.
@@ -149,7 +151,7 @@ class EngineTrainedTables:
         if None not in shapes or not (engine.stores_stacks or engine.needs_shapes):
             self.core = self._create_core(shapes if engine.stores_stacks else None)
         self._variables: dict[str, Any] = {}
-        self._growing: dict[str, GrowingState] = {}
+        self._growing: dict[str, Vocabulary] = {}
         self._exported: dict[str, RestoredGrowingTable] = {}
         self._placeholder: Any = None
         self._numbers: Any = None
@@ -195,7 +197,8 @@ class EngineTrainedTables:
 
     def parameters(self) -> dict[str, Any]:
         """By table the variable with its rows."""
-        found = {name: state.parameters for name, state in self._growing.items()}
+        tables = self.core.tables()
+        found = {name: tables[name].values()[PARAMETERS] for name in self._growing}
         return {
             spec.name: found.get(spec.name, self._variables[spec.name])
             for spec in self._features.plan.tables

@@ -13,8 +13,12 @@ import tensorflow as tf
 from tensorflow.python.ops import init_ops_v2
 
 from tpu_embedding import optimizers as rules
-from tpu_embedding.checkpoint.checkpoint_view import hashing_name, parse_hashing
-from tpu_embedding.checkpoint.hashed_tables import check_hashing, hashing_vectors
+from tpu_embedding.checkpoint.checkpoint_view import (
+    hashing_name,
+    hashing_vectors,
+    parse_hashing,
+)
+from tpu_embedding.checkpoint.hashed_tables import check_hashing
 from tpu_embedding.config import (
     DistributedOptions,
     FeatureConfig,
@@ -22,13 +26,13 @@ from tpu_embedding.config import (
     SparseCoreEmbeddingConfig,
     TableConfig,
 )
-from tpu_embedding.engines import GrowingState
 from tpu_embedding.initializers import RowIdInitializer
 from tpu_embedding.keras.keras_api import keras_api
 from tpu_embedding.keras.optimizers import is_keras_optimizer
 from tpu_embedding.layout.plan import UPDATES, Plan
 from tpu_embedding.nest_utils import flatten_with_paths
 from tpu_embedding.optimizers.tpu_v2_v4 import updates_so_far
+from tpu_embedding.tables.vocabularies import Vocabulary
 from tpu_embedding.tf_configs import convert_optimizer
 from tpu_embedding.vocabulary import GrowingVocabulary, Hashing
 
@@ -307,7 +311,7 @@ def save_state(variables: Mapping[str, Any], store: Any) -> None:
     """Writes tables and slots. HDF5 has no bfloat16, and "/" there makes a group."""
     for name, variable in variables.items():
         parts = {name: variable}
-        if isinstance(variable, GrowingState):
+        if isinstance(variable, Vocabulary):
             parts = {f"{name}/{part}": v for part, v in variable.read().items()}
         for key, part in parts.items():
             value = tf.convert_to_tensor(part)
@@ -338,7 +342,7 @@ def load_state(layer: str, variables: Mapping[str, Any], store: Any) -> None:
     A bfloat16 table takes the nearest values of a float32 table.
     """
     stored = set(store.keys())
-    growing = {n: v for n, v in variables.items() if isinstance(v, GrowingState)}
+    growing = {n: v for n, v in variables.items() if isinstance(v, Vocabulary)}
     states = {
         name: {part: _key(f"{name}/{part}") for part in state.parts}
         for name, state in growing.items()

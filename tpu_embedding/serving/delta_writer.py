@@ -36,8 +36,9 @@ from tpu_embedding.serving.following import ids_key
 from tpu_embedding.serving.following_tables import stored_place
 from tpu_embedding.serving.growing_tables import APART, is_used
 from tpu_embedding.serving.quantization import converter
-from tpu_embedding.tables.growing import Changed, first_rows
+from tpu_embedding.tables.growing import first_rows
 from tpu_embedding.tables.rows import PARAMETERS
+from tpu_embedding.tables.vocabularies import Changed
 from tpu_embedding.vocabulary import SHARED_ID
 
 _COMPARED_BYTES = 1 << 20  # Of float32 values that are compared at once.

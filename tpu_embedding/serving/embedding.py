@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from tpu_embedding import distribution, errors
 from tpu_embedding.checkpoint.trackable import RestoresLayouts, VariableTables
-from tpu_embedding.engines import GrowingState
 from tpu_embedding.lookup.feature_structure import FeatureStructure
 from tpu_embedding.nest_utils import flatten_with_paths
 from tpu_embedding.serving.growing_tables import RestoredGrowingTable
@@ -21,12 +20,14 @@ from tpu_embedding.serving.lookup import (
     plan_of,
 )
 from tpu_embedding.serving.mapping import open_tables
+from tpu_embedding.tables.reach import ALONE
 from tpu_embedding.tables.readers import VariableReader
 from tpu_embedding.tables.variables import (
     TableVariables,
     create_variables,
     named_variables,
 )
+from tpu_embedding.tables.vocabularies import Vocabulary
 from tpu_embedding.tf_configs import convert_features, convert_optimizer, freeze_configs
 
 _do_not_convert = tf.autograph.experimental.do_not_convert
@@ -117,7 +118,7 @@ class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrack
         self._plan = plan_of(converted, convert_optimizer(optimizer), growing=True)
         self._structure = FeatureStructure(feature_config, self._plan.features)
         self.core = VariableTables(
-            self._plan, self._structure, self._arrays, self._growing
+            self._plan, self._structure, self._arrays, lambda: self._built().growing
         )
         self._tables: _Tables | None = None
         self._mapped = None if mapped is None else os.fspath(mapped)
@@ -144,9 +145,9 @@ class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrack
             growing = {}
             for spec in self._plan.tables:
                 if spec.config.vocabulary is not None:
-                    state = RestoredGrowingTable(spec, variables[spec.index])
-                    growing[spec.name], readers[spec.index] = state, state.served
-                    self._track_trackable(state, spec.name)
+                    stored = RestoredGrowingTable(spec, variables[spec.index])
+                    growing[spec.name], readers[spec.index] = stored, stored.served
+                    self._track_trackable(Vocabulary(spec, stored, ALONE), spec.name)
             lookup = FeatureLookup(self._plan, readers, any_batch_size=True)
             self._tables = _Tables(variables, lookup, growing)
 
@@ -195,17 +196,15 @@ class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrack
         tables = zip(self._plan.tables, self._built().variables, strict=True)
         return {spec.name: table.arrays for spec, table in tables}
 
-    def _growing(self) -> dict[str, GrowingState]:
-        return dict(self._built().growing)
-
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
         children = super()._trackable_children(save_type, **kwargs)
         if save_type == "checkpoint":
             return children
         self._require_variables()
         # A model has what its graphs read of a growing table.
+        growing = self._built().growing
         return {
-            name: child.served if isinstance(child, RestoredGrowingTable) else child
+            name: growing[name].served if name in growing else child
             for name, child in children.items()
         }
 

@@ -33,7 +33,6 @@ from tpu_embedding.serving.following_tables import (
 from tpu_embedding.serving.growing_tables import (
     exported_table,
     missing_rows,
-    source_of,
 )
 from tpu_embedding.serving.lookup import find_table, plan_of
 from tpu_embedding.serving.mapping import MappedPart, file_of
@@ -313,16 +312,13 @@ def _read_source(source: Any, feature_config: Any, invalid_ids: Any) -> _Exporte
                 "keeps the rule it was made with. Leave it out."
             )
         core = source.core
-        if isinstance(source, SavesTables):
-            rows, growing = core.table_rows(), core.growing()
-            tables = [
-                source_of(spec, growing[spec.name])
-                if spec.name in growing
-                else Source(spec.name, rows[spec.name])
-                for spec in core.plan.tables
-            ]
+        if isinstance(source, TPUEmbeddingV0):
+            tables = _gathered(core.plan, source.embedding_tables)
         else:
-            tables = _gathered(core.plan, source.embedding_tables, core.growing())
+            tables = [
+                Source(table.spec.name, *table.served())
+                for table in core.current_tables().values()
+            ]
         return _Exported(
             core.plan, core.structure, tables, core.check_numerics, core.inputs
         )
@@ -386,15 +382,10 @@ def _require_different_outputs(plan: Plan) -> None:
         taken[name] = spec.path
 
 
-def _gathered(
-    plan: Plan, tables: Mapping[Any, Any], growing: Mapping[str, Any] | None = None
-) -> list[Source]:
+def _gathered(plan: Plan, tables: Mapping[Any, Any]) -> list[Source]:
     paths = [plan.features[spec.features[0]].path for spec in plan.tables]
-    states = growing or {}
     return [
-        source_of(spec, states[spec.name])
-        if spec.name in states
-        else Source(spec.name, rows_of(find_table(spec, tables, path, arrays=True)))
+        Source(spec.name, rows_of(find_table(spec, tables, path, arrays=True)))
         for spec, path in zip(plan.tables, paths, strict=True)
     ]
 

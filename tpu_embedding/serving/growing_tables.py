@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tpu_embedding.engines import GrowingState
 from tpu_embedding.hashing import mixed_bits, unmixed_bits
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.serving.conversion import Source
 from tpu_embedding.serving.quantization import WholeTable
 from tpu_embedding.tables.growing import first_rows
 from tpu_embedding.tables.readers import TableReader
-from tpu_embedding.tables.rows import PARAMETERS, ArrayRows
+from tpu_embedding.tables.rows import PARAMETERS
 from tpu_embedding.tables.variables import TableVariables, create_state, variable_name
-from tpu_embedding.vocabulary import (
-    COUNTS,
-    NUM_ROWS,
-    PARTS,
-    PARTS_OF_IDS,
-    SHARED_ID,
-    STATE_SIZE,
-    VocabularyContents,
+from tpu_embedding.tables.vocabularies import (
+    StoredVocabulary,
+    num_shared,
+    served_rows,
 )
+from tpu_embedding.vocabulary import PARTS, STATE_SIZE
 
 # The hash table keeps these two keys for itself; a variable has the rows of their ids.
 APART = _EMPTY, _DELETED = -(2**63), -(2**63) + 1
@@ -238,34 +234,12 @@ class ServedGrowingTable(TableReader, tf.Module):
         return tf.where(known[:, tf.newaxis], values, first)
 
 
-def served_rows(spec: TableSpec, state: Mapping[str, np.ndarray]) -> np.ndarray:
-    """The rows of a served table, from `GrowingState.read`: [n + 1, dim].
-
-    The last one is what ids without a row look up, unless each has its first values.
-    """
-    values = state[PARAMETERS]
-    if len(values) > len(state["ids"]):
-        return values
-    assert spec.config.vocabulary is not None
-    last = np.zeros_like(values, shape=(1, spec.config.dim))
-    if spec.config.vocabulary.unknown == "shared_row":  # No update has made it yet.
-        last = first_rows(spec, tf.constant([SHARED_ID], tf.int64)).numpy()
-    return np.concatenate([values, last])
-
-
 def missing_rows(spec: TableSpec) -> Callable[[tf.Tensor], tf.Tensor]:
     """What ids without a row look up, [n, dim] or [1, dim], if they share none."""
     assert spec.config.vocabulary is not None
     if spec.config.vocabulary.unknown == "initializer":
         return lambda ids: tf.cast(first_rows(spec, ids), tf.float32)
     return lambda ids: tf.zeros([1, spec.config.dim])
-
-
-def source_of(spec: TableSpec, growing: GrowingState) -> Source:
-    """A growing table to be exported, as it is now."""
-    state = growing.read()
-    rows = ArrayRows(served_rows(spec, state), growing.group)
-    return Source(spec.name, rows, state["ids"])
 
 
 def exported_table(
@@ -279,7 +253,7 @@ def exported_table(
     return table
 
 
-class RestoredGrowingTable(GrowingState):
+class RestoredGrowingTable(StoredVocabulary):
     """A growing table that is looked up as a checkpoint has it, and not trained.
 
     Attributes:
@@ -287,19 +261,20 @@ class RestoredGrowingTable(GrowingState):
         ids without a row look up.
     """
 
+    limited = False
+
     def __init__(self, spec: TableSpec, variables: TableVariables) -> None:
         """Takes the variables of a table without rows."""
-        self._spec, self._arrays = spec, variables.arrays
-        self.parameters = variables.parameters
-        self.parts = (*PARTS, *self._arrays)
+        self._spec, self.arrays = spec, variables.arrays
         self._known = {part: np.zeros(0, np.int64) for part in PARTS}
         self._known["state"] = np.zeros(STATE_SIZE, np.int64)
+        parameters = variables.parameters
 
         def last() -> tf.Tensor:
-            return tf.shape(self.parameters.read_value(), tf.int64)[0] - 1
+            return tf.shape(parameters.read_value(), tf.int64)[0] - 1
 
-        self.served = ServedGrowingTable(spec, WholeTable(self.parameters), last)
-        self.write(self.read())
+        self.served = ServedGrowingTable(spec, WholeTable(parameters), last)
+        self.write(self.read(self.arrays))
 
     @classmethod
     def alone(cls, spec: TableSpec) -> RestoredGrowingTable:
@@ -309,42 +284,18 @@ class RestoredGrowingTable(GrowingState):
         variable = create_state(variable_name(spec.name), empty, (None, dim))
         return cls(spec, TableVariables(variable, {}))
 
-    def contents(self) -> VocabularyContents:
-        """See `GrowingState.contents`."""
-        ids, rows, hits, last_updates = (self._known[n] for n in PARTS_OF_IDS)
-        counts: list[int] = self._known["state"][COUNTS].tolist()
-        return VocabularyContents(ids, rows, hits, last_updates, *counts)
-
-    def read(self) -> dict[str, np.ndarray]:
-        """See `GrowingState.read`."""
-        arrays = {name: array.numpy() for name, array in self._arrays.items()}
-        arrays[PARAMETERS] = arrays[PARAMETERS][: self._num_rows]
+    def read(self, names: Collection[str]) -> dict[str, np.ndarray]:
+        """See `StoredVocabulary.read`."""
+        vocabulary = self._spec.config.vocabulary
+        assert vocabulary is not None
+        size = len(self._known["ids"]) + num_shared(vocabulary, self._known)
+        arrays = {name: self.arrays[name].numpy()[:size] for name in names}
         return {**self._known, **arrays}
 
-    @property
-    def _num_rows(self) -> int:
-        return len(self._known["ids"]) + self._shares(self._known)
-
-    def _shares(self, state: Mapping[str, np.ndarray]) -> bool:
-        """Whether ids share a row of the table."""
-        assert self._spec.config.vocabulary is not None
-        shared = self._spec.config.vocabulary.unknown == "shared_row"
-        return shared and bool(state["state"][NUM_ROWS])
-
-    def fit(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """See `GrowingState.fit`; a table that is not trained has no budget."""
-        if len(state[PARAMETERS]) != len(state["ids"]) + self._shares(state):
-            raise ValueError(
-                f"Table {self._spec.name!r}: only one of it and the table that was "
-                "saved shares a row. Use the same `unknown`."
-            )
-        return {name: np.asarray(state[name]) for name in self.parts}
-
     def write(self, state: Mapping[str, np.ndarray]) -> None:
-        """See `GrowingState.write`."""
-        fitting = self.fit(state)
-        rows = fitting | {PARAMETERS: served_rows(self._spec, fitting)}
-        for name, array in self._arrays.items():
+        """See `StoredVocabulary.write`."""
+        rows = {**state, PARAMETERS: served_rows(self._spec, state)}
+        for name, array in self.arrays.items():
             array.assign(tf.constant(rows[name], array.dtype))
-        self._known = {part: fitting[part] for part in PARTS}
-        self.served.row_of.assign(fitting["ids"])
+        self._known = {part: state[part] for part in PARTS}
+        self.served.row_of.assign(state["ids"])

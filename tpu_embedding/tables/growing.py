@@ -1,11 +1,10 @@
-"""What tables that grow are made of."""
+"""What tables that grow are made of, and the static tables made of them."""
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,7 @@ from tpu_embedding.config import TableConfig
 from tpu_embedding.hashing import mixed_bits, shifted
 from tpu_embedding.initializers import named_initializer
 from tpu_embedding.layout.plan import TableSpec
-from tpu_embedding.tables.rows import PARAMETERS, ProcessGroup
-from tpu_embedding.vocabulary import UPDATES_BEGUN, VocabularyContents
+from tpu_embedding.tables.rows import PARAMETERS
 
 # By class of an initializer of Keras or TensorFlow the kind of first values and the
 # options that are its two numbers.
@@ -27,96 +25,6 @@ _KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "TruncatedNormal": ("truncated_normal", ("mean", "stddev")),
 }
 _CONSTANTS = {"Zeros": 0.0, "Ones": 1.0}
-
-
-@dataclasses.dataclass(frozen=True)
-class Changed:
-    """The rows of one table that changed for a consumer of deltas.
-
-    Attributes:
-      keys: Rows, or ids of a growing table, int64 [n] ascending.
-      read: Reads the values of the keys [start, stop), float32 [stop - start, D].
-      deleted: Ids that lost their rows, int64 [m] ascending.
-      size: Of a growing table the number of all its ids.
-      shared: The row that ids without one share, float32 [1, D], or [0, D].
-    """
-
-    keys: np.ndarray
-    read: Callable[[int, int], np.ndarray]
-    deleted: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, int))
-    size: int = 0
-    shared: np.ndarray | None = None
-
-
-class GrowingState(abc.ABC, tf.__internal__.tracking.Trackable):
-    """A growing table: its ids, rows and slots, which are read and written as one.
-
-    TensorFlow's checkpoints have one object for all of them.
-
-    Attributes:
-      parameters: The variable with its rows; over processes their values.
-      parts: The names of what `read` returns.
-      group: The processes that read and write it together, or None.
-    """
-
-    parameters: Any
-    parts: tuple[str, ...]
-    group: ProcessGroup | None = None
-
-    @abc.abstractmethod
-    def contents(self) -> VocabularyContents:
-        """What the vocabulary holds."""
-
-    def read_ids(self, ids: tf.Tensor) -> tf.Tensor:
-        """What a lookup for an update reads of int64 [n]: float32 [n, D].
-
-        Only where the engine differentiates weights.
-        """
-        raise NotImplementedError(f"No rows of {ids} are here.")
-
-    def evict(self) -> int:
-        """Evicts rows now, after a flush; how many. See `TPUEmbedding.evict`."""
-        raise NotImplementedError("Only tables that are trained evict rows.")
-
-    @abc.abstractmethod
-    def read(self) -> dict[str, np.ndarray]:
-        """Everything at one moment.
-
-        By "parameters" and slot name the rows of the ids in ascending order, and then
-        the row that ids share, if it is there; the ids and what is known of them.
-        """
-
-    def take_changed(self, consumer: str) -> Changed:
-        """See `RowChanges.take`."""
-        raise NotImplementedError("Only tables that are trained have changes.")
-
-    def updates_begun(self) -> int:
-        """The number of updates so far; cheaper than `read` where it can be."""
-        return int(self.read()["state"][UPDATES_BEGUN])
-
-    @abc.abstractmethod
-    def fit(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """What `write` makes of a state, without a change of the table.
-
-        Raises:
-          ValueError: As `write`.
-        """
-
-    @abc.abstractmethod
-    def write(self, state: Mapping[str, np.ndarray]) -> None:
-        """Replaces everything by what `read` of a table of any budget returned.
-
-        Raises:
-          ValueError: If the ids do not fit into the table, and none may be evicted, or
-            one of both tables shares a row.
-          tf.errors.InvalidArgumentError: If values have another width or dtype.
-        """
-
-    def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
-        return {name: tf.constant(value) for name, value in self.read().items()}
-
-    def _restore_from_tensors(self, restored_tensors: Mapping[str, tf.Tensor]) -> None:
-        self.write({name: value.numpy() for name, value in restored_tensors.items()})
 
 
 def first_values(spec: TableSpec) -> tuple[str, float, float]:
@@ -288,7 +196,7 @@ class FrozenTable:
 
 
 def freeze(spec: TableSpec, state: Mapping[str, np.ndarray]) -> FrozenTable:
-    """The static form of a growing table, from `GrowingState.read`."""
+    """The static form of a growing table, from `Vocabulary.read`."""
     config = spec.config
     assert config.vocabulary is not None
     if config.vocabulary.unknown == "initializer":

@@ -51,8 +51,18 @@ class ProcessGroup(Protocol):
     rank: int
     size: int
 
-    def all_gather(self, phase: str, content: bytes) -> list[bytes]:
+    def agree(self, phase: str, call: str = "") -> None:
+        """Waits until all processes are in a call; fails in all if it differs."""
+        ...
+
+    def all_gather(self, phase: str, content: bytes, call: str = "") -> list[bytes]:
         """What each process passed, in their order."""
+        ...
+
+    def all_to_all(
+        self, phase: str, contents: Sequence[bytes], call: str = ""
+    ) -> list[bytes]:
+        """Sends contents[p] to process p; what each process sent to this one."""
         ...
 
 
@@ -152,6 +162,10 @@ class MutableTableRows(TableRows):
     def write(self, start: int, values: np.ndarray) -> None:
         """Replaces the rows from `start` on."""
 
+    def restore(self, values: Any) -> None:
+        """Replaces all rows by a tensor, in a graph in which TensorFlow restores."""
+        raise NotImplementedError(f"{self} is written eagerly.")
+
     def assign(self, values: Any) -> None:
         """Replaces all rows by those of an array or tensor, slice by slice."""
         for start, stop in self.slices():
@@ -191,6 +205,12 @@ class RowsOfParts(MutableTableRows):
             assert isinstance(part, MutableTableRows), part
             part.write(run.first, padded[run.within])
 
+    def restore(self, values: Any) -> None:
+        for run in self._runs(0, self.shape[0]):
+            part = self._parts[run.part]
+            assert isinstance(part, MutableTableRows), part
+            part.restore(values[run.within])
+
     def verify(self) -> None:
         for part in self._parts:
             part.verify()
@@ -215,12 +235,13 @@ def joined(
     return RowsOfParts((starts[-1], parts[0].shape[1]), parts, runs, initial_value)
 
 
-def interleaved(
-    parts: Sequence[MutableTableRows], initial_value: InitialValue = None
-) -> RowsOfParts:
+def interleaved(parts: Sequence[MutableTableRows]) -> MutableTableRows:
     """The matrix of the parts of `Partition(len(parts))`."""
+    if len(parts) == 1:
+        return parts[0]
     shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
-    return RowsOfParts(shape, parts, Partition(len(parts)).runs, initial_value)
+    runs = Partition(len(parts)).runs
+    return RowsOfParts(shape, parts, runs, parts[0].initial_value)
 
 
 def unstacked(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from tensorflow.python.ops import resource_variable_ops
 from tensorflow.python.training.saving import saveable_object_util
 
 from tpu_embedding.layout.plan import UPDATES
+from tpu_embedding.tables.rows import MutableTableRows
 
 _KEY = "VARIABLE_VALUE"  # As in the checkpoint of a variable.
 
@@ -133,6 +135,22 @@ class LogicalVariable(tf.__internal__.tracking.Trackable):
 
     def _restore_from_tensors(self, restored_tensors: Mapping[str, tf.Tensor]) -> None:
         self.assign(restored_tensors[_KEY])
+
+
+class RowsVariable(LogicalVariable):
+    """A table or slot in checkpoints of TensorFlow, which hold it whole."""
+
+    def __init__(self, name: str, rows: MutableTableRows) -> None:
+        """Takes the name in checkpoints, and the rows, which are in parts."""
+        write = functools.partial(rows.write, 0)
+        super().__init__(name, rows.shape, rows.dtype, rows.numpy, write)
+        self._rows = rows
+
+    def _restore_from_tensors(self, restored_tensors: Mapping[str, tf.Tensor]) -> None:
+        if tf.executing_eagerly():
+            super()._restore_from_tensors(restored_tensors)
+        else:  # TensorFlow restores into several devices in a tf.function.
+            self._rows.restore(tf.ensure_shape(restored_tensors[_KEY], self.shape))
 
 
 class SavesNothing:

@@ -88,13 +88,18 @@ class VariableRows(MutableTableRows):
                     updates=tf.constant(values, variable.dtype),
                 )
 
+    def restore(self, values: tf.Tensor) -> None:
+        for variable in self._copies:
+            with tf.device(variable.device):
+                variable.assign(values)
+
 
 def variable_rows(
     spec: TableSpec, arrays: Mapping[str, Any]
 ) -> Mapping[str, MutableTableRows]:
     """The rows of a table and its slots, whose variables have the names of `arrays`.
 
-    None of a growing table, whose rows are nothing without their ids: `GrowingState`.
+    None of a growing table, whose rows are nothing without their ids: `Vocabulary`.
     """
     if spec.config.vocabulary is not None:
         return {}

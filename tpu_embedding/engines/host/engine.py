@@ -13,12 +13,9 @@ from tpu_embedding.engines.base import (
     Engine,
     EngineOptions,
     Prepared,
-    RowChanges,
-    TableArrays,
 )
-from tpu_embedding.engines.cpu_base import arrays_of_variables, refuse_tpu_options
+from tpu_embedding.engines.cpu_base import refuse_tpu_options
 from tpu_embedding.engines.host.batches import HostBatches, plan_record
-from tpu_embedding.engines.host.changes import Held, HostChanges, ReadTable
 from tpu_embedding.engines.host.part import TablePart
 from tpu_embedding.engines.host.queue import DEQUEUE, HostEngineQueue
 from tpu_embedding.engines.host.transport import CollectiveCall, Transport
@@ -30,7 +27,10 @@ from tpu_embedding.layout.placement import Placement
 from tpu_embedding.layout.plan import UPDATES
 from tpu_embedding.ops import library
 from tpu_embedding.tables.growing import first_slots, first_values
-from tpu_embedding.tables.variables import create_variables, named_variables
+from tpu_embedding.tables.reach import ALONE, Reach
+from tpu_embedding.tables.table import RowChanges, Table, stored_table
+from tpu_embedding.tables.trackable import RowsVariable
+from tpu_embedding.tables.variables import TableVariables, create_variables
 
 _UPDATE = CollectiveCall("update", "apply_gradients", "continues")
 
@@ -73,6 +73,7 @@ class HostEngine(Engine):
         options: EngineOptions,
         parts: Sequence[TablePart] = (),
         transport: Transport | None = None,
+        reach: Reach = ALONE,
     ) -> None:
         """Makes the whole tables, unless there are parts of them.
 
@@ -80,6 +81,7 @@ class HostEngine(Engine):
           options: See `Engine`.
           parts: The parts of the tables that ops of this process work on.
           transport: The way to the owners of all parts.
+          reach: Where the tables are, for what is no step.
         """
         super().__init__(options)
         self._ops = library.load()
@@ -87,9 +89,12 @@ class HostEngine(Engine):
         record = plan_record(options)
         if not parts:
             variables = create_variables(options.plan, self._device)
-            parts = [TablePart(options, record, variables)]
-        self._parts, self._transport = parts, transport
-        self._grows = any(part.growing for part in parts)
+            number = len(variables)
+            whole = Placement(0, 1, (0,) * number)
+            parts = [TablePart(options, record, variables, whole, range(number))]
+        self._parts, self._transport, self._reach = parts, transport, reach
+        self._tables = self._all_tables()
+        self._grows = any(part.vocabularies for part in parts)
         device = None if transport and not transport.is_owner else self._device
         self._batches = HostBatches(options, device, record, groups=not transport)
         self.queue = HostEngineQueue(self)
@@ -329,20 +334,29 @@ class HostEngine(Engine):
         """Whether other processes ask this one for rows."""
         return self._transport is not None and self._transport.is_owner
 
-    def tables(self) -> dict[str, TableArrays]:
-        """See `TableStore.tables`; each array is one variable, the table one part."""
-        (part,) = self._parts
+    def _all_tables(self) -> dict[str, Table]:
+        variables: list[list[TableVariables]] = [[] for _ in self._plan.tables]
+        vocabularies = {}
+        for part in self._parts:
+            vocabularies |= part.vocabularies
+            for table, local in zip(part.marks.tables, part.variables, strict=True):
+                variables[table].append(local)
         return {
-            spec.name: arrays_of_variables(spec, table, part.growing.get(spec.name))
-            for spec, table in zip(self._plan.tables, part.variables, strict=True)
+            s.name: stored_table(s, local, self._reach, vocabularies.get(s.name))
+            for s, local in zip(self._plan.tables, variables, strict=True)
         }
 
+    def tables(self) -> dict[str, Table]:
+        """See `TableStore.tables`; reading rows is a call of all processes."""
+        return self._tables
+
     def checkpoint_variables(self) -> dict[str, Any]:
-        (part,) = self._parts
-        variables: dict[str, Any] = dict(named_variables(self._plan, part.variables))
-        variables |= part.growing
+        """See `TableStore.checkpoint_variables`: whole tables, gathered when saved."""
+        objects: dict[str, Any] = {}
+        for table in self._tables.values():
+            objects |= table.objects(RowsVariable)
         updates = self._updates()
-        return variables if updates is None else {**variables, UPDATES: updates}
+        return objects if updates is None else {**objects, UPDATES: updates}
 
     def _updates(self) -> Any:
         """The number of updates already applied, where anything asks for it."""
@@ -354,11 +368,9 @@ class HostEngine(Engine):
         return part.start_counting(every)
 
     def changes(self, consumer: str) -> RowChanges:
-        (part,) = self._parts
-        tables, arrays = self._plan.tables, self.tables()
-        held = Held(part, Placement(0, 1, (0,) * len(tables)), range(len(tables)))
-        read = [ReadTable(a.reader, a.growing) for a in arrays.values()]
-        return HostChanges([held], read, consumer)
+        """See `TableStore.changes`: a call of all processes, also in the result."""
+        marks = [part.marks for part in self._parts]
+        return RowChanges(marks, list(self._tables.values()), consumer, self._reach)
 
     def flush(self) -> None:
         if self.pipelined:

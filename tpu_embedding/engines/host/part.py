@@ -8,11 +8,13 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding.engines.base import Call, EngineOptions
-from tpu_embedding.engines.host.growing import GrowingPart
 from tpu_embedding.engines.rates import Rates
 from tpu_embedding.engines.telemetry import Counts, TableCounts
+from tpu_embedding.layout.placement import Placement
 from tpu_embedding.ops import library
+from tpu_embedding.tables.table import Marks
 from tpu_embedding.tables.variables import TableVariables, create_counter
+from tpu_embedding.tables.vocabularies import QueueVocabulary
 
 
 class TablePart:
@@ -26,7 +28,8 @@ class TablePart:
       record: The plan of the part, for ops.
       rates: The learning rates, and the count of updates.
       variables: By table.
-      growing: Growing tables by name.
+      vocabularies: Those of growing tables by name.
+      marks: What notes changed rows.
     """
 
     def __init__(
@@ -34,6 +37,8 @@ class TablePart:
         options: EngineOptions,
         record: bytes,
         variables: Sequence[TableVariables],
+        placement: Placement,
+        tables: Sequence[int],
     ) -> None:
         """Makes the step queue.
 
@@ -41,6 +46,8 @@ class TablePart:
           options: Those of an engine for these tables on their device.
           record: Their plan, from `plan_record`.
           variables: By table.
+          placement: Which of their rows are here.
+          tables: Their indices in the plan of all tables.
         """
         self.device = options.topology.device
         self.record, self.variables = record, variables
@@ -58,8 +65,9 @@ class TablePart:
             self.handle = self._ops.tpu_embedding_step_queue(
                 plan=record, num_slots=len(self._slots)
             )
-        self.growing = {
-            spec.name: GrowingPart(spec, self.handle, table, self.device)
+        self.marks = Marks(self.handle, self.device, placement, tables)
+        self.vocabularies = {
+            spec.name: QueueVocabulary(spec, self.handle, table.arrays, self.device)
             for spec, table in zip(options.plan.tables, variables, strict=True)
             if spec.config.vocabulary is not None
         }
@@ -235,7 +243,7 @@ class TablePart:
                     ),
                     vocabulary=(
                         tuple(found.vocabularies[spec.index].numpy().tolist())
-                        if spec.name in self.growing
+                        if spec.name in self.vocabularies
                         else None
                     ),
                 )

@@ -4,47 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tpu_embedding.distribution import ProcessTopology
 from tpu_embedding.engines import fingerprint
-from tpu_embedding.engines.base import EngineOptions, RowChanges, TableArrays
-from tpu_embedding.engines.cpu_base import arrays_of_variables
+from tpu_embedding.engines.base import EngineOptions
 from tpu_embedding.engines.host.batches import plan_record
-from tpu_embedding.engines.host.changes import Held, ReadTable, ShardedChanges
 from tpu_embedding.engines.host.engine import HostEngine
-from tpu_embedding.engines.host.growing import GrowingPart, changed
 from tpu_embedding.engines.host.part import TablePart
 from tpu_embedding.engines.host.transport import Processes
 from tpu_embedding.engines.process_group import Channel, calling, connect
 from tpu_embedding.engines.telemetry import Counts, TableCounts
-from tpu_embedding.layout.partition import Run
 from tpu_embedding.layout.placement import Placement, place_tables, rows_of_plan
-from tpu_embedding.layout.plan import UPDATES, TableSpec
-from tpu_embedding.tables.growing import Changed, GrowingState
-from tpu_embedding.tables.initial import initial_rows
-from tpu_embedding.tables.readers import StoredReader, VariableReader
-from tpu_embedding.tables.rows import (
-    PARAMETERS,
-    InitialValue,
-    MutableTableRows,
-    ProcessGroup,
-    checkpoint_name,
-)
-from tpu_embedding.tables.trackable import LogicalVariable
-from tpu_embedding.tables.variables import (
-    Place,
-    TableVariables,
-    create_parts,
-    variable_rows,
-)
-from tpu_embedding.vocabulary import VocabularyContents
+from tpu_embedding.tables.reach import InJob
+from tpu_embedding.tables.variables import Place, TableVariables, create_parts
 
 
 class ShardedEngine(HostEngine):
@@ -70,10 +47,12 @@ class ShardedEngine(HostEngine):
         )
         record = plan_record(own, self._placement)
         variables = _create_parts(options, self._placement)
-        self._part = TablePart(own, record, variables)
-        self._channel.queues = [self._part.handle]
+        tables = range(len(variables))
+        part = TablePart(own, record, variables, self._placement, tables)
+        self._channel.queues = [part.handle]
+        reach = InJob(self._placement, self._channel)
         # IDs and batches are those of whole tables.
-        super().__init__(options, [self._part], Processes(record, self._channel))
+        super().__init__(options, [part], Processes(record, self._channel), reach)
 
     @classmethod
     def check(cls, options: EngineOptions) -> Channel:
@@ -102,16 +81,6 @@ class ShardedEngine(HostEngine):
     def _rates_to_send(self) -> tf.Tensor:
         with self._channel.refusing("update"), self._channel.after_exchange():
             return super()._rates_to_send()
-
-    def changes(self, consumer: str) -> RowChanges:
-        """See `TableStore.changes`: a call of all processes, also in the result."""
-        tables = self._part.variables
-        held = Held(self._part, self._placement, range(len(tables)))
-        read = [
-            ReadTable(VariableReader(table.parameters), arrays.growing)
-            for table, arrays in zip(tables, self.tables().values(), strict=True)
-        ]
-        return ShardedChanges(held, read, consumer, self._channel)
 
     def start_counting(self, every: int) -> Callable[[int], Counts]:
         """See `TableStore.start_counting`: of the rows that this process has."""
@@ -144,257 +113,6 @@ class ShardedEngine(HostEngine):
             rows=row(counts.rows.astype(np.int64)),
         )
 
-    def tables(self) -> dict[str, TableArrays]:
-        """See `TableStore.tables`; reading rows is a call of all processes."""
-        return {
-            spec.name: self._arrays(spec, table)
-            for spec, table in zip(self._plan.tables, self._part.variables, strict=True)
-        }
-
-    def _arrays(self, spec: TableSpec, table: TableVariables) -> TableArrays:
-        if spec.name in self._part.growing:
-            return self._growing_arrays(spec, table)
-        parts = variable_rows(spec, table.arrays)
-        slots = {slot.name: slot for slot in (spec.optimizer or _NO_OPTIMIZER).slots}
-        rows: dict[str, MutableTableRows] = {
-            name: ShardedRows(
-                checkpoint_name(spec.name, name),
-                own,
-                spec,
-                self._placement,
-                self._channel,
-                initial_rows(slots[name]) if name in slots else None,
-            )
-            for name, own in parts.items()
-        }
-
-        def values() -> dict[str, Any]:
-            return {name: tf.constant(array.numpy()) for name, array in rows.items()}
-
-        parameters = table.parameters
-        count = self._placement.count(spec.index, spec.config.vocabulary_size)
-        return TableArrays(
-            rows=rows,
-            reader=_ShardedReader(),
-            values=values,
-            shards=lambda: [(parameters.device, parameters.read_value()[:count])],
-            variables=_refuse_variables,
-        )
-
-    def _growing_arrays(self, spec: TableSpec, table: TableVariables) -> TableArrays:
-        owner, own = self._placement.owners[spec.index], self._part.growing[spec.name]
-
-        def values() -> dict[str, Any]:
-            found = {name: array.numpy() for name, array in table.arrays.items()}
-            call = f"the reading of the table {spec.name}"
-            whole = _of_owner(self._channel, owner, found, call)
-            return {name: tf.constant(value) for name, value in whole.items()}
-
-        state = _GrowingInJob(spec.name, own, owner, self._channel)
-        return dataclasses.replace(
-            arrays_of_variables(spec, table, state),
-            reader=_ShardedReader(),
-            values=values,
-            variables=_refuse_variables,
-        )
-
-    def checkpoint_variables(self) -> dict[str, Any]:
-        """See `TableStore.checkpoint_variables`: whole tables, gathered when saved."""
-        found: dict[str, Any] = {}
-        for name, table in self.tables().items():
-            if table.growing is not None:
-                found[name] = table.growing
-            for array, rows in table.rows.items():
-                full = checkpoint_name(name, array)
-                found[full] = LogicalVariable(
-                    full, rows.shape, rows.dtype, rows.numpy, _writer(rows)
-                )
-        updates = self._updates()
-        return found if updates is None else {**found, UPDATES: updates}
-
-
-class _GrowingInJob(GrowingState):
-    """A growing table, which one process has."""
-
-    def __init__(
-        self, name: str, own: GrowingPart, owner: int, channel: Channel
-    ) -> None:
-        """Takes the state of this process, which is empty in all but the owner."""
-        self._name, self._own, self._owner, self._channel = name, own, owner, channel
-        self.parts, self.group = own.parts, channel
-
-    @property
-    def parameters(self) -> Any:
-        """The rows, in all processes, which read them together."""
-        own = {PARAMETERS: self._own.parameters.numpy()}
-        return tf.constant(self._gather(own, "rows of")[PARAMETERS])
-
-    def contents(self) -> VocabularyContents:
-        """See `GrowingState.contents`."""
-        found = self._own.contents()._asdict()
-        arrays = {name: np.asarray(value) for name, value in found.items()}
-        own = self._gather(arrays, "vocabulary of")
-        values: Any = {n: v if v.shape else int(v) for n, v in own.items()}
-        return VocabularyContents(**values)
-
-    def evict(self) -> int:
-        """See `GrowingState.evict`: a call of all processes."""
-        self._agree("evict")
-        count = np.asarray(self._own.evict())
-        return int(self._gather({"evicted": count}, "evictions of")["evicted"])
-
-    def updates_begun(self) -> int:
-        """See `GrowingState.updates_begun`."""
-        begun = np.asarray(self._own.updates_begun())
-        return int(self._gather({"begun": begun}, "updates of")["begun"])
-
-    def take_changed(self, consumer: str) -> Changed:
-        """See `GrowingState.take_changed`: a call of all processes."""
-        return changed(self._gather(self._own.take_arrays(consumer), "changes of"))
-
-    def read(self) -> dict[str, np.ndarray]:
-        """See `GrowingState.read`."""
-        return self._gather(self._own.read(), "growing")
-
-    def _agree(self, call: str) -> None:
-        """Before what changes this process: a call that differs changes nothing."""
-        self._channel.agree("checkpoint", f"{call} of table {self._name}")
-
-    def _gather(self, own: dict[str, np.ndarray], what: str) -> dict[str, np.ndarray]:
-        call = f"the reading of the {what} table {self._name}"
-        return _of_owner(self._channel, self._owner, own, call)
-
-    def write(self, state: Mapping[str, np.ndarray]) -> None:
-        """See `GrowingState.write`; each process checks what it has read."""
-        if self._channel.rank == self._owner:
-            self._own.write(state)
-        else:
-            self.fit(state)
-
-    def fit(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """See `GrowingState.fit`."""
-        return self._own.fit(state)
-
-
-def _of_owner(
-    channel: Channel, owner: int, own: Mapping[str, np.ndarray], call: str
-) -> dict[str, np.ndarray]:
-    """The arrays that the owner passes, in all processes."""
-    head = [(name, v.dtype.name, v.shape) for name, v in own.items()]
-    content = b"".join(v.tobytes() for v in own.values())
-    is_owner = channel.rank == owner
-    sent = json.dumps(head).encode() + b"\n" + content if is_owner else b""
-    received = channel.all_gather("checkpoint", sent, call)[owner]
-    line, _, content = received.partition(b"\n")
-    found, start = {}, 0
-    for name, dtype, shape in json.loads(line):
-        count = math.prod(shape)
-        kind = np.dtype(tf.as_dtype(dtype).as_numpy_dtype)
-        flat = np.frombuffer(content, kind, count, start)
-        found[name] = flat.reshape(shape)
-        start += flat.nbytes
-    return found
-
-
-class ShardedRows(MutableTableRows):
-    """A table or slot whose rows are in several processes.
-
-    `read` is a call of all processes with the same range; each gets all its rows.
-    `write` keeps the rows of this process and drops the others.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        own: MutableTableRows,
-        spec: TableSpec,
-        placement: Placement,
-        channel: Channel,
-        initial_value: InitialValue,
-    ) -> None:
-        super().__init__((spec.config.vocabulary_size, own.shape[1]), own.dtype)
-        self._own, self._table, self._name = own, spec.index, name
-        self._placement, self._channel = placement, channel
-        self.initial_value = initial_value
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        values = np.empty((stop - start, self.shape[1]), self.dtype)
-        own = self._read_own(start, stop)
-        call = self._describe(start, stop)
-        parts = self._channel.all_gather("checkpoint", own.tobytes(), call)
-        self._join(parts, start, stop, values)
-        return values
-
-    @property
-    def group(self) -> ProcessGroup:
-        return self._channel
-
-    def read_in(self, process: int, start: int, stop: int) -> np.ndarray:
-        values = np.empty((stop - start, self.shape[1]), self.dtype)
-        own = self._read_own(start, stop).tobytes()
-        sent = [own if p == process else b"" for p in range(self._channel.size)]
-        call = self._describe(start, stop)
-        parts = self._channel.all_to_all("checkpoint", sent, call)
-        if process == self._channel.rank:
-            self._join(parts, start, stop, values)
-        return values
-
-    def _describe(self, start: int, stop: int) -> str:
-        return f"the reading of rows {start} to {stop} of {self._name}"
-
-    def _join(
-        self, parts: Sequence[bytes], start: int, stop: int, values: np.ndarray
-    ) -> None:
-        for process, part in enumerate(parts):
-            rows = np.frombuffer(part, self.dtype).reshape(-1, self.shape[1])
-            values[self._run(process, start, stop).within] = rows
-
-    def write(self, start: int, values: np.ndarray) -> None:
-        run = self._run(self._placement.process, start, start + len(values))
-        if run.count:
-            self._own.write(run.first, values[run.within])
-
-    def _read_own(self, start: int, stop: int) -> np.ndarray:
-        run = self._run(self._placement.process, start, stop)
-        return self._own.read(run.first, run.first + run.count)
-
-    def _run(self, process: int, start: int, stop: int) -> Run:
-        return self._placement.within(self._table, process, start, stop)
-
-
-class _ShardedReader(StoredReader):
-    """Reads no rows in a graph: each process has only a part of them."""
-
-    @property
-    def variables(self) -> Sequence[Any]:
-        raise _not_whole()
-
-    def read(self, rows: tf.Tensor) -> tf.Tensor:
-        raise _not_whole()
-
-
-def _refuse_variables() -> Any:
-    raise NotImplementedError(
-        "Under MultiWorkerMirroredStrategy no process has a whole stacked table. "
-        "Use `embedding_tables`, which gathers them, or a checkpoint."
-    )
-
-
-def _not_whole() -> NotImplementedError:
-    return NotImplementedError(
-        "Under MultiWorkerMirroredStrategy no process has a whole table to look up in. "
-        "In a tf.function without a tf.GradientTape, call the layer in `strategy.run`. "
-        "To export or serve a model with a layer, restore a checkpoint of it in one "
-        "process; te.serving.export takes a TPUEmbedding of a job."
-    )
-
-
-class _NoOptimizer(NamedTuple):
-    slots: tuple[()] = ()
-
-
-_NO_OPTIMIZER = _NoOptimizer()
-
 
 def _create_parts(options: EngineOptions, placement: Placement) -> list[TableVariables]:
     device = options.topology.device
@@ -416,10 +134,6 @@ def _placement(options: EngineOptions) -> Placement:
         len(topology.processes),
         options.distributed.placement,
     )
-
-
-def _writer(rows: MutableTableRows) -> Any:
-    return lambda value: rows.write(0, value)
 
 
 def _description(options: EngineOptions, placement: Placement) -> dict[str, Any]:

@@ -18,15 +18,10 @@ from tpu_embedding.engines.base import (
     EngineOptions,
     Prepared,
     StepQueue,
-    TableArrays,
     TracedTicket,
 )
 from tpu_embedding.engines.batch_ring import BatchRing, pack, unpack
-from tpu_embedding.engines.cpu_base import (
-    StackedBatches,
-    arrays_of_variables,
-    refuse_tpu_options,
-)
+from tpu_embedding.engines.cpu_base import StackedBatches, refuse_tpu_options
 from tpu_embedding.engines.portable.combiners import (
     CombinerInputs,
     Combiners,
@@ -44,6 +39,7 @@ from tpu_embedding.lookup.entries import Entries, build_entries
 from tpu_embedding.lookup.graph_checks import Check, refuse, require, text
 from tpu_embedding.lookup.input_rows import FeatureInput, finite_gradient
 from tpu_embedding.tables.readers import VariableReader
+from tpu_embedding.tables.table import Table, stored_table
 from tpu_embedding.tables.variables import (
     create_counter,
     create_state,
@@ -103,10 +99,10 @@ class PortableEngine(Engine, StepQueue):
         with self._lock, tf.device(self._host):
             yield
 
-    def tables(self) -> dict[str, TableArrays]:
+    def tables(self) -> dict[str, Table]:
         tables = {}
         for spec, variables in zip(self._plan.tables, self._variables, strict=True):
-            table = arrays_of_variables(spec, variables)
+            table = stored_table(spec, [variables])
             weights = self._combiners.variables(spec.index)
             values = functools.partial(dict, {**variables.arrays, **weights})
             tables[spec.name] = dataclasses.replace(table, values=values)

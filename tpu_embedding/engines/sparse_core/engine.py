@@ -19,7 +19,6 @@ from tpu_embedding.engines.base import (
     Engine,
     EngineOptions,
     Prepared,
-    TableArrays,
     TracedTicket,
 )
 from tpu_embedding.engines.rates import Rates
@@ -49,6 +48,7 @@ from tpu_embedding.layout.plan import UPDATES, FeatureSpec
 from tpu_embedding.layout.stacking import Layout, StackingOptions, make_layout
 from tpu_embedding.preprocessing import PartitionOptions, partition
 from tpu_embedding.tables.rows import PARAMETERS, checkpoint_name
+from tpu_embedding.tables.table import Table
 from tpu_embedding.tables.trackable import ShardedArray
 
 # By stack name, the inputs of an update op.
@@ -178,9 +178,11 @@ class SparseCoreEngine(Engine):
             self.complete()
         return self._created
 
-    def tables(self) -> dict[str, TableArrays]:
+    def tables(self) -> dict[str, Table]:
         found = {
-            index: table for stack in self._stacks for index, table in stack.tables()
+            table.spec.index: table
+            for stack in self._stacks
+            for table in stack.tables(self._plan.tables)
         }
         return {spec.name: found[spec.index] for spec in self._plan.tables}
 

@@ -16,8 +16,9 @@ import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
 from tpu_embedding.combiners import CustomCombiner
-from tpu_embedding.engines.base import EngineOptions, TableArrays
+from tpu_embedding.engines.base import EngineOptions
 from tpu_embedding.layout.partition import TableLayout
+from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.layout.stacking import Layout, Stack
 from tpu_embedding.optimizers.base import Slot
 from tpu_embedding.tables.initial import (
@@ -38,6 +39,7 @@ from tpu_embedding.tables.rows import (
     joined,
     unstacked,
 )
+from tpu_embedding.tables.table import Table
 from tpu_embedding.tables.variables import VariableRows, variable_name
 
 # The options of the engines that `tracing_only` has seen, or None outside of it.
@@ -117,25 +119,22 @@ class StackState:
         parts = [VariableRows(part, start) for part in self.arrays[array].values]
         return joined(parts, start)
 
-    def tables(self) -> Iterator[tuple[int, TableArrays]]:
-        """Yields the index of each table in the plan, and the table without padding."""
+    def tables(self, specs: Sequence[TableSpec]) -> Iterator[Table]:
+        """Yields each table, of those of the plan, without padding."""
         for index, layout in zip(self.stack.tables, self.stack.layouts, strict=True):
             rows = self.rows_of_table(layout)
             row_of = functools.partial(
                 layout.partition.stacked, height=self.stack.rows_per_shard
             )
-            reader = PartsReader(
-                self.parameters.values, row_of, layout.unsharded_shape[1]
-            )
-            yield (
-                index,
-                TableArrays(
-                    rows=rows,
-                    reader=reader,
-                    values=functools.partial(self._values, rows),
-                    shards=functools.partial(self._shards, layout),
-                    variables=lambda: self.parameters.values,
+            yield Table(
+                spec=specs[index],
+                rows=rows,
+                stored=PartsReader(
+                    self.parameters.values, row_of, layout.unsharded_shape[1]
                 ),
+                values=functools.partial(self._values, rows),
+                shards=functools.partial(self._shards, layout),
+                variables=lambda: self.parameters.values,
             )
 
     def rows_of_table(self, layout: TableLayout) -> dict[str, MutableTableRows]:

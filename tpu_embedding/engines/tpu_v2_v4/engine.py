@@ -21,7 +21,6 @@ from tpu_embedding.engines.base import (
     Engine,
     EngineOptions,
     Prepared,
-    TableArrays,
     TracedTicket,
 )
 from tpu_embedding.engines.tpu_v2_v4.configuration import make_configuration
@@ -34,6 +33,7 @@ from tpu_embedding.layout.csr import PreprocessedFeatures
 from tpu_embedding.layout.plan import UPDATES, require_options
 from tpu_embedding.tables.readers import PartsReader
 from tpu_embedding.tables.rows import PARAMETERS, by_checkpoint_name
+from tpu_embedding.tables.table import Table
 
 _INITIALIZED_AGAIN = (
     "The tables of this embedding are gone: the TPU was initialized again after the "
@@ -206,12 +206,13 @@ class TPUV2V4Engine(Engine):
         call = dataclasses.replace(call, name=looked_up.value.take())
         self._queue.apply_gradients(gradients, call)
 
-    def tables(self) -> dict[str, TableArrays]:
+    def tables(self) -> dict[str, Table]:
         """See `TableStore.tables`; current only after `retrieve`."""
         return {
-            spec.name: TableArrays(
+            spec.name: Table(
+                spec=spec,
                 rows={name: array.rows() for name, array in table.arrays.items()},
-                reader=PartsReader(
+                stored=PartsReader(
                     table.arrays[PARAMETERS].shards, lambda ids: ids, spec.config.dim
                 ),
                 values=functools.partial(_values_while_saving, table),

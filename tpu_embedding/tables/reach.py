@@ -1,0 +1,266 @@
+"""Where the tables are: in this process, in those of a job, or on servers.
+
+Whatever reads or writes tables outside of steps passes through a `Reach`: rows, changes
+and the ids of growing tables alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import tensorflow as tf
+
+from tpu_embedding.layout.partition import Partition, Run
+from tpu_embedding.layout.placement import Placement
+from tpu_embedding.parameter_server import ClusterCoordinator
+from tpu_embedding.tables.readers import StoredReader
+from tpu_embedding.tables.rows import MutableTableRows, ProcessGroup
+
+_T = TypeVar("_T")
+_PHASE = "checkpoint"  # Of the exchanges here.
+
+
+class Reach:
+    """All tables are in this process.
+
+    Attributes:
+      group: The processes that share the tables and make the same calls, or None.
+      rank: The index of this process.
+    """
+
+    group: ProcessGroup | None = None
+    rank = 0
+
+    def call(self, function: Callable[[], _T]) -> _T:
+        """Runs what reads or writes tables by ops, and returns its result."""
+        return function()
+
+    def agree(self, call: str) -> None:
+        """Fails in all processes if their calls differ, before anything changes."""
+        del call
+
+    def reader(self, stored: StoredReader) -> StoredReader:
+        """Reads a whole table in any graph, from what reads the rows reached here."""
+        return stored
+
+    def variables(self, stored: StoredReader) -> Sequence[Any]:
+        """Returns the variables of a whole table, or raises NotImplementedError."""
+        return stored.variables
+
+    def has(self, table: int) -> bool:
+        """Whether this process writes a table that is not divided by rows."""
+        del table
+        return True
+
+    def within(self, table: int, process: int, start: int, stop: int) -> Run:
+        """The rows of a table that a process reaches among the rows [start, stop)."""
+        del table, process
+        return Partition(1).within(0, start, stop)
+
+    def owned(
+        self, table: int, rows: np.ndarray
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """For each process which of some rows it reaches, and their numbers there."""
+        del table
+        return [(np.full(len(rows), True), rows)]
+
+    def gather(
+        self, array: np.ndarray, call: str, receiver: int | None = None
+    ) -> list[np.ndarray]:
+        """Returns the arrays of all processes, which differ in the first axis only.
+
+        Args:
+          array: That of this process.
+          call: The call, with the arguments that must be alike everywhere.
+          receiver: The one process that gets them; others get arrays without rows.
+            None: all do.
+        """
+        del call, receiver
+        return [array]
+
+    def from_owner(
+        self, table: int, arrays: Mapping[str, np.ndarray], call: str
+    ) -> dict[str, np.ndarray]:
+        """Returns the arrays of the process that has a whole table."""
+        del table, call
+        return {**arrays}
+
+
+ALONE = Reach()
+
+
+class InJob(Reach):
+    """The tables are in the processes of a synchronous job."""
+
+    def __init__(self, placement: Placement, group: ProcessGroup) -> None:
+        """Takes the placement as this process has it."""
+        self.group: ProcessGroup | None = group
+        self.rank = group.rank
+        self._group = group
+        self._placements = [
+            dataclasses.replace(placement, process=process)
+            for process in range(group.size)
+        ]
+
+    def agree(self, call: str) -> None:
+        """See `Reach.agree`."""
+        self._group.agree(_PHASE, call)
+
+    def reader(self, stored: StoredReader) -> StoredReader:
+        """See `Reach.reader`."""
+        del stored
+        return _NoReader()
+
+    def variables(self, stored: StoredReader) -> Sequence[Any]:
+        """See `Reach.variables`."""
+        del stored
+        raise NotImplementedError(
+            "Under MultiWorkerMirroredStrategy no process has a whole stacked table. "
+            "Use `embedding_tables`, which gathers them, or a checkpoint."
+        )
+
+    def has(self, table: int) -> bool:
+        """See `Reach.has`."""
+        return self._placements[0].owners[table] == self.rank
+
+    def within(self, table: int, process: int, start: int, stop: int) -> Run:
+        """See `Reach.within`."""
+        return self._placements[process].within(table, process, start, stop)
+
+    def owned(
+        self, table: int, rows: np.ndarray
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """See `Reach.owned`."""
+        return [placement.owned(table, rows) for placement in self._placements]
+
+    def gather(
+        self, array: np.ndarray, call: str, receiver: int | None = None
+    ) -> list[np.ndarray]:
+        """See `Reach.gather`."""
+        content = array.tobytes()
+        sent = [
+            content if receiver in (None, process) else b""
+            for process in range(self._group.size)
+        ]
+        received = self._group.all_to_all(_PHASE, sent, call)
+        return [
+            np.frombuffer(part, array.dtype).reshape(-1, *array.shape[1:])
+            for part in received
+        ]
+
+    def from_owner(
+        self, table: int, arrays: Mapping[str, np.ndarray], call: str
+    ) -> dict[str, np.ndarray]:
+        """See `Reach.from_owner`."""
+        head = [(name, v.dtype.name, v.shape) for name, v in arrays.items()]
+        content = b"".join(v.tobytes() for v in arrays.values())
+        sent = json.dumps(head).encode() + b"\n" + content if self.has(table) else b""
+        everyone = self._group.all_gather(_PHASE, sent, call)
+        received = everyone[self._placements[0].owners[table]]
+        line, _, content = received.partition(b"\n")
+        result, start = {}, 0
+        for name, dtype, shape in json.loads(line):
+            kind: Any = tf.as_dtype(dtype).as_numpy_dtype
+            flat = np.frombuffer(content, kind, math.prod(shape), start)
+            result[name] = flat.reshape(shape)
+            start += flat.nbytes
+        return result
+
+
+class _NoReader(StoredReader):
+    """Reads no rows in a graph: each process has only a part of them."""
+
+    @property
+    def variables(self) -> Sequence[Any]:
+        raise _not_whole()
+
+    def read(self, rows: tf.Tensor) -> tf.Tensor:
+        raise _not_whole()
+
+
+def _not_whole() -> NotImplementedError:
+    return NotImplementedError(
+        "Under MultiWorkerMirroredStrategy no process has a whole table to look up in. "
+        "In a tf.function without a tf.GradientTape, call the layer in `strategy.run`. "
+        "To export or serve a model with a layer, restore a checkpoint of it in one "
+        "process; te.serving.export takes a TPUEmbedding of a job."
+    )
+
+
+class OnServers(Reach):
+    """The tables are on servers: an error, not a wait without end, if one is lost."""
+
+    def __init__(self, coordinator: ClusterCoordinator) -> None:
+        self._coordinator = coordinator
+
+    def call(self, function: Callable[[], _T]) -> _T:
+        """See `Reach.call`."""
+        return self._coordinator.wait_for(function)
+
+
+class ReachedRows(MutableTableRows):
+    """A matrix of which this process reaches some rows, and other processes the rest.
+
+    In a job `read` is a call of all processes with the same range; each gets all its
+    rows. `write` keeps the rows of this process and drops the others.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        height: int,
+        local: MutableTableRows,
+        table: int,
+        reach: Reach,
+    ) -> None:
+        """Takes the rows that this process reaches of the table with an index."""
+        super().__init__((height, local.shape[1]), local.dtype)
+        self.initial_value = local.initial_value
+        self._name, self._local = name, local
+        self._table, self._reach = table, reach
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        return self._reach.group
+
+    @property
+    def variable(self) -> Any:
+        return self._local.variable if self.group is None else None
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return self._read(start, stop, None)
+
+    def read_in(self, process: int, start: int, stop: int) -> np.ndarray:
+        return self._read(start, stop, process)
+
+    def _read(self, start: int, stop: int, receiver: int | None) -> np.ndarray:
+        run = self._run(self._reach.rank, start, stop)
+        local = self._reach.call(
+            lambda: self._local.read(run.first, run.first + run.count)
+        )
+        call = f"the reading of rows {start} to {stop} of {self._name}"
+        parts = self._reach.gather(local, call, receiver)
+        if len(parts) == 1:
+            return parts[0]
+        values = np.empty((stop - start, self.shape[1]), self.dtype)
+        if receiver in (None, self._reach.rank):
+            for process, part in enumerate(parts):
+                values[self._run(process, start, stop).within] = part
+        return values
+
+    def write(self, start: int, values: np.ndarray) -> None:
+        run = self._run(self._reach.rank, start, start + len(values))
+        if run.count:
+            self._reach.call(lambda: self._local.write(run.first, values[run.within]))
+
+    def restore(self, values: Any) -> None:
+        run = self._run(self._reach.rank, 0, self.shape[0])
+        self._local.restore(values[run.within])
+
+    def _run(self, process: int, start: int, stop: int) -> Run:
+        return self._reach.within(self._table, process, start, stop)

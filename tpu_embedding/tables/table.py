@@ -1,0 +1,314 @@
+"""A table as checkpoints, serving, deltas and the Keras layer see it; its changes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tpu_embedding.layout.partition import Partition
+from tpu_embedding.layout.placement import Placement
+from tpu_embedding.layout.plan import TableSpec
+from tpu_embedding.ops import library
+from tpu_embedding.tables.reach import ALONE, Reach, ReachedRows
+from tpu_embedding.tables.readers import PartsReader, StoredReader, VariableReader
+from tpu_embedding.tables.rows import (
+    PARAMETERS,
+    MutableTableRows,
+    TableRows,
+    by_checkpoint_name,
+    checkpoint_name,
+    interleaved,
+)
+from tpu_embedding.tables.variables import TableVariables, variable_rows
+from tpu_embedding.tables.vocabularies import Changed, StoredVocabulary, Vocabulary
+
+
+@dataclasses.dataclass(frozen=True)
+class Identity:
+    """The ids of a static table: row r is that of id r."""
+
+    def objects(
+        self,
+        name: str,
+        rows: Mapping[str, MutableTableRows],
+        made: Callable[[str, MutableTableRows], Any],
+    ) -> dict[str, Any]:
+        """See `Table.objects`: each array by itself."""
+        return {
+            full: made(full, own) if own.variable is None else own.variable
+            for full, own in by_checkpoint_name({name: rows}).items()
+        }
+
+    def values(self, rows: Mapping[str, MutableTableRows]) -> dict[str, Any]:
+        """See `Table.values`."""
+        return {
+            array: tf.constant(own.numpy()) if own.variable is None else own.variable
+            for array, own in rows.items()
+        }
+
+    def served(
+        self, rows: Mapping[str, MutableTableRows]
+    ) -> tuple[TableRows, np.ndarray | None]:
+        """See `Table.served`."""
+        return rows[PARAMETERS], None
+
+    def saved(
+        self, rows: Mapping[str, MutableTableRows]
+    ) -> tuple[Mapping[str, TableRows], Mapping[str, np.ndarray]]:
+        """See `Table.saved`."""
+        return rows, {}
+
+    def changed(self, consumer: str, marked: Callable[[], Changed]) -> Changed:
+        """See `RowChanges.take`: the marked rows."""
+        del consumer
+        return marked()
+
+
+IDENTITY = Identity()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Table:
+    """One table of an engine and its slots, in full form: unsharded, without padding.
+
+    Checkpoints, serving, deltas, the Keras layer and `TPUEmbedding.variables` are made
+    of this view. Reading a value needs `TableStore.retrieve` before, writing needs
+    `TableStore.load` after.
+
+    Attributes:
+      spec: The table.
+      ids: Which row is that of which id. A `Vocabulary` is read and written with the
+        rows.
+      rows: By "parameters" and slot name the matrix, read and written by rows; none of
+        a growing table. `rows[name].variable` is the tf.Variable where one variable is
+        the matrix.
+      stored: Gathers the rows of the parameters that this process reaches.
+      values: Returns by "parameters" and slot name the tf.Variables where each array is
+        one, else tensors of the current values; also the weights of a CustomCombiner.
+        Raises RuntimeError where the tables are in the TPU's memory.
+      shards: Returns (device, rows there) for each part of the parameters.
+      variables: Returns the variables that store the parameters, or the stack with
+        them, in order of the rows. Raises RuntimeError where the tables are in the
+        TPU's memory, and NotImplementedError where other processes have parts.
+      reach: Where the table is.
+    """
+
+    spec: TableSpec
+    ids: Identity | Vocabulary = IDENTITY
+    rows: Mapping[str, MutableTableRows]
+    stored: StoredReader
+    values: Callable[[], Mapping[str, Any]]
+    shards: Callable[[], list[tuple[str, tf.Tensor]]]
+    variables: Callable[[], Sequence[tf.Variable]]
+    reach: Reach = ALONE
+
+    @property
+    def reader(self) -> StoredReader:
+        """Gathers rows of the parameters in any graph, by TensorFlow's ops."""
+        return self.reach.reader(self.stored)
+
+    def read(self, rows: np.ndarray, call: str) -> np.ndarray:
+        """Rows int64 [n] of the parameters, float32 [n, D]; a call of all processes."""
+        owned = self.reach.owned(self.spec.index, rows)
+        _, local = owned[self.reach.rank]
+        stored = self.reach.call(lambda: self.stored.read(tf.constant(local)).numpy())
+        values = np.empty([len(rows), stored.shape[1]], np.float32)
+        for (has, _), part in zip(owned, self.reach.gather(stored, call), strict=True):
+            values[has] = part
+        return values
+
+    def objects(self, made: Callable[[str, MutableTableRows], Any]) -> dict[str, Any]:
+        """What checkpoints save and restore, by its name there.
+
+        An array is its variable where it is one, else what `made` returns. A growing
+        table is one object, its vocabulary.
+        """
+        return self.ids.objects(self.spec.name, self.rows, made)
+
+    def saved(self) -> tuple[Mapping[str, TableRows], Mapping[str, np.ndarray]]:
+        """Its arrays by name, and of a growing table what is known of their ids."""
+        return self.ids.saved(self.rows)
+
+    def served(self) -> tuple[TableRows, np.ndarray | None]:
+        """What is exported: rows, and of a growing table the ids of all but the last.
+
+        Other ids look up the last row then.
+        """
+        return self.ids.served(self.rows)
+
+
+def stored_table(
+    spec: TableSpec,
+    parts: Sequence[TableVariables],
+    reach: Reach = ALONE,
+    vocabulary: StoredVocabulary | None = None,
+) -> Table:
+    """A table in variables that this process reaches, each of which is a part of it.
+
+    Args:
+      spec: The table.
+      parts: By part of a `Partition`.
+      reach: Where the table is.
+      vocabulary: Of a growing table.
+    """
+    local = [variable_rows(spec, part.arrays) for part in parts]
+    rows: dict[str, MutableTableRows] = {
+        array: ReachedRows(
+            checkpoint_name(spec.name, array),
+            spec.config.vocabulary_size,
+            interleaved([part[array] for part in local]),
+            spec.index,
+            reach,
+        )
+        for array in local[0]
+    }
+    parameters = [part.parameters for part in parts]
+    stored = _stored_reader(spec, parameters)
+    ids = IDENTITY if vocabulary is None else Vocabulary(spec, vocabulary, reach)
+
+    def shards() -> list[tuple[str, tf.Tensor]]:
+        # A part without rows is a variable of one row.
+        has = reach.within(spec.index, reach.rank, 0, spec.config.max_rows).count
+        values = [(p.device, p.read_value()) for p in parameters]
+        return values if has else [(device, value[:0]) for device, value in values]
+
+    return Table(
+        spec=spec,
+        ids=ids,
+        rows=rows,
+        stored=stored,
+        values=lambda: ids.values(rows),
+        shards=shards,
+        variables=lambda: reach.variables(stored),
+        reach=reach,
+    )
+
+
+def _stored_reader(spec: TableSpec, parameters: Sequence[tf.Variable]) -> StoredReader:
+    if len(parameters) == 1:
+        return VariableReader(parameters[0])
+    heights: list[Any] = [variable.shape[0] for variable in parameters]
+    starts = [sum(heights[:k]) for k in range(len(heights))]
+    partition = Partition(len(parameters))
+
+    def row_of(ids: tf.Tensor) -> tf.Tensor:
+        first = tf.gather(tf.constant(starts, tf.int64), partition.owner(ids))
+        return first + partition.local(ids)
+
+    return PartsReader(parameters, row_of, spec.config.dim)
+
+
+class Marks(NamedTuple):
+    """What notes the changed rows of one part of the tables.
+
+    Attributes:
+      queue: The step queue of the part.
+      device: Its device.
+      placement: Which rows of its tables the part has.
+      tables: The indices of its tables in the plan.
+    """
+
+    queue: tf.Tensor
+    device: str
+    placement: Placement
+    tables: Sequence[int]
+
+
+class RowChanges:
+    """The rows of tables that changed for one consumer of deltas; eagerly.
+
+    Every call is one of all processes of a job, with the same arguments, and gives
+    all of them the same.
+
+    Attributes:
+      group: The processes; None for this one alone.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Marks],
+        tables: Sequence[Table],
+        consumer: str,
+        reach: Reach,
+    ) -> None:
+        """Notes nothing before the first mark.
+
+        Args:
+          parts: Those on which ops of this process work.
+          tables: By index in the plan.
+          consumer: The name of the consumer.
+          reach: Where the tables are.
+        """
+        self._ops = library.load()
+        self._parts, self._tables, self._consumer = parts, tables, consumer
+        self._reach, self.group = reach, reach.group
+
+    def mark(self, rows: Sequence[Any]) -> None:
+        """Marks rows, arrays or tensors int64 [n] for each table, as changed.
+
+        Of a growing table these are ids, with or without a row.
+        """
+
+        def mark() -> None:
+            for queue, device, placement, tables in self._parts:
+                local = [
+                    placement.owned(k, np.asarray(rows[t]))[1]
+                    for k, t in enumerate(tables)
+                ]
+                with tf.device(device):
+                    self._ops.tpu_embedding_mark_rows(
+                        queue=queue, rows=local, consumer=self._consumer
+                    )
+
+        self._reach.call(mark)
+
+    def take(self) -> list[Changed]:
+        """Returns the changed rows of each table since the last commit."""
+        taken = self._reach.call(self._take)
+        return [
+            table.ids.changed(self._consumer, functools.partial(self._marked, k, rows))
+            for k, (table, rows) in enumerate(zip(self._tables, taken, strict=True))
+        ]
+
+    def _take(self) -> list[list[np.ndarray]]:
+        """By table the changed rows of each part."""
+        result: list[list[np.ndarray]] = [[] for _ in self._tables]
+        for queue, device, placement, tables in self._parts:
+            with tf.device(device):
+                taken = self._ops.tpu_embedding_take_rows(
+                    queue=queue, num_tables=len(tables), consumer=self._consumer
+                )
+            for k, (table, rows) in enumerate(zip(tables, taken, strict=True)):
+                result[table].append(placement.rows_at(k, rows.numpy()))
+        return result
+
+    def _marked(self, table: int, rows: Sequence[np.ndarray]) -> Changed:
+        local = np.concatenate(rows)
+        everywhere = self._reach.gather(local, self._described("changed rows"))
+        keys = np.sort(np.concatenate(everywhere))
+        return Changed(keys, lambda start, stop: self.read(table, keys[start:stop]))
+
+    def read(self, table: int, rows: np.ndarray) -> np.ndarray:
+        """The values of rows int64 [n] of a table, float32 [n, D]."""
+        what = self._described(f"{len(rows)} rows of table {table}")
+        return self._tables[table].read(rows, what)
+
+    def _described(self, what: str) -> str:
+        return f"the reading of {what} for the DeltaWriter of {self._consumer}"
+
+    def commit(self, *, end: bool = False) -> None:
+        """Forgets what was taken last; with `end` nothing is tracked any more."""
+
+        def commit() -> None:
+            for queue, device, _, _ in self._parts:
+                with tf.device(device):
+                    self._ops.tpu_embedding_commit_rows(
+                        queue=queue, consumer=self._consumer, end=end
+                    )
+
+        self._reach.call(commit)
