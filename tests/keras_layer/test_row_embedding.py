@@ -5,7 +5,11 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
+import subprocess
+import sys
+import zipfile
 from typing import Any
 
 import numpy as np
@@ -497,7 +501,7 @@ def test_a_model_file_continues_by_rows_and_back(
     losses(made, batches)
     made.save(path)
     # A file of Keras, continued by rows: as the model itself, converted.
-    loaded = te.keras.convert(keras.models.load_model(path))
+    loaded = te.keras.load_model(path)
     same(slots(loaded), slots(made))
     table = loaded.get_layer("embedding").get_weights()
     assert te.keras.convert(made) is made
@@ -505,17 +509,146 @@ def test_a_model_file_continues_by_rows_and_back(
     np.testing.assert_array_equal(losses(loaded, batches, 2), losses(made, batches, 2))
     # A file of rows.
     loaded.save(path)
-    again = keras.models.load_model(path)
+    again = te.keras.load_model(path)
     assert type(again.get_layer("embedding")) is Embedding
     assert type(again.optimizer) is type(made.optimizer)
     same(slots(again), slots(loaded))
     np.testing.assert_array_equal(losses(again, batches), losses(made, batches))
     # And back to a file of Keras.
-    te.keras.unconvert(again).save(path)
+    again.save(path)
     plain = keras.models.load_model(path)
     assert type(plain.get_layer("embedding")) is keras.layers.Embedding
     assert type(plain.optimizer) is keras.optimizers.Adam
     same(plain.get_weights(), again.get_weights())
+
+
+RULES = {
+    "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "adam": lambda: keras.optimizers.Adam(0.05),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_files_pass_between_keras_and_rows_in_the_middle_of_a_run(
+    rule: str, tmp_path: pathlib.Path, rng: np.random.Generator
+):
+    """Ids do not repeat in a batch, where Keras 3 squares each occurrence."""
+    ids = np.stack([rng.permutation(V)[:5] for _ in range(24)])
+    batches = [ids[:, :3], ids[:, 3:]], rng.normal(size=(24, 1)).astype(np.float32)
+    parts = [
+        ([x[8 * k : 8 * k + 8] for x in batches[0]], batches[1][8 * k : 8 * k + 8])
+        for k in range(3)
+    ]
+
+    def go_on(made: Any, part: Any) -> list[float]:
+        x, y = part
+        made.reset_metrics()
+        fitted = made.fit(x, y, batch_size=1, shuffle=False, verbose=0)
+        return fitted.history["loss"]
+
+    def make(cls: Any, optimizer: Any) -> Any:
+        return model(cls(V, D), optimizer)
+
+    path = str(tmp_path / "model.keras")
+    unbroken = make(keras.layers.Embedding, RULES[rule]())
+    expected = [go_on(unbroken, part) for part in parts]
+    made = make(Embedding, RowSparseOptimizer(RULES[rule]()))
+    found = [go_on(made, parts[0])]
+    made.save(path)
+    plain = keras.models.load_model(path)
+    assert type(plain.get_layer(index=2)) is keras.layers.Embedding
+    assert type(plain.optimizer) is type(unbroken.optimizer)
+    found.append(go_on(plain, parts[1]))
+    plain.save(path)
+    again = te.keras.load_model(path)
+    found.append(go_on(again, parts[2]))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    again.save(path)
+    same(keras.models.load_model(path).get_weights(), again.get_weights())
+    assert te.keras.load_model(path, lazy=True).optimizer.lazy
+
+
+def config_of(path: str) -> Any:
+    with zipfile.ZipFile(path) as archive:
+        return json.loads(archive.read("config.json"))
+
+
+def test_a_file_of_rows_names_the_classes_of_keras(tmp_path: pathlib.Path):
+    kinds = (
+        (keras.layers.Embedding, keras.optimizers.Adam),
+        (Embedding, lambda rate: RowSparseOptimizer(keras.optimizers.Adam(rate), True)),
+    )
+    configs = []
+    for number, (cls, optimizer) in enumerate(kinds):
+        made = model(cls(V, D, name="words"), optimizer(0.1))
+        made.save(path := str(tmp_path / f"{number}.keras"))
+        configs.append(config_of(path))
+    layers = [
+        [x for x in config["config"]["layers"] if x["name"] == "words"]
+        for config in configs
+    ]
+    for found in layers:
+        for each in found:  # Keras counts its tensors and models.
+            each.pop("inbound_nodes")
+    assert layers[1] == layers[0]
+    optimizers = [config["compile_config"]["optimizer"] for config in configs]
+    for found in optimizers:
+        found["config"].pop("name")  # Keras counts optimizers.
+    assert optimizers[1] == optimizers[0]
+    assert "tpu_embedding" not in json.dumps(configs[1])
+    bags = keras.Sequential([keras.Input([2]), Embedding(V, D, combiner="sum")])
+    bags.save(path := str(tmp_path / "bags.keras"))
+    assert '"tpu_embedding>Embedding"' in json.dumps(config_of(path))
+    loaded = te.keras.load_model(path)
+    assert loaded.layers[-1].combiner == "sum"
+    same(loaded.get_weights(), bags.get_weights())
+    # A layer that Keras creates of a configuration has the class of the configuration.
+    clone = keras.models.clone_model(bags)
+    assert type(clone.layers[-1]) is type(bags.layers[-1])
+
+
+@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5:UserWarning")
+@pytest.mark.second_tier
+def test_a_file_of_rows_needs_no_package(
+    tmp_path: pathlib.Path, rng: np.random.Generator
+):
+    optimizer = RowSparseOptimizer(keras.optimizers.Adam(0.1))
+    made = model(Embedding(V, D), optimizer)
+    made.compile(optimizer, keras.losses.MeanSquaredError())  # Keras reads no "mse".
+    batches = data(rng)
+    losses(made, batches)
+    names = ["model.keras", "model.h5"]
+    for name in names:
+        made.save(str(tmp_path / name))
+    expected = made.evaluate(*batches, batch_size=32, verbose=0)
+    np.savez(tmp_path / "data.npz", a=batches[0][0], b=batches[0][1], y=batches[1])
+    program = f"""
+import sys
+sys.modules["tpu_embedding"] = None
+import numpy as np
+import {keras.__name__} as keras
+data = np.load("data.npz")
+for name in {names}:
+    model = keras.models.load_model(name)
+    (layer,) = (x for x in model.layers if isinstance(x, keras.layers.Embedding))
+    assert type(layer) is keras.layers.Embedding
+    assert type(model.optimizer) is keras.optimizers.Adam, model.optimizer
+    assert int(model.optimizer.iterations) == 4
+    x, y = [data["a"], data["b"]], data["y"]
+    print(model.evaluate(x, y, batch_size=32, verbose=0))
+assert not [name for name in sys.modules if name.startswith("tpu_embedding.")]
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    found = [float(line) for line in run.stdout.split()]
+    np.testing.assert_allclose(found, [expected] * len(names), rtol=1e-6)
 
 
 def test_a_refused_conversion_changes_nothing():
@@ -528,7 +661,10 @@ def test_a_refused_conversion_changes_nothing():
     bags = keras.Sequential([keras.Input([2]), Embedding(V, D, combiner="sum")])
     with pytest.raises(ValueError, match=r"embedding.* combine bags or hash"):
         te.keras.unconvert(bags)
-    assert type(bags.layers[-1]) is Embedding
+    assert isinstance(bags.layers[-1], Embedding)
+    lazy = te.keras.convert(model(Embedding(V, D), keras.optimizers.Adam(0.1)))
+    with pytest.raises(ValueError, match="updates rows already, with lazy=False"):
+        te.keras.convert(lazy, lazy=True)
 
 
 def test_a_conversion_names_what_it_skips(caplog: pytest.LogCaptureFixture):

@@ -5,7 +5,7 @@ The package does not import it, to save the time that Keras takes to load.
 
 from tpu_embedding.keras.layer import TPUEmbedding
 from tpu_embedding.keras.optimizers import translate_keras_optimizer
-from tpu_embedding.keras.rows.converting import convert, unconvert
+from tpu_embedding.keras.rows.converting import convert, load_model, unconvert
 from tpu_embedding.keras.rows.embedding import Embedding
 from tpu_embedding.keras.rows.optimizer import RowSparseOptimizer
 from tpu_embedding.keras.telemetry import TelemetryCallback
@@ -16,6 +16,7 @@ __all__ = [
     "TPUEmbedding",
     "TelemetryCallback",
     "convert",
+    "load_model",
     "translate_keras_optimizer",
     "unconvert",
 ]

@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 import tf_keras
 from tf_keras.src.engine import base_layer_utils
+from tf_keras.src.saving import object_registration
 from tf_keras.src.saving.legacy.saved_model import utils as saved_model
 
 from tpu_embedding.inputs import InputKind
@@ -29,6 +30,8 @@ set_random_seed = tf_keras.utils.set_random_seed
 Embedding = RowEmbedding = tf_keras.layers.Embedding  # It reads rows.
 ALL_VARIABLES_STEP = "_distributed_apply_gradients_fn"  # See `keras3`.
 slot_makers = tuple(zip(Optimizer, ("build", "_create_all_weights"), strict=True))
+load_model = tf_keras.models.load_model
+COUNTS_FROM_THE_END = False
 
 
 def _in_one_format(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,6 +57,14 @@ serialize = _in_one_format(tf_keras.saving.serialize_keras_object)
 deserialize = _in_one_format(tf_keras.saving.deserialize_keras_object)
 serialize_optimizer = _in_one_format(tf_keras.optimizers.serialize)
 deserialize_optimizer = _in_one_format(tf_keras.optimizers.deserialize)
+
+
+def save_as(cls: Any, plain: Any) -> None:
+    """See `keras3.save_as`."""
+    register(cls)
+    object_registration._GLOBAL_CUSTOM_NAMES[cls] = plain.__name__
+    for attribute in ("_keras_api_names", "_keras_api_names_v1"):
+        setattr(cls, attribute, vars(plain)[attribute])
 
 
 def require_tensorflow(name: str) -> None:
@@ -110,6 +121,14 @@ def symbol(value: Any) -> Symbol:
     An Input with sparse=True or ragged=True may be declared without the axis of its
     ids, as in the documentation of TFRS.
     """
+    if isinstance(value, tf_keras.__internal__.KerasTensor):
+        spec: Any = value.type_spec
+        kinds = {
+            tf.SparseTensorSpec: InputKind.SPARSE,
+            tf.RaggedTensorSpec: InputKind.RAGGED,
+        }
+        kind = kinds.get(type(spec), InputKind.DENSE)
+        return Symbol(kind, tuple(spec.shape), spec.dtype.name, value)
     found = Symbol.of(value)
     if found.kind in (InputKind.SPARSE, InputKind.RAGGED) and len(found.shape) == 1:
         return Symbol(found.kind, (*found.shape, None), found.dtype, value)
@@ -157,6 +176,11 @@ def is_training(layer: Any) -> bool | None:
 def index_of(optimizer: Any, variable: Any) -> int:
     """See `keras3.index_of`."""
     return optimizer._index_dict[optimizer._var_key(variable)]
+
+
+def find_index(optimizer: Any, variable: Any) -> int | None:
+    """See `keras3.find_index`."""
+    return optimizer._index_dict.get(optimizer._var_key(variable))
 
 
 def scale_loss(optimizer: Any, loss: tf.Tensor) -> tf.Tensor:

@@ -8,8 +8,10 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src import api_export
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+from keras.src.saving import object_registration
 
 from tpu_embedding.inputs import InputKind
 from tpu_embedding.keras.symbols import Symbol
@@ -27,12 +29,22 @@ Embedding = keras.layers.Embedding
 # of gradients and variables, and in Keras 3 the learning rate.
 ALL_VARIABLES_STEP = "_distributed_tf_update_step"
 slot_makers = ((Optimizer, "build"),)  # Bases of optimizers, and methods of them.
+load_model = keras.saving.load_model
+COUNTS_FROM_THE_END = True  # An Embedding takes ids below 0.
 
 register = keras.saving.register_keras_serializable("tpu_embedding")
 serialize = keras.saving.serialize_keras_object
 deserialize = keras.saving.deserialize_keras_object
 serialize_optimizer = keras.optimizers.serialize
 deserialize_optimizer = keras.optimizers.deserialize
+
+
+def save_as(cls: Any, plain: Any) -> None:
+    """Makes files name a class as they name a class of Keras."""
+    register(cls)  # Earlier files have this name.
+    object_registration.GLOBAL_CUSTOM_NAMES[cls] = plain.__name__  # In h5 files.
+    name = api_export.get_name_from_symbol(plain)
+    api_export.REGISTERED_OBJS_TO_NAMES[cls] = name
 
 
 class Layer(keras.layers.Layer):
@@ -195,6 +207,12 @@ def is_training(layer: Any) -> bool | None:
 def index_of(optimizer: Any, variable: Any) -> int:
     """Returns the place of a variable in the lists of slots of a built optimizer."""
     return optimizer._get_variable_index(variable)
+
+
+def find_index(optimizer: Any, variable: Any) -> int | None:
+    """Returns what `index_of` does; None for a variable that it does not train."""
+    key = optimizer._var_key(variable)
+    return optimizer._trainable_variables_indices.get(key)
 
 
 def scale_loss(optimizer: Any, loss: tf.Tensor) -> tf.Tensor:

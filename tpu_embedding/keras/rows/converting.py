@@ -10,7 +10,7 @@ from absl import logging
 
 from tpu_embedding.errors import type_name
 from tpu_embedding.keras.keras_api import keras_api, of_other_keras
-from tpu_embedding.keras.rows.embedding import Embedding, regularizes
+from tpu_embedding.keras.rows.embedding import Embedding, OwnEmbedding, regularizes
 from tpu_embedding.keras.rows.optimizer import (
     CLASSES,
     RowSparseOptimizer,
@@ -45,16 +45,16 @@ def convert(model: Any, lazy: bool = False) -> Any:
 
     Raises:
       TypeError: If it is not a model of Keras.
-      ValueError: If `RowSparseOptimizer` refuses the optimizer of the model. Then
-        nothing has changed.
+      ValueError: If `RowSparseOptimizer` refuses the optimizer of the model, such as
+        one that updates rows already for `lazy=True`. Then nothing has changed.
       NotImplementedError: Likewise.
       RuntimeError: If Keras does not run on TensorFlow.
     """
     keras_api.require_tensorflow("convert")
     layers = _layers(model, keras_api.Embedding)
     optimizer = _innermost(getattr(model, "optimizer", None))
-    if optimizer is not None and not isinstance(optimizer, UpdatesRows):
-        RowSparseOptimizer(optimizer, lazy)
+    if optimizer is not None:
+        RowSparseOptimizer(optimizer, lazy or getattr(optimizer, "lazy", False))
     for layer in layers:
         keras_api.change_class(layer, Embedding)
         layer.make_tables()
@@ -85,10 +85,46 @@ def _warn_of_skipped(model: Any) -> None:
         )
 
 
+def load_model(path: Any, lazy: bool = False, **options: Any) -> Any:
+    """Loads a model that Keras has saved, and converts it as `convert` does.
+
+    Files of converted models are files of Keras, which do not say whether their models
+    were converted: `keras.saving.load_model` loads plain ones.
+
+    >>> import tempfile
+    >>> import keras
+    >>> model = keras.Sequential([keras.Input([2]), Embedding(10, 4)])
+    >>> model.compile(RowSparseOptimizer("adam"), "mse")
+    >>> model.save(path := tempfile.mkdtemp() + "/model.keras")
+    >>> type(keras.saving.load_model(path).layers[0]) is keras.layers.Embedding
+    True
+    >>> load_model(path).layers[0].combiner is None
+    True
+
+    Args:
+      path: A file or folder that the Keras of this process loads. Slots and iterations
+        are the file's.
+      lazy: As for `RowSparseOptimizer`. Files of earlier versions of this package say
+        whether it was set, and then it stays.
+      **options: As for `keras.saving.load_model`: `custom_objects`, `compile` and
+        `safe_mode`.
+
+    Returns:
+      The model.
+
+    Raises:
+      ValueError: If Keras cannot load it, or as `convert`.
+      NotImplementedError: As `convert`.
+      RuntimeError: If Keras does not run on TensorFlow.
+    """
+    keras_api.require_tensorflow("load_model")
+    return convert(keras_api.load_model(path, **options), lazy)
+
+
 def unconvert(model: Any) -> Any:
     """Makes the Embedding layers and the optimizer of a model those of Keras again.
 
-    Then `model.save` writes a file that needs only Keras.
+    `model.save` needs it not: files of both name the classes of Keras.
 
     Args:
       model: A model with layers or an optimizer of `te.keras`.
@@ -101,7 +137,7 @@ def unconvert(model: Any) -> Any:
       ValueError: If a layer has a combiner or a Hashing, which Keras has not. Then
         nothing has changed.
     """
-    layers = _layers(model, Embedding)
+    layers = _layers(model, Embedding, OwnEmbedding)
     bags = [x.name for x in layers if x.combiner is not None or x.hashing is not None]
     if bags:
         raise ValueError(
@@ -184,14 +220,14 @@ def _convert_before(
     return convert_and_make
 
 
-def _layers(model: Any, cls: Any) -> list[Any]:
+def _layers(model: Any, *classes: Any) -> list[Any]:
     if not isinstance(model, keras_api.Model):
         raise TypeError(
             "`model` must be a model of the Keras of this process, "
             f"{keras_api.Model.__module__.partition('.')[0]}. Received: {model!r} of "
             f"type {type_name(model)}.{of_other_keras(model)}"
         )
-    return [layer for layer in model._flatten_layers() if type(layer) is cls]
+    return [layer for layer in model._flatten_layers() if type(layer) in classes]
 
 
 def _wraps(optimizer: Any) -> bool:

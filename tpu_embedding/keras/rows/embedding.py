@@ -36,13 +36,16 @@ class _Bags(NamedTuple):
     shape: tf.Tensor
 
 
-@keras_api.register
 class Embedding(keras_api.RowEmbedding):
     """`keras.layers.Embedding` whose cost depends on the batch, not on the table.
 
     A subclass of the layer of the Keras of this process, with its arguments, weights,
     files, masks, LoRA and quantization, and the same numbers. It reads only the rows of
     the ids of a batch; with `te.keras.RowSparseOptimizer` only these are updated.
+
+    Files name `keras.layers.Embedding`, and load without this package;
+    `te.keras.load_model` makes them this class again. A layer with a combiner or a
+    Hashing is of a subclass, whose files need this package.
 
     >>> import keras
     >>> layer = Embedding(1000, 8)
@@ -81,6 +84,12 @@ class Embedding(keras_api.RowEmbedding):
 
     combiner: str | None = None  # Also of a layer that was converted.
     hashing: Hashing | None = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Returns a layer of the subclass that files name as this package's, if due."""
+        is_own = kwargs.get("combiner") is not None or of_table(args, kwargs)[2]
+        made: Any = OwnEmbedding if is_own and cls is Embedding else cls
+        return super().__new__(made, *args, **kwargs)
 
     def __init__(self, *args: Any, combiner: str | None = None, **kwargs: Any) -> None:
         if combiner is not None and combiner not in COMBINERS:
@@ -197,8 +206,19 @@ class Embedding(keras_api.RowEmbedding):
 
     def get_config(self) -> dict[str, Any]:
         """Returns the configuration of Keras's layer, combiner and hashing."""
-        hashing = config_of(self.hashing, self.output_dim)
-        return {**super().get_config(), "combiner": self.combiner, **hashing}
+        own = config_of(self.hashing, self.output_dim)
+        if self.combiner is not None:
+            own["combiner"] = self.combiner
+        return {**super().get_config(), **own}
+
+
+class OwnEmbedding(Embedding):
+    """An Embedding that Keras has not. Keras has one name for a class in files."""
+
+
+OwnEmbedding.__name__ = Embedding.__name__  # Which is also the place of its weights.
+keras_api.register(OwnEmbedding)
+keras_api.save_as(Embedding, keras_api.Embedding)
 
 
 def regularizes(regularizer: Any) -> bool:

@@ -116,14 +116,9 @@ class UpdatesRows:
         if self._owner is None or not had_slots:
             self.wait_for(variables)
 
-    def get_config(self: Any) -> dict[str, Any]:
-        """Returns the configuration of Keras's class, and `lazy` if it is set."""
-        config = self._rule.get_config(self)
-        return {**config, "lazy": True} if self.lazy else config
-
     @classmethod
     def from_config(cls, config: dict[str, Any], **kwargs: Any) -> Any:
-        """Creates the optimizer of what `get_config` returned."""
+        """Creates the optimizer of a configuration; earlier versions saved `lazy`."""
         config = dict(config)
         lazy = config.pop("lazy", False)
         optimizer = cls._rule.from_config.__func__(cls, config, **kwargs)
@@ -337,12 +332,7 @@ class UpdatesRows:
         return pairs
 
     def _slots(self: Any, index: int) -> dict[str, Any]:
-        """The slots of a variable by the attribute that has them."""
-        return {
-            name: getattr(self, name)[index]
-            for name in SLOTS[self._rule.__name__]
-            if getattr(self, name, None)
-        }
+        return slots_at(self, self._rule, index)
 
     def _decay(self: Any, target: Any, variable: Any) -> None:
         if self._decays(variable):
@@ -374,6 +364,15 @@ class UpdatesRows:
             else values
             for g, values in zip(summed, clipped, strict=True)
         ]
+
+
+def slots_at(optimizer: Any, rule: type, index: int) -> dict[str, Any]:
+    """The slots of a variable by the attribute that has them."""
+    return {
+        name: getattr(optimizer, name)[index]
+        for name in SLOTS[rule.__name__]
+        if getattr(optimizer, name, None)
+    }
 
 
 class _Applied(tf.IndexedSlices):
@@ -411,7 +410,9 @@ def _row_sparse_class(rule: Any) -> Any:
         "_rule": rule,
         step: update_all,
     }
-    return keras_api.register(type(name, (UpdatesRows, rule), members))
+    cls = type(name, (UpdatesRows, rule), members)
+    keras_api.save_as(cls, rule)
+    return cls
 
 
 # By the class of Keras, the one whose rows wait.
