@@ -24,6 +24,7 @@ THIRD_TIER = [
     "tests/keras_layer/test_preprocessing_layers.py",
     "tests/keras_layer/test_row_embedding.py",
     "tests/keras_layer/test_row_sparse.py",
+    "tests/keras_layer/test_row_tables.py",
 ]
 
 

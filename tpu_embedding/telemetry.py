@@ -23,6 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 from tpu_embedding import errors
+from tpu_embedding.checkpoint.trackable import tables_of_weights
 from tpu_embedding.engines.telemetry import Counts, TableCounts
 
 ALL_TABLES = "*"  # The key of figures that belong to no single table.
@@ -76,13 +77,13 @@ class Telemetry:
           ValueError: If `every` is not an int >= 1 or `hottest` not an int >= 0, or if
             a table is called "*".
           NotImplementedError: If the engine of the embedding has no telemetry: on TPUs,
-            on parameter servers, on the portable engine, and in a Keras layer with
-            `trainable_tables=True`.
+            on parameter servers, on the portable engine, in a Keras layer with
+            `trainable_tables=True`, and for a model with te.keras.Embedding.
         """
         for argument, value, smallest in (("every", every, 1), ("hottest", hottest, 0)):
             if type(value) is not int or value < smallest:
                 raise errors.argument_int(argument, value, smallest)
-        core = getattr(embedding, "core", None)
+        core = getattr(embedding, "core", None) or tables_of_weights(embedding)
         if not hasattr(core, "start_counting"):
             raise errors.argument_type(
                 "embedding", embedding, "a TPUEmbedding, TPUEmbeddingV2 or Keras layer"

@@ -158,7 +158,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "one table": ({"tables": "films"}, TypeError, "`tables` must be a collection of s"),
     "pairs": ({"rename": [("films", "x")]}, TypeError, "`rename` must be a dict of s"),
     "no name": ({"rename": {"films": 3}}, TypeError, "`rename` must be a dict of str"),
-    "resize": ({"resize": "yes"}, TypeError, "`resize` must be a bool."),
+    "resize": ({"resize": "yes"}, TypeError, '`resize` must be a bool, "mean" or'),
     "slots": ({"slots": None}, TypeError, "`slots` must be a bool."),
 }
 

@@ -77,6 +77,24 @@ class LogicalTable:
         return {PARAMETERS: self.parameters, **self.slots}
 
 
+@dataclasses.dataclass(frozen=True)
+class NumberedSlots:
+    """The variables of a Keras optimizer, which files of Keras number.
+
+    Attributes:
+      optimizer: The name of its class or its own, in small letters, as far as the file
+        says; else "".
+      shapes: Of all variables.
+      slots: By number those that are matrices.
+      iterations: The number of updates, or None.
+    """
+
+    optimizer: str
+    shapes: list[tuple[int, ...]]
+    slots: Mapping[int, TableRows]
+    iterations: int | None
+
+
 class LogicalCheckpoint(Mapping[str, LogicalTable]):
     """All tables of a checkpoint by name. Values are read on request.
 
@@ -84,6 +102,7 @@ class LogicalCheckpoint(Mapping[str, LogicalTable]):
       path: Path of the checkpoint.
       format: Kind of the checkpoint, e.g. "TensorFlow".
       updates: Number of updates applied to the tables, or None if not stored.
+      numbered: The slots of a file of Keras, whose tables the file does not name.
     """
 
     def __init__(
@@ -92,6 +111,7 @@ class LogicalCheckpoint(Mapping[str, LogicalTable]):
         format: str,  # noqa: A002 - the word for it.
         tables: Mapping[str, LogicalTable],
         updates: int | None = None,
+        numbered: NumberedSlots | None = None,
     ) -> None:
         """Takes the tables by name.
 
@@ -101,6 +121,7 @@ class LogicalCheckpoint(Mapping[str, LogicalTable]):
         self.path = path
         self.format = format
         self.updates = updates
+        self.numbered = numbered
         self._tables = dict(tables)
         arrays = {name: table.arrays for name, table in tables.items()}
         for name, rows in by_checkpoint_name(arrays).items():

@@ -74,9 +74,10 @@ def not_an_embedding(value: object) -> TypeError:
     """An object without tables that `checkpoint` can read and write."""
     return TypeError(
         "checkpoint.save, checkpoint.restore and `assign` of imported tables take a "
-        "TPUEmbedding or a TPUEmbeddingV2; the first two also the Keras layer, or a "
-        f"Keras model with one. Received: {value!r}. tf.train.Checkpoint saves and "
-        "restores others, such as TPUEmbeddingForServing."
+        "TPUEmbedding or a TPUEmbeddingV2; the first two also a te.keras.TPUEmbedding, "
+        "a te.keras.Embedding or a Keras model with them; te.keras.convert makes "
+        f"keras.layers.Embedding one. Received: {value!r}. tf.train.Checkpoint saves "
+        "and restores others, such as TPUEmbeddingForServing."
     )
 
 

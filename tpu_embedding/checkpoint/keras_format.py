@@ -5,8 +5,8 @@ this package's layer are `<table>` and `<table>/<slot>`, quoted as in URLs. kera
 (0.4) has one layer for each table under `_default_device_embedding_layers`, with
 numbered variables and the name of the table in the attribute `name` of `vars`. So has
 a keras.layers.Embedding, at `embedding_<number>`: the tables of all of them are read as
-those of the root, by the names of their layers. Keras 3 numbers the slots of its
-optimizers, so they cannot be assigned to tables.
+those of the root, by the names of their layers. Keras numbers the slots of its
+optimizers: only the model to restore knows whose they are (`NumberedSlots`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import contextlib
 import dataclasses
 import functools
 import io
+import json
 import os
 import re
 import urllib.parse
 import zipfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ import numpy as np
 from tpu_embedding.checkpoint import errors
 from tpu_embedding.checkpoint.checkpoint_view import (
     LogicalCheckpoint,
+    NumberedSlots,
     Vector,
     choose_root,
     group_tables,
@@ -38,6 +40,9 @@ from tpu_embedding.tables.rows import TableRows
 
 _FILE, _ARCHIVE = ".h5", ".keras"
 _WEIGHTS = "model.weights.h5"  # Of a `.keras` archive.
+_CONFIG = "config.json"
+_TF_KERAS = re.compile(r"layers/embedding(_\d+)?/vars/0")
+_OPTIMIZER = re.compile(r"optimizer(/inner_optimizer)?/vars/(\d+)")
 _PLAIN = ""  # Where the tables of all keras.layers.Embedding are.
 _EMBEDDING = re.compile(r"embedding(_\d+)?")  # Keras names folders after classes.
 _TABLES = "/_default_device_embedding_layers/"
@@ -57,8 +62,10 @@ def read_keras(
     holders: dict[str, dict[str, TableRows]] = {}
     updates: dict[str, int] = {}
     vectors: dict[str, dict[str, Vector]] = {}
-    weights = _Weights(path, _unpacked(path))
-    for name, item in _datasets(weights):
+    weights = _Weights(path, _unpacked(path, _WEIGHTS))
+    datasets = _datasets(weights)
+    _named(path, datasets)
+    for name, item in datasets:
         layer, table = _place(name, item)
         if table == UPDATES:
             updates[layer] = update_count(path, item.value)
@@ -84,7 +91,10 @@ def read_keras(
         for layer, rows in holders.items()
     }
     layer = choose_root(path, root, tables, grouped)
-    return LogicalCheckpoint(path, "Keras", grouped[layer], updates.get(layer))
+    numbered = _numbered(weights, datasets) if layer == _PLAIN else None
+    return LogicalCheckpoint(
+        path, "Keras", grouped[layer], updates.get(layer), numbered
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,14 +126,75 @@ class _Weights:
             return np.array(file[name], np.int64)
 
 
-def _unpacked(path: str) -> bytes | None:
+def _unpacked(path: str, member: str) -> bytes | None:
     if not path.endswith(_ARCHIVE):
         return None
     with errors.parsing(path), zipfile.ZipFile(path) as archive:
-        return archive.read(_WEIGHTS)
+        return archive.read(member)
 
 
-@dataclasses.dataclass(frozen=True)
+def _numbered(
+    weights: _Weights, datasets: Sequence[tuple[str, _Dataset]]
+) -> NumberedSlots | None:
+    """The variables of the optimizer, the inner one of a LossScaleOptimizer."""
+    found: dict[str, dict[int, tuple[str, _Dataset]]] = {}
+    for name, item in datasets:
+        if match := _OPTIMIZER.fullmatch(name):
+            found.setdefault(match[1] or "", {})[int(match[2])] = name, item
+    if not found:
+        return None
+    numbered = found[max(found)]
+    items = [numbered[n] for n in sorted(numbered)]
+    first = items[0][1]
+    return NumberedSlots(
+        _optimizer_of(weights.path) or plain_name(first.layer),
+        [item.shape for _, item in items],
+        {
+            n: _DatasetRows(item, weights, name)
+            for n, (name, item) in enumerate(items)
+            if len(item.shape) == 2
+        },
+        int(first.value) if first.shape == () and first.dtype.kind in "iu" else None,
+    )
+
+
+def plain_name(name: str) -> str:
+    """The name of an optimizer in small letters, without the number of Keras 3."""
+    return re.sub(r"_\d+$", "", name.lower())
+
+
+def _config(path: str) -> dict[str, Any]:
+    """The configuration of the model in a `.keras` file."""
+    content = _unpacked(path, _CONFIG)
+    with errors.parsing(path):
+        return {} if content is None else json.loads(content)
+
+
+def _named(path: str, datasets: list[tuple[str, _Dataset]]) -> None:
+    """Gives the tables of tf_keras, whose files number the layers, their names."""
+    tables = {
+        int((match[1] or "_0")[1:]): item
+        for name, item in datasets
+        if (match := _TF_KERAS.fullmatch(name)) and not item.layer
+    }
+    layers = _config(path).get("config", {}).get("layers", []) if tables else []
+    names = [x["config"]["name"] for x in layers if x["class_name"] == "Embedding"]
+    if len(names) == len(tables):
+        for number, name in zip(sorted(tables), names, strict=True):
+            tables[number].layer = name
+
+
+def _optimizer_of(path: str) -> str:
+    """The class of the optimizer of a `.keras` file in small letters, or ""."""
+    with errors.parsing(path):
+        found = (_config(path).get("compile_config") or {}).get("optimizer")
+        while isinstance(found, dict) and "inner_optimizer" in found["config"]:
+            found = found["config"]["inner_optimizer"]
+        name = found["class_name"] if isinstance(found, dict) else found
+    return str(name or "").lower().removeprefix("rowsparse")
+
+
+@dataclasses.dataclass
 class _Dataset:
     """A dataset of a closed file.
 

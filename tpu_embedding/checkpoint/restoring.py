@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -13,6 +15,7 @@ from tpu_embedding.checkpoint import errors
 from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint, LogicalTable
 from tpu_embedding.checkpoint.growing_tables import Growth, warn_of_ids
 from tpu_embedding.checkpoint.writing import Progress
+from tpu_embedding.tables.initial import FirstValues
 from tpu_embedding.tables.rows import PARAMETERS, MutableTableRows, TableRows
 from tpu_embedding.tables.table import Table
 from tpu_embedding.tables.vocabularies import Vocabulary
@@ -60,6 +63,62 @@ class _Reset:
             self.target.write(start, initial(stop - start))
 
 
+@dataclasses.dataclass(frozen=True)
+class _Fill:
+    """The rows of a table or slot that the checkpoint lacks, which get new values.
+
+    Attributes:
+      copy: Of the rows that it has.
+      make: Makes a table's rows of (shape, dtype=dtype); "mean" for the mean of the
+        rows of the checkpoint. A slot starts at its initial value.
+    """
+
+    copy: _Copy
+    make: Any
+
+    @functools.cached_property
+    def _places(self) -> np.ndarray:
+        """By row of the target its number among those that the checkpoint lacks."""
+        copy = self.copy
+        lacks = np.arange(copy.target.shape[0]) >= copy.source.shape[0]
+        if copy.places is not None:
+            lacks = copy.places < 0
+        return np.where(lacks, np.cumsum(lacks) - 1, -1)
+
+    @functools.cached_property
+    def _values(self) -> np.ndarray:
+        """What these rows of a table become."""
+        target = self.copy.target
+        shape = (int(self._places.max(initial=-1)) + 1, target.shape[1])
+        if self.make == "mean":
+            mean = _mean(self.copy.source).astype(target.dtype)
+            return np.broadcast_to(mean, shape)
+        dtype = tf.as_dtype(target.dtype)
+        return FirstValues(self.copy.table, shape, self.make, dtype).whole().numpy()
+
+    def verify(self) -> None:
+        """Makes the values, which may raise what the initializer raises."""
+        if self.copy.array == PARAMETERS:
+            _ = self._values
+
+    def run(self) -> None:
+        target = self.copy.target
+        if self.copy.array == PARAMETERS:
+            _write_places(target, self._places, lambda own: self._values[own])
+        else:
+            _write_places(
+                target, self._places, lambda own: target.initial_rows(len(own))
+            )
+
+
+def _mean(rows: TableRows) -> np.ndarray:
+    """The mean of all rows, float64 [D]; 0 of none."""
+    total = np.zeros(rows.shape[1])
+    for start, stop in rows.slices():
+        total += rows.read(start, stop).sum(axis=0, dtype=np.float64)
+    return total / max(1, rows.shape[0])
+
+
 def _write_places(
     target: MutableTableRows,
     places: np.ndarray,
@@ -81,6 +140,7 @@ class Job:
 
     Attributes:
       copies: Parameters and slots that the checkpoint has.
+      fills: Rows that the checkpoint lacks, if they get new values.
       resets: Slots that the checkpoint lacks.
       lacking: Their names.
       growing: The growing tables.
@@ -88,6 +148,7 @@ class Job:
     """
 
     copies: list[_Copy] = dataclasses.field(default_factory=list)
+    fills: list[_Fill] = dataclasses.field(default_factory=list)
     resets: list[_Reset] = dataclasses.field(default_factory=list)
     lacking: list[str] = dataclasses.field(default_factory=list)
     growing: list[Growth] = dataclasses.field(default_factory=list)
@@ -101,6 +162,7 @@ class Job:
         names: Mapping[str, str],
         *,
         slots: bool,
+        fill: Any = None,
         ids: Mapping[str, np.ndarray] | None = None,
     ) -> Job:
         """Pairs what is stored with the arrays of an embedding.
@@ -110,6 +172,7 @@ class Job:
           live: The tables of the embedding by name.
           names: By table to restore its name in the checkpoint.
           slots: False restores the tables alone.
+          fill: See `_Fill.make`; None: other rows keep their values.
           ids: By table the ids whose rows are restored, of a static table in the order
             of its rows.
 
@@ -147,7 +210,10 @@ class Job:
                 )
             for array, rows in target.rows.items():
                 if array in arrays and (slots or array == PARAMETERS):
-                    job.copies.append(_Copy(table, array, arrays[array], rows, places))
+                    copy = _Copy(table, array, arrays[array], rows, places)
+                    job.copies.append(copy)
+                    if fill is not None:
+                        job.fills.append(_Fill(copy, fill))
                 else:
                     job.resets.append(_Reset(rows, places))
                     job.lacking.append(f"{table}/{array}")
@@ -199,6 +265,8 @@ class Job:
         for copy in self.copies:
             copy.source.verify()
             progress.advance(copy.source.nbytes)
+        for fill in self.fills:
+            fill.verify()
         for growth in self.growing:
             self.states.append(growth.state())
             progress.advance(growth.nbytes)
@@ -220,6 +288,8 @@ class Job:
                 f"{error.message} The file was whole when it was checked. Some tables "
                 "have its values already, and others do not: restore again.",
             ) from error
+        for fill in self.fills:
+            fill.run()
         for copy in self.copies:  # Tables of one stack share what is kept in memory.
             copy.source.release()
         for growth in self.growing:

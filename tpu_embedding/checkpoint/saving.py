@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from absl import logging
 
-from tpu_embedding.checkpoint import errors, formats
+from tpu_embedding.checkpoint import formats
 from tpu_embedding.checkpoint.checkpoint_view import (
     LogicalCheckpoint,
     LogicalTable,
@@ -19,7 +19,7 @@ from tpu_embedding.checkpoint.checkpoint_view import (
 )
 from tpu_embedding.checkpoint.hashed_tables import check_hashings
 from tpu_embedding.checkpoint.restoring import Job
-from tpu_embedding.checkpoint.trackable import SavesTables, StoredTables
+from tpu_embedding.checkpoint.trackable import SavesTables, core_of
 from tpu_embedding.checkpoint.writing import (
     NoProgress,
     Progress,
@@ -29,7 +29,7 @@ from tpu_embedding.checkpoint.writing import (
     write_tensorflow,
 )
 from tpu_embedding.engines.process_group import calling
-from tpu_embedding.errors import argument_type
+from tpu_embedding.errors import argument_type, type_name
 from tpu_embedding.layout.partition import TableLayout
 from tpu_embedding.layout.plan import UPDATES
 from tpu_embedding.tables.rows import PARAMETERS
@@ -63,8 +63,10 @@ def save(
     Each writes its part of the one checkpoint.
 
     Args:
-      embedding: A TPUEmbedding, TPUEmbeddingV2 or Keras layer, or a Keras model with
-        one such layer. Built first if it is not built yet.
+      embedding: A TPUEmbedding, TPUEmbeddingV2 or te.keras.TPUEmbedding, or a Keras
+        model with one such layer. Built first if it is not built yet. Or a Keras model
+        with te.keras.Embeddings: their tables have the names of the layers, and slots
+        and number of updates are those of its optimizer.
       path: The prefix of the new checkpoint.
       root: Name of the object in the checkpoint; "model/embedding" for an attribute.
       slots: False saves the tables alone.
@@ -87,7 +89,7 @@ def save(
         processes of a job pass different arguments.
       NotImplementedError: With `layouts`, if a table grows.
     """
-    core = _core_of(embedding)
+    core = core_of(embedding)
     if not isinstance(slots, bool):
         raise argument_type("slots", slots, "a bool")
     if layouts is not None:
@@ -140,7 +142,7 @@ def restore(
     root: str | None = None,
     tables: Collection[str] | None = None,
     rename: Mapping[str, str] | None = None,
-    resize: bool = False,
+    resize: bool | str | Callable[..., Any] = False,
     slots: bool = True,
     ids: Mapping[str, Any] | None = None,
     progress: Progress = _SILENT,
@@ -156,15 +158,19 @@ def restore(
     eviction decides which are left out, and the log says how many.
 
     Args:
-      embedding: A TPUEmbedding, TPUEmbeddingV2 or Keras layer, built first if it is
-        not built yet; or a Keras model with one such layer, which must be built.
+      embedding: A TPUEmbedding, TPUEmbeddingV2 or te.keras.TPUEmbedding, built first
+        if it is not built yet; or a Keras model with one such layer, or with
+        te.keras.Embeddings, which must be built. Its other layers are not restored.
       path: As for `read`.
       root: As for `read`.
       tables: Names of the embedding's tables to restore; None restores all tables.
       rename: For tables that have another name in the checkpoint: that name, by the
         name in the embedding.
       resize: Accept static tables with another vocabulary: the rows that both have are
-        restored with their slots, further rows of the embedding keep their values.
+        restored with their slots. With True further rows of the embedding keep their
+        values. "mean" gives them the mean of the rows of the checkpoint, and an
+        initializer, a function of (shape, dtype=dtype), what it makes; their slots then
+        start at their initial value.
       slots: False restores the tables alone; the slots start at their initial value.
       ids: By name of a table ids, int64 [n], to restore rows by their ids: a growing
         table takes these ids only, and the others start anew when they occur. Of a
@@ -195,8 +201,8 @@ def restore(
             "does not restore layers that are built later. Call it on a batch first, "
             "or pass its layer with the tables."
         )
-    core = _core_of(embedding)
-    _require(resize, bool, "resize", "a bool")
+    core = core_of(embedding)
+    fill = _fill(resize)
     _require(slots, bool, "slots", "a bool")
     live = core.checkpoint_tables()
     of_plan = [spec.name for spec in core.plan.tables]
@@ -210,18 +216,22 @@ def restore(
                 "shares with others. Restore the whole table, without `ids`."
             )
     group = next((table.reach.group for table in live.values()), None)
-    alike = {"path": os.fspath(path), "root": root, "tables": names, "resize": resize}
+    alike = {"path": os.fspath(path), "root": root, "tables": names}
+    alike["resize"] = resize if isinstance(resize, (bool, str)) else type_name(resize)
     sums = {name: zlib.crc32(array.tobytes()) for name, array in chosen.items()}
     require_alike(group, alike | {"slots": slots, "ids": sums})
     updates = core.checkpoint_updates()
     counted = updates is not None and tables is None
     with in_all_processes(group):
         source = formats.read(path, root=root, tables=list(names.values()))
-        check_hashings(source, core.plan.tables, names, resize=resize)
-        job = Job.match(source, live, names, slots=slots, ids=chosen)
-        job.check(source.path, resize=resize)
+        source = core.completed(source, names)
+        check_hashings(source, core.plan.tables, names, resize=resize is not False)
+        job = Job.match(source, live, names, slots=slots, fill=fill, ids=chosen)
+        job.check(source.path, resize=resize is not False)
         job.verify(progress)
-    lacking = [*job.lacking, *([UPDATES] if counted and source.updates is None else [])]
+    lacking = list(job.lacking)
+    if counted and core.resets_updates and source.updates is None:
+        lacking.append(UPDATES)
     if slots and lacking:
         logging.warning(
             "%s lacks %s, which start at their initial values.",
@@ -232,9 +242,10 @@ def restore(
     with in_all_processes(group):
         job.run(progress)
         core.load_checkpoint_rows()
-    if counted:
+    stored = source.updates if slots else None
+    if counted and (core.resets_updates or stored is not None):
         assert updates is not None
-        updates.assign((source.updates or 0) if slots else 0)
+        updates.assign(stored or 0)
     return source
 
 
@@ -247,21 +258,13 @@ def _logical_table(table: Table) -> LogicalTable:
     return LogicalTable(table.spec.name, parameters, slots, vectors, table.spec.hashing)
 
 
-def _core_of(value: Any) -> StoredTables:
-    """That of an embedding or layer, or of the only such layer of a Keras model."""
-    if isinstance(value, SavesTables):
-        return value.core
-    layers = value._flatten_layers() if hasattr(value, "_flatten_layers") else ()
-    found = [layer for layer in layers if isinstance(layer, SavesTables)]
-    if len(found) > 1:
-        names = ", ".join(getattr(layer, "name", "") for layer in found)
-        raise ValueError(
-            f"The model has several layers with tables: {names}. Pass one of them, "
-            "e.g. `model.get_layer(name)`."
-        )
-    if not found:
-        raise errors.not_an_embedding(value)
-    return found[0].core
+def _fill(resize: Any) -> Any:
+    """What further rows become: "mean", an initializer, or None for what they are."""
+    if isinstance(resize, bool):
+        return None
+    if resize != "mean" and not callable(resize):
+        raise argument_type("resize", resize, 'a bool, "mean" or an initializer')
+    return resize
 
 
 def _require(value: object, kind: type, argument: str, expected: str) -> None:

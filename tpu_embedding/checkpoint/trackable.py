@@ -12,6 +12,7 @@ from tensorflow.python.checkpoint import checkpoint_context
 from tensorflow.python.trackable.trackable_utils import escape_local_name
 
 from tpu_embedding.checkpoint import errors
+from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint
 from tpu_embedding.checkpoint.hashed_tables import (
     HashingRecord,
     check_bundle,
@@ -46,11 +47,13 @@ class StoredTables(abc.ABC):
       plan: The tables and features.
       structure: The user's structure of the features.
       check_numerics: Whether weights and gradients must be finite.
+      resets_updates: Whether a checkpoint without a number of updates sets it to 0.
     """
 
     plan: Plan
     structure: FeatureStructure
     check_numerics: bool = False
+    resets_updates: bool = True
 
     @property
     def inputs(self) -> InputShapes | None:
@@ -96,6 +99,16 @@ class StoredTables(abc.ABC):
     def checkpoint_updates(self) -> tf.Variable | None:
         """The number of updates, if a rate or bfloat16 table needs it."""
         return None
+
+    def completed(
+        self, source: LogicalCheckpoint, names: Mapping[str, str]
+    ) -> LogicalCheckpoint:
+        """Adds to a checkpoint what can be found in it only by these tables.
+
+        `names` has by table its name in the checkpoint.
+        """
+        del names
+        return source
 
     def load_checkpoint_rows(self) -> None:
         """To be called after any of `checkpoint_rows` was written."""
@@ -380,6 +393,75 @@ class EngineTables(StoredTables):
 
 class SavesTables(RestoresLayouts):
     """An object that `checkpoint.save` and `restore`, and `serving.export` take."""
+
+
+class WeightTable:
+    """Base of a Keras layer whose table is a weight that Keras's optimizer trains."""
+
+    @classmethod
+    def core_of_model(cls, model: Any) -> WeightTables:
+        """The tables of all such layers of a model, or of one layer."""
+        raise NotImplementedError
+
+
+class WeightTables(StoredTables):
+    """The tables of all `WeightTable`s of a Keras model."""
+
+    layers: Sequence[Any]
+
+    @abc.abstractmethod
+    def inputs_of_model(self) -> tuple[dict[str, Any], Callable[[Any], Any]]:
+        """The tf.TensorSpecs of its inputs by name, and what makes them one argument.
+
+        Raises:
+          ValueError: If the model has no inputs of its own, as a subclassed one.
+        """
+
+    @abc.abstractmethod
+    def call_model(self, inputs: Any, readers: Mapping[str, Any]) -> Any:
+        """Calls the model, which looks up `TableReader`s by table; in a tf.function."""
+
+    @abc.abstractmethod
+    def other_layers(self) -> list[Any]:
+        """The layers in which there is no table."""
+
+
+def tables_of_weights(value: Any) -> WeightTables | None:
+    """Those of a Keras model or layer whose layers with tables are `WeightTable`s."""
+    found = _layers_with_tables(value)
+    if found and all(isinstance(layer, WeightTable) for layer in found):
+        return found[0].core_of_model(value)
+    return None
+
+
+def core_of(value: Any) -> StoredTables:
+    """That of an embedding or layer, or of the layers with tables of a Keras model.
+
+    Raises:
+      TypeError: If it has no tables.
+      ValueError: If a model has several layers with tables of their own engine.
+    """
+    if isinstance(value, SavesTables):
+        return value.core
+    tables = tables_of_weights(value)
+    if tables is not None:
+        return tables
+    found = _layers_with_tables(value)
+    if len(found) > 1:
+        names = ", ".join(getattr(layer, "name", "") for layer in found)
+        raise ValueError(
+            f"The model has several layers with tables: {names}. Pass one of them, "
+            "e.g. `model.get_layer(name)`."
+        )
+    if not found:
+        raise errors.not_an_embedding(value)
+    return found[0].core
+
+
+def _layers_with_tables(value: Any) -> list[Any]:
+    """The layers with tables of a Keras model or layer."""
+    layers = value._flatten_layers() if hasattr(value, "_flatten_layers") else ()
+    return [x for x in layers if isinstance(x, (SavesTables, WeightTable))]
 
 
 class TrackableTables(SavesTables, tf.__internal__.tracking.AutoTrackable):

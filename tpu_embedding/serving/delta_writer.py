@@ -14,7 +14,7 @@ import tensorflow as tf
 from tpu_embedding import errors
 from tpu_embedding.checkpoint.object_graph import variable_key
 from tpu_embedding.checkpoint.tensorflow_format import Bundle
-from tpu_embedding.checkpoint.trackable import StoredTables
+from tpu_embedding.checkpoint.trackable import StoredTables, tables_of_weights
 from tpu_embedding.checkpoint.writing import (
     in_all_processes,
     require_alike,
@@ -101,13 +101,13 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
             its tables differ, or the name is in use.
           tf.errors.NotFoundError: If there is no export.
           NotImplementedError: If the engine of the embedding does not track changes: on
-            TPUs and on the portable engine, and in a Keras layer with
-            `trainable_tables=True`.
+            TPUs and on the portable engine, in a Keras layer with
+            `trainable_tables=True`, and in a model with te.keras.Embedding.
           tf.errors.InvalidArgumentError: If a row cannot be stored as in the export.
           tf.errors.AbortedError: If another process of the job raises an error.
         """
         super().__init__()
-        core = getattr(embedding, "core", None)
+        core = getattr(embedding, "core", None) or tables_of_weights(embedding)
         if not isinstance(core, StoredTables):
             raise errors.argument_type(
                 "embedding", embedding, "a TPUEmbedding, TPUEmbeddingV2 or Keras layer"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -10,7 +11,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding.checkpoint.trackable import SavesTables
+from tpu_embedding.checkpoint.trackable import (
+    SavesTables,
+    WeightTables,
+    tables_of_weights,
+)
 from tpu_embedding.checkpoint.writing import in_all_processes, require_alike
 from tpu_embedding.embedding_v0 import TPUEmbeddingV0
 from tpu_embedding.engines.process_group import calling
@@ -41,6 +46,7 @@ from tpu_embedding.serving.report import Report
 from tpu_embedding.serving.saving import require_empty, save
 from tpu_embedding.serving.signatures import (
     KINDS,
+    Request,
     Signature,
     SignatureOptions,
     Tensors,
@@ -96,7 +102,9 @@ def export(
       source: A TPUEmbedding, a TPUEmbeddingV2, a TPUEmbeddingV0, a
         TPUEmbeddingForServing, a te.keras.TPUEmbedding, or a dict of variables,
         tensors or NumPy arrays [vocabulary_size, dim] by TableConfig, as
-        `embedding_tables` has them.
+        `embedding_tables` has them. Or a whole Keras model with te.keras.Embedding:
+        its inputs and outputs are those of the signature "serving_default", and
+        `storage` has the names of these layers.
       path: A folder that does not exist or is empty.
       model: A function of the activations in the structure of the features and, if
         there are `dense_inputs`, a dict of those. It returns a tensor or a dict of
@@ -150,10 +158,20 @@ def export(
     share = _share(deltas)
     _check_mapped(mapped, share, os.fspath(path))
     exported = _with_known_shapes(_read_source(source, feature_config, invalid_ids))
-    plan = exported.plan
-    named = _make_signatures(signatures, exported, weighted, dense_inputs or {})
-    if model is None:
-        _require_different_outputs(plan)
+    plan, whole = exported.plan, exported.whole
+    if whole is not None:
+        arguments = {
+            "model": model,
+            "weighted": weighted,
+            "dense_inputs": dense_inputs,
+            "deltas": share,
+            "most_samples": None if most_samples == MAX_SAMPLES else most_samples,
+        }
+        named = _signatures_of_model(whole, signatures, arguments)
+    else:
+        named = _make_signatures(signatures, exported, weighted, dense_inputs or {})
+        if model is None:
+            _require_different_outputs(plan)
     storages = _storages(plan, storage)
     group = exported.tables[0].rows.group
     alike: dict[str, Any] = {
@@ -182,16 +200,19 @@ def export(
         follower, sources = _follower(exported, storages, share)
         tables = follower.tables
     served = {source.name: t for source, t in zip(sources, tables, strict=True)}
-    lookup = FeatureLookup(
-        plan,
-        {spec.index: served[spec.name] for spec in plan.tables},
-        most_samples,
-        check_numerics=exported.check_numerics,
-        any_batch_size=True,
-        positions=exported.positions,
-    )
-    serving = _Served(exported, lookup, model)
-    functions = {name: serving.function(signature) for name, signature in named.items()}
+    if whole is not None:
+        compute: Any = functools.partial(_outputs_of_model, whole, served)
+    else:
+        lookup = FeatureLookup(
+            plan,
+            {spec.index: served[spec.name] for spec in plan.tables},
+            most_samples,
+            check_numerics=exported.check_numerics,
+            any_batch_size=True,
+            positions=exported.positions,
+        )
+        compute = _Served(exported, lookup, model).outputs
+    functions = {name: _function(s, compute) for name, s in named.items()}
     functions.setdefault(_SERVING_DEFAULT, functions[next(iter(named))])
     if follower is not None:
         for name, function in follower.functions().items():
@@ -202,7 +223,8 @@ def export(
             functions[name] = function
     stored = list(zip(sources, tables, strict=True))
     reads = [signature.read for signature in named.values()]
-    return Report(tuple(save(path, stored, model, reads, functions, follower)))
+    users = model if whole is None else whole.other_layers()
+    return Report(tuple(save(path, stored, users, reads, functions, follower)))
 
 
 def _share(deltas: Any) -> float | None:
@@ -289,6 +311,7 @@ class _Exported:
       check_numerics: Whether weights must be finite.
       inputs: The inputs that the source has had, or None if it does not know.
       positions: See `FeatureLookup`.
+      whole: The tables of a model that is exported as a whole.
     """
 
     plan: Plan
@@ -297,10 +320,13 @@ class _Exported:
     check_numerics: bool = False
     inputs: InputShapes | None = None
     positions: Mapping[str, int | None] = dataclasses.field(default_factory=dict)
+    whole: WeightTables | None = None
 
 
 def _read_source(source: Any, feature_config: Any, invalid_ids: Any) -> _Exported:
-    if isinstance(source, (SavesTables, TPUEmbeddingForServing, TPUEmbeddingV0)):
+    whole = tables_of_weights(source)
+    kinds = (SavesTables, TPUEmbeddingForServing, TPUEmbeddingV0)
+    if whole is not None or isinstance(source, kinds):
         if feature_config is not None:
             raise ValueError(
                 "export takes `feature_config` only with a dict of tables: an "
@@ -311,7 +337,7 @@ def _read_source(source: Any, feature_config: Any, invalid_ids: Any) -> _Exporte
                 "export takes `invalid_ids` only with a dict of tables: an embedding "
                 "keeps the rule it was made with. Leave it out."
             )
-        core = source.core
+        core = source.core if whole is None else whole
         if isinstance(source, TPUEmbeddingV0):
             tables = _gathered(core.plan, source.embedding_tables)
         else:
@@ -320,14 +346,21 @@ def _read_source(source: Any, feature_config: Any, invalid_ids: Any) -> _Exporte
                 for table in core.current_tables().values()
             ]
         return _Exported(
-            core.plan, core.structure, tables, core.check_numerics, core.inputs
+            core.plan,
+            core.structure,
+            tables,
+            core.check_numerics,
+            core.inputs,
+            whole=whole,
         )
     if not isinstance(source, Mapping):
         raise TypeError(
             "The first argument of export must be a TPUEmbedding, a TPUEmbeddingV2, a "
             "TPUEmbeddingV0, a TPUEmbeddingForServing, a te.keras.TPUEmbedding, or, "
-            "together with `feature_config`, a dict of tables by TableConfig. Of a "
-            "Keras model pass its layer, and what follows it as `model`. "
+            "together with `feature_config`, a dict of tables by TableConfig; or a "
+            "Keras model with te.keras.Embedding, which te.keras.convert makes of "
+            "keras.layers.Embedding. Of a Keras model with a te.keras.TPUEmbedding "
+            "pass its layer, and what follows it as `model`. "
             f"Received: {source!r}."
         )
     if feature_config is None:
@@ -458,28 +491,68 @@ def _unknown_names(
     )
 
 
+def _signatures_of_model(
+    whole: WeightTables, signatures: Any, arguments: Mapping[str, Any]
+) -> dict[str, Signature]:
+    """Those of the user, or the inputs of the model."""
+    for name, value in arguments.items():
+        if value:
+            raise ValueError(
+                f"export does not support `{name}` for a whole Keras model with "
+                "te.keras.Embedding. Leave it out, or use a te.keras.TPUEmbedding."
+            )
+    if isinstance(signatures, Mapping):
+        return dict(signatures)
+    if tuple(signatures) != KINDS:
+        raise ValueError(
+            f"The signatures {', '.join(signatures)} are those of features, and the "
+            "signature of a Keras model is its inputs. Leave `signatures` out, or pass "
+            "a dict of te.serving.Signature."
+        )
+    inputs, pack = whole.inputs_of_model()
+    return {_SERVING_DEFAULT: Signature(inputs, lambda given: Request(pack(given)))}
+
+
+def _function(signature: Signature, compute: Callable[[Request], Any]) -> Any:
+    """The traced function of a signature."""
+    specs = {
+        name: tf.TensorSpec(spec.shape, spec.dtype, name=name)
+        for name, spec in signature.inputs.items()
+    }
+
+    def serve(inputs: Tensors) -> Tensors:
+        outputs = compute(signature.read(inputs))
+        if tf.is_tensor(outputs):
+            return {"output": outputs}
+        if not isinstance(outputs, Mapping) or not all(
+            map(tf.is_tensor, outputs.values())
+        ):
+            raise TypeError(
+                "The exported model must return a tensor or a dict of tensors. "
+                f"Received: {outputs!r}."
+            )
+        return dict(outputs)
+
+    return tf.function(serve).get_concrete_function(specs)
+
+
+@tf.autograph.experimental.do_not_convert
+def _outputs_of_model(
+    whole: WeightTables, tables: Mapping[str, Any], request: Request
+) -> Any:
+    return whole.call_model(request.features, tables)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Served:
-    """From the inputs of a signature to its outputs."""
+    """From the features of a request to outputs."""
 
     exported: _Exported
     lookup: FeatureLookup
     model: Callable[..., Any] | None
 
-    def function(self, signature: Signature) -> Any:
-        """The traced function of a signature."""
-        specs = {
-            name: tf.TensorSpec(spec.shape, spec.dtype, name=name)
-            for name, spec in signature.inputs.items()
-        }
-
-        def serve(inputs: Tensors) -> Tensors:
-            return self._serve(signature, inputs)
-
-        return tf.function(serve).get_concrete_function(specs)
-
-    def _serve(self, signature: Signature, inputs: Tensors) -> Tensors:
-        request = signature.read(inputs)
+    def outputs(self, request: Request) -> Any:
+        """The activations, or what the model makes of them."""
         activations = self._look_up(request.features, request.weights)
         if self.model is None:
             return {
@@ -491,17 +564,7 @@ class _Served:
                 )
             }
         dense = [dict(request.dense)] if request.dense else []
-        outputs = self.model(activations, *dense)
-        if tf.is_tensor(outputs):
-            return {"output": outputs}
-        if not isinstance(outputs, Mapping) or not all(
-            map(tf.is_tensor, outputs.values())
-        ):
-            raise TypeError(
-                "The exported model must return a tensor or a dict of tensors. "
-                f"Received: {outputs!r}."
-            )
-        return dict(outputs)
+        return self.model(activations, *dense)
 
     @tf.autograph.experimental.do_not_convert
     def _look_up(self, features: Any, weights: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tpu_embedding.checkpoint.trackable import WeightTable, WeightTables
 from tpu_embedding.combiners import COMBINERS
 from tpu_embedding.inputs import InputKind
 from tpu_embedding.keras.keras_api import keras_api
@@ -19,6 +20,7 @@ from tpu_embedding.keras.rows.hashed import (
     save_hashing,
     value_dim,
 )
+from tpu_embedding.keras.rows.tables import ModelTables, served_table
 from tpu_embedding.keras.rows.variable import flush_before, is_recording, make_table
 from tpu_embedding.lookup.entries import gains_of
 from tpu_embedding.vocabulary import Hashing
@@ -36,7 +38,7 @@ class _Bags(NamedTuple):
     shape: tf.Tensor
 
 
-class Embedding(keras_api.RowEmbedding):
+class Embedding(WeightTable, keras_api.RowEmbedding):
     """`keras.layers.Embedding` whose cost depends on the batch, not on the table.
 
     A subclass of the layer of the Keras of this process, with its arguments, weights,
@@ -112,6 +114,11 @@ class Embedding(keras_api.RowEmbedding):
         make_table(weight)
         return weight
 
+    @classmethod
+    def core_of_model(cls, model: Any) -> WeightTables:
+        """See `WeightTable`."""
+        return ModelTables(model)
+
     def make_tables(self) -> None:
         """Lets the rows of the weights wait for gradients, of a copied layer, too."""
         for weight in self.trainable_weights:
@@ -119,6 +126,9 @@ class Embedding(keras_api.RowEmbedding):
 
     def call(self, inputs: Any, weights: Any = None) -> Any:
         """Returns the rows of the ids, combined if the layer has a combiner."""
+        served = served_table(self)
+        if served is not None:
+            return self._combined(served, inputs, weights)
         self.make_tables()
         exports = keras_api.is_training(self) is None and not is_recording()
         with flush_before() if exports else contextlib.nullcontext():

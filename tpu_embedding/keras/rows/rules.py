@@ -164,6 +164,22 @@ SLOTS: dict[str, tuple[str, ...]] = {
 }
 
 
+# Their names in checkpoints, where a class of this package has the same slots.
+_NAMES: dict[str, tuple[str, ...]] = {
+    "Adagrad": ("accumulators",),
+    "Adam": ("momenta", "velocities"),
+    "AdamW": ("momenta", "velocities"),
+    "Ftrl": ("accumulators", "linears"),
+}
+
+
+def checkpoint_names(cls: type) -> dict[str, str]:
+    """By attribute of a class of Keras the name of the slot in checkpoints."""
+    attributes = SLOTS[cls.__name__]
+    names = dict(zip(attributes, _NAMES.get(cls.__name__, ()), strict=False))
+    return {name: names.get(name, name.strip("_")) for name in attributes}
+
+
 class _Waits(NamedTuple):
     """How rows of a class of Keras wait.
 

@@ -1,0 +1,274 @@
+"""Models with `te.keras.Embedding` in checkpoints, exports and plans.
+
+`tests/test_tf_keras.py` runs this file with tf_keras, too.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras_layer.version import keras
+
+import tpu_embedding as te
+from tpu_embedding import checkpoint
+from tpu_embedding.keras import Embedding, RowSparseOptimizer
+from tpu_embedding.keras.keras_api import keras_api
+
+V, D = 12, 4
+IS_KERAS_3 = hasattr(keras, "ops")
+keras_3 = pytest.mark.skipif(not IS_KERAS_3, reason="tf_keras does not have it")
+# Keras's own.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ impl:DeprecationWarning")
+
+
+def make(rows: int = V, optimizer: Any = "adam", cls: Any = Embedding) -> Any:
+    """Two tables; the names of the layers are those of the tables."""
+    inputs = [
+        keras.Input([3], dtype="int64", name="film"),
+        keras.Input([2], name="user"),
+    ]
+    first = keras.initializers.RandomUniform(-1, 1, seed=1)
+    found = [
+        cls(rows, D, first, name="films")(inputs[0]),
+        cls(5, 2, first, name="users")(inputs[1]),
+    ]
+    flat = [keras.layers.Flatten()(x) for x in found]
+    outputs = keras.layers.Dense(1, name="out")(keras.layers.Concatenate()(flat))
+    model = keras.Model(inputs, outputs)
+    made = optimizer() if callable(optimizer) else optimizer
+    if cls is Embedding:
+        made = RowSparseOptimizer(made)
+    model.compile(made, "mse")
+    return model
+
+
+IDS = [np.array([[1, 2, 3], [4, 5, 6], [1, 7, 8]]), np.array([[0, 1], [2, 3], [4, 0]])]
+Y = np.array([[1.0], [-1.0], [0.5]], np.float32)
+
+
+def train(model: Any, epochs: int = 1) -> Any:
+    """Trains with one sample a step, so that rows wait; returns the losses."""
+    fitted = model.fit(IDS, Y, batch_size=1, epochs=epochs, shuffle=False, verbose=0)
+    return fitted.history["loss"]
+
+
+def arrays(model: Any) -> dict[str, np.ndarray]:
+    tables = checkpoint.trackable.core_of(model).checkpoint_rows()
+    return {f"{t}/{a}": r.numpy() for t, own in tables.items() for a, r in own.items()}
+
+
+@pytest.mark.parametrize("rule", ["adam", "sgd", "ftrl"])
+def test_tables_and_slots_are_saved_and_restored(rule: str, tmp_path: pathlib.Path):
+    optimizers = {
+        "adam": keras.optimizers.Adam(0.1),
+        "sgd": keras.optimizers.SGD(0.1, momentum=0.9),
+        "ftrl": keras.optimizers.Ftrl(0.1),
+    }
+    slots = {
+        "adam": ["momenta", "velocities"],
+        "sgd": ["momentums"],
+        "ftrl": ["accumulators", "linears"],
+    }
+    model = make(optimizer=optimizers[rule])
+    train(model)
+    path = checkpoint.save(model, tmp_path / "saved")
+    stored = checkpoint.read(path)
+    assert list(stored) == ["films", "users"]
+    assert list(stored["films"].slots) == slots[rule]
+    assert stored.updates == 3
+    expected = arrays(model)
+    np.testing.assert_array_equal(  # Rows that waited are caught up.
+        stored["films"].parameters.numpy(), model.get_layer("films").get_weights()[0]
+    )
+    later = train(model)
+    checkpoint.restore(model, path)
+    assert int(model.optimizer.iterations) == 3
+    for name, value in arrays(model).items():
+        np.testing.assert_array_equal(value, expected[name])
+    assert later
+
+
+@pytest.mark.parametrize("cls", [keras.layers.Embedding, Embedding])
+def test_a_vocabulary_grows_from_a_file_of_keras(cls: Any, tmp_path: pathlib.Path):
+    before = make(cls=cls)
+    train(before, 2)
+    before.save(path := str(tmp_path / "old.keras"))
+    weights = str(tmp_path / "old.weights.h5")
+    before.save_weights(weights)
+    table, moments = before.get_layer("films").get_weights()[0], arrays_of(before)
+    for resize in (True, "mean", keras.initializers.Constant(7.0)):
+        model = make(V + 3)
+        first = model.get_layer("films").get_weights()[0]
+        file = weights if resize == "mean" and IS_KERAS_3 else path
+        checkpoint.restore(model, file, resize=resize)
+        grown = arrays(model)
+        np.testing.assert_array_equal(grown["films/parameters"][:V], table)
+        new = grown["films/parameters"][V:]
+        if resize is True:
+            np.testing.assert_array_equal(new, first[V:])
+        elif resize == "mean":
+            np.testing.assert_allclose(new, [table.mean(0)] * 3, rtol=1e-5)
+        else:
+            np.testing.assert_array_equal(new, np.full([3, D], 7.0))
+        for slot, value in moments.items():
+            np.testing.assert_array_equal(grown[f"films/{slot}"][:V], value)
+            np.testing.assert_array_equal(grown[f"films/{slot}"][V:], 0)
+        assert int(model.optimizer.iterations) == 6
+
+
+def arrays_of(model: Any) -> dict[str, np.ndarray]:
+    """The slots of the films, as Keras has them."""
+    optimizer = model.optimizer
+    index = keras_api.index_of(optimizer, model.get_layer("films").embeddings)
+    return {
+        "momenta": optimizer._momentums[index].numpy(),
+        "velocities": optimizer._velocities[index].numpy(),
+    }
+
+
+def test_export_serves_the_model_in_each_storage(tmp_path: pathlib.Path):
+    model = make()
+    train(model)
+    expected = model.predict(IDS, verbose=0)
+    for storage, mapped, atol in (
+        ("float32", False, 1e-6),
+        ("int8", False, 0.05),
+        ({"films": "bfloat16"}, True, 0.02),
+    ):
+        path = str(tmp_path / f"{mapped}{len(storage)}")
+        report = te.serving.export(model, path, storage=storage, mapped=mapped)
+        assert [table.name for table in report.tables][:1] == ["films"]
+        loaded: Any = tf.saved_model.load(path)
+        served = loaded.signatures["serving_default"]
+        inputs = {
+            "film": tf.constant(IDS[0], tf.int64),
+            "user": tf.constant(IDS[1], tf.float32),
+        }
+        np.testing.assert_allclose(served(**inputs)["output"], expected, atol=atol)
+        if storage == "int8":  # The other table is too narrow for it.
+            stored = tf.train.list_variables(f"{path}/variables/variables")
+            assert sum(int(np.prod(shape)) == V * D for _, shape in stored) == 1
+    assert train(model)  # The export leaves the model as it is.
+
+
+def test_rows_are_found_by_ids_and_the_others_filled(tmp_path: pathlib.Path):
+    """A vocabulary in another order: row 1 of the new table is row 4 of the old."""
+    before, model = make(), make(V + 3)
+    train(before)
+    path = checkpoint.save(before, tmp_path / "saved")
+    ids = [0, 4, 99, 1]
+    checkpoint.restore(
+        model, path, resize="mean", ids={"films": ids}, rename={"users": "users"}
+    )
+    old, new = arrays(before), arrays(model)
+    for name in ("parameters", "momenta", "velocities"):
+        stored = old[f"films/{name}"]
+        mean = stored.mean(0) if name == "parameters" else np.zeros(D)
+        expected = np.stack([stored[0], stored[4], mean, stored[1], *[mean] * 11])
+        np.testing.assert_allclose(new[f"films/{name}"], expected, rtol=1e-5)
+
+
+def wrong(shape: Any, dtype: Any = None) -> tf.Tensor:
+    return tf.ones([1, 1], dtype)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "initializer": (
+        {"resize": wrong},
+        ValueError,
+        r"must return the shape .* Received: \(1, 1\)",
+    ),
+    "size": ({}, ValueError, r"films has shape \[15, 4\].*Pass `resize=True`"),
+    "name": ({"rename": {"films": "x"}}, KeyError, "no table called x"),
+    "ids": ({"ids": {"films": range(20)}}, ValueError, "20 ids .*which has 15 rows"),
+}
+
+
+def test_refusals_change_nothing(tmp_path: pathlib.Path):
+    before, model = make(), make(V + 3)
+    train(before)
+    path = checkpoint.save(before, tmp_path / "saved")
+    train(model)
+    expected = arrays(model)
+    for options, error, words in REFUSED.values():
+        with pytest.raises(error, match=words):
+            checkpoint.restore(model, path, **options)
+    for name, value in arrays(model).items():
+        np.testing.assert_array_equal(value, expected[name])
+    assert int(model.optimizer.iterations) == 3
+
+
+def test_what_is_not_carried_names_the_layer(tmp_path: pathlib.Path):
+    model, words = make(), r"te\.keras\.Embedding"
+    with pytest.raises(NotImplementedError, match=f"te.Telemetry .* {words} has no en"):
+        te.Telemetry(model)
+    with pytest.raises(NotImplementedError, match=f"Deltas .* {words} has no engine"):
+        te.serving.DeltaWriter(model, str(tmp_path), "replicas")
+    for options in ({"deltas": True}, {"weighted": ["film"]}, {"most_samples": 7}):
+        with pytest.raises(
+            ValueError, match=f"`{next(iter(options))}` for a whole .*{words}"
+        ):
+            te.serving.export(model, str(tmp_path / "served"), **options)
+    with pytest.raises(ValueError, match="Leave `signatures` out"):
+        te.serving.export(model, str(tmp_path / "served"), signatures=["dense"])
+    plain = make(cls=keras.layers.Embedding)
+    for take in (checkpoint.save, te.serving.export):
+        with pytest.raises(TypeError, match=f"{words}.*te.keras.convert makes"):
+            take(plain, str(tmp_path / "plain"))
+    model.compile(keras.optimizers.Adamax(), "mse")
+    with pytest.raises(NotImplementedError, match=r"slots of .*Adamax are not known.*"):
+        checkpoint.save(model, tmp_path / "other")
+    checkpoint.save(model.get_layer("films"), tmp_path / "one")
+    assert list(checkpoint.read(tmp_path / "one")["films"].slots) == []
+    twice = [Embedding(2, 2, name="same") for _ in range(2)]
+    for layer in twice:
+        layer.build((None, 1))
+    made = keras.Sequential([keras.Input([1]), twice[0]])
+    other = keras.Sequential([keras.Input([1]), twice[1]], name="other")
+    both = keras.Model(made.inputs, [made.outputs[0], other(made.inputs[0])])
+    with pytest.raises(ValueError, match="have one name: same, same"):
+        checkpoint.save(both, tmp_path / "twice")
+
+
+@keras_3
+def test_tables_in_several_weights_are_refused(tmp_path: pathlib.Path):
+    model = make()
+    model.get_layer("films").enable_lora(1)
+    with pytest.raises(NotImplementedError, match=r"'films' is in several .*lora_en"):
+        checkpoint.save(model, tmp_path / "saved")
+
+
+def test_slots_of_another_optimizer_start_anew(tmp_path: pathlib.Path):
+    before = make(optimizer=keras.optimizers.Adadelta(0.1))
+    train(before)
+    before.save(path := str(tmp_path / "old.keras"))
+    model = make()
+    train(model)
+    checkpoint.restore(model, path)
+    found = arrays(model)
+    for name, value in arrays(before).items():
+        if name.endswith("parameters"):
+            np.testing.assert_array_equal(found[name], value)
+    assert not found["films/momenta"].any()
+
+
+@keras_3  # tf_keras has no names in .weights.h5 files, and no StringLookup in graphs.
+def test_an_export_looks_bags_and_strings_up(tmp_path: pathlib.Path):
+    words = keras.Input([None], dtype="string", name="words")
+    ids = keras.layers.StringLookup(vocabulary=["a", "b", "c"], mask_token="")(words)
+    bags = Embedding(5, 8, combiner="mean", mask_zero=True, name="bags")(ids)
+    rows = Embedding(te.Hashing(20, hashes=2), 8, name="hashed")(ids)
+    outputs = {"bags": bags, "rows": keras.ops.sum(rows, 1)}
+    model = keras.Model(words, outputs)
+    batch = tf.constant([["a", "c", ""], ["x", "b", "a"]])
+    expected = model(batch)
+    te.serving.export(model, str(tmp_path / "served"), storage={"bags": "int8"})
+    served: Any = tf.saved_model.load(str(tmp_path / "served"))
+    found = served.signatures["serving_default"](words=batch)
+    assert sorted(found) == ["bags", "rows"]
+    np.testing.assert_allclose(found["bags"], expected["bags"], atol=1e-3)
+    np.testing.assert_allclose(found["rows"], expected["rows"], atol=1e-6)

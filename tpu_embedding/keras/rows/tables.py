@@ -1,0 +1,316 @@
+"""The tables of Keras models, as checkpoints, serving and plans see tables."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint
+from tpu_embedding.checkpoint.keras_format import plain_name
+from tpu_embedding.checkpoint.trackable import WeightTable, WeightTables
+from tpu_embedding.config import FeatureConfig, TableConfig
+from tpu_embedding.inputs import InputKind
+from tpu_embedding.keras.keras_api import keras_api
+from tpu_embedding.keras.rows.hashed import value_dim
+from tpu_embedding.keras.rows.optimizer import CLASSES, UpdatesRows, slots_at
+from tpu_embedding.keras.rows.rules import checkpoint_names
+from tpu_embedding.keras.rows.variable import components
+from tpu_embedding.layout.plan import TableSpec, make_plan
+from tpu_embedding.lookup.feature_structure import FeatureStructure
+from tpu_embedding.serving.signatures import input_name
+from tpu_embedding.tables.readers import TableReader, VariableReader
+from tpu_embedding.tables.rows import PARAMETERS, MutableTableRows
+from tpu_embedding.tables.table import Table
+from tpu_embedding.tables.variables import VariableRows
+from tpu_embedding.tf_configs import convert_features
+
+_LAYER = "te.keras.Embedding"
+
+
+class ModelTables(WeightTables):
+    """The tables of the `te.keras.Embedding`s of a model, by the names of the layers.
+
+    Their slots are those of the model's optimizer. A layer alone has none.
+    """
+
+    resets_updates = False  # The iterations also belong to other layers.
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        layers = [x for x in model._flatten_layers() if isinstance(x, WeightTable)]
+        self.layers = list({id(layer): layer for layer in layers}.values())
+        for layer in self.layers:
+            _check(layer)
+        features = {x.name: FeatureConfig(_table(x), name=x.name) for x in self.layers}
+        if len(features) < len(self.layers):
+            names = sorted(x.name for x in self.layers)
+            raise ValueError(
+                f"Two {_LAYER} layers of the model have one name: {', '.join(names)}. "
+                "Tables are found by the names of their layers: give each its `name`."
+            )
+        converted = convert_features(features, None)
+        self.plan = make_plan(converted.paths, converted.features, converted.keys, None)
+        self.structure = FeatureStructure(features, self.plan.features)
+        self.feature_config = features
+
+    @property
+    def _optimizer(self) -> Any:
+        """The innermost optimizer of the model, or None."""
+        optimizer: Any = getattr(self._model, "optimizer", None)
+        while hasattr(optimizer, "inner_optimizer"):
+            optimizer = optimizer.inner_optimizer
+        return optimizer
+
+    def _slots(self) -> Iterator[tuple[str, str, Any]]:
+        """Yields table, name and variable of each slot; makes them if need be."""
+        optimizer = self._optimizer
+        if optimizer is None:
+            return
+        rule = (
+            optimizer._rule if isinstance(optimizer, UpdatesRows) else type(optimizer)
+        )
+        if rule not in CLASSES:
+            raise NotImplementedError(
+                f"The slots of {rule.__module__}.{rule.__qualname__} are not known, "
+                f"so the tables of a model with {_LAYER} that it trains cannot be "
+                "saved or restored. Pass a layer, whose table has no slots: "
+                "`model.get_layer(name)`."
+            )
+        if not keras_api.is_built(optimizer):
+            self._model.optimizer.build(self._model.trainable_variables)
+        names = checkpoint_names(rule)
+        for layer in self.layers:
+            index = keras_api.find_index(optimizer, layer.embeddings)
+            if index is not None:
+                for name, slot in slots_at(optimizer, rule, index).items():
+                    yield layer.name, names[name], slot
+
+    def tables(self) -> dict[str, Table]:
+        """See `StoredTables`."""
+        rows: dict[str, dict[str, MutableTableRows]] = {
+            layer.name: {PARAMETERS: _rows(layer.embeddings)} for layer in self.layers
+        }
+        for table, name, slot in self._slots():
+            start = 0.0
+            if name == "accumulators":
+                start = float(self._optimizer.initial_accumulator_value)
+            rows[table][name] = _rows(slot, start)
+        layers = {layer.name: layer for layer in self.layers}
+        return {
+            spec.name: _view(spec, layers[spec.name], rows[spec.name])
+            for spec in self.plan.tables
+        }
+
+    def current_tables(self) -> dict[str, Table]:
+        """See `StoredTables`."""
+        self._flush()
+        return self.tables()
+
+    def checkpoint_rows(self) -> dict[str, dict[str, MutableTableRows]]:
+        """See `StoredTables`."""
+        self._flush()
+        return self.checkpoint_targets()
+
+    def _waiting(self) -> list[Any]:
+        parts = [p for layer in self.layers for p in components(layer.embeddings)]
+        found = [getattr(part, "waiting", None) for part in parts]
+        return [waiting for waiting in found if waiting is not None]
+
+    def _flush(self) -> None:
+        for waiting in self._waiting():
+            waiting.flush()
+
+    def checkpoint_updates(self) -> Any:
+        """The iterations of the optimizer."""
+        optimizer = self._optimizer
+        return None if optimizer is None else keras_api.value_of(optimizer.iterations)
+
+    def completed(
+        self, source: LogicalCheckpoint, names: Mapping[str, str]
+    ) -> LogicalCheckpoint:
+        """Adds the slots of a file of Keras, if it is of such a model and optimizer."""
+        numbered, optimizer = source.numbered, self._optimizer
+        if numbered is None or optimizer is None:
+            return source
+        slots = {id(slot): (table, name) for table, name, slot in self._slots()}
+        variables = list(optimizer.variables)
+        rule = getattr(optimizer, "_rule", type(optimizer)).__name__.lower()
+        if numbered.optimizer not in ("", rule, plain_name(optimizer.name)):
+            return source
+        ranks = [len(shape) for shape in numbered.shapes]
+        if ranks != [len(variable.shape) for variable in variables]:
+            return source
+        tables = {name: dict(table.slots) for name, table in source.items()}
+        for number, variable in enumerate(variables):
+            table, slot = slots.get(id(variable), ("", ""))
+            stored = names.get(table)
+            if stored not in tables:
+                continue
+            if numbered.shapes[number] != source[stored].parameters.shape:
+                return source
+            tables[stored][slot] = numbered.slots[number]
+        return LogicalCheckpoint(
+            source.path,
+            source.format,
+            {n: dataclasses.replace(t, slots=tables[n]) for n, t in source.items()},
+            numbered.iterations,
+        )
+
+    def inputs_of_model(self) -> tuple[dict[str, Any], Callable[[Any], Any]]:
+        """See `WeightTables`."""
+        try:
+            structure = self._model.input
+        except (AttributeError, ValueError) as error:
+            raise ValueError(
+                f"The model {self._model.name!r} says nothing of its inputs, as it is "
+                "subclassed or not built. Pass `signatures`: a dict of "
+                "te.serving.Signature, whose Request has the argument of the model as "
+                "`features`."
+            ) from error
+        fields = [_field(each) for each in tf.nest.flatten(structure)]
+
+        def pack(tensors: Mapping[str, tf.Tensor]) -> Any:
+            values = [make(tensors) for _, make in fields]
+            return tf.nest.pack_sequence_as(structure, values)
+
+        return {name: spec for specs, _ in fields for name, spec in specs.items()}, pack
+
+    def call_model(self, inputs: Any, readers: Mapping[str, TableReader]) -> Any:
+        """See `WeightTables`."""
+        with contextlib.ExitStack() as stack:
+            for waiting in self._waiting():
+                stack.enter_context(waiting.quiet())
+            token = _served.set({id(x): readers[x.name] for x in self.layers})
+            stack.callback(_served.reset, token)
+            outputs = self._model(inputs, training=False)
+        if not isinstance(outputs, (list, tuple)):
+            return outputs
+        names = getattr(self._model, "output_names", None) or [
+            f"output_{n}" for n in range(len(outputs))
+        ]
+        return dict(zip(names, outputs, strict=True))
+
+    def other_layers(self) -> list[Any]:
+        """See `WeightTables`."""
+        return [
+            layer
+            for layer in self._model._flatten_layers(include_self=False)
+            if not any(isinstance(x, WeightTable) for x in layer._flatten_layers())
+        ]
+
+    def changes(self, consumer: str) -> Any:
+        """Refuses deltas."""
+        del consumer
+        raise NotImplementedError(
+            f"Deltas have the rows that an engine has changed, and a {_LAYER} has no "
+            "engine. Use te.keras.TPUEmbedding, or export the model again."
+        )
+
+    def start_counting(self, every: int) -> Any:
+        """Refuses te.Telemetry."""
+        del every
+        raise NotImplementedError(
+            f"te.Telemetry reads the counts of an engine, and a {_LAYER} has no "
+            "engine. Use te.keras.TPUEmbedding, or count the ids of the data set with "
+            "`te.plan(..., sample=...)`."
+        )
+
+
+# By id of a layer the table that is looked up in the place of its weight.
+_served: contextvars.ContextVar[Mapping[int, TableReader] | None] = (
+    contextvars.ContextVar("served", default=None)
+)
+
+
+def served_table(layer: Any) -> Callable[[Any], Any] | None:
+    """What looks ids up in the table that is exported; None outside of an export."""
+    reader = (_served.get() or {}).get(id(layer))
+    if reader is None:
+        return None
+    dim = layer.output_dim
+
+    def read(ids: tf.Tensor) -> tf.Tensor:
+        rows = tf.cast(ids, tf.int64)
+        if keras_api.COUNTS_FROM_THE_END:
+            rows = tf.where(rows < 0, rows + layer.input_dim, rows)
+        values = reader.read(tf.reshape(rows, [-1]))
+        values = tf.reshape(values, tf.concat([tf.shape(ids), [dim]], 0))
+        return tf.cast(tf.ensure_shape(values, [*ids.shape, dim]), layer.compute_dtype)
+
+    def look_up(ids: Any) -> Any:
+        if isinstance(ids, tf.SparseTensor):
+            ids = tf.sparse.to_dense(ids)
+        return tf.ragged.map_flat_values(read, ids)
+
+    return look_up
+
+
+def _field(tensor: Any) -> tuple[dict[str, tf.TensorSpec], Callable[[Any], Any]]:
+    """The inputs of a signature for an input of a model, and what joins them."""
+    name = input_name(tensor._keras_history[0].name)
+    described = keras_api.symbol(tensor)
+    shape, dtype = list(described.shape), tf.as_dtype(tensor.dtype)
+    if described.kind is InputKind.SPARSE:
+        parts = {
+            f"{name}_indices": tf.TensorSpec([None, len(shape)], tf.int64),
+            f"{name}_values": tf.TensorSpec([None], dtype),
+            f"{name}_dense_shape": tf.TensorSpec([len(shape)], tf.int64),
+        }
+        return parts, lambda given: tf.SparseTensor(*(given[key] for key in parts))
+    if described.kind is InputKind.RAGGED:
+        parts = {
+            f"{name}_values": tf.TensorSpec([None, *shape[2:]], dtype),
+            f"{name}_row_splits": tf.TensorSpec([None], tf.int64),
+        }
+        make: Any = tf.RaggedTensor
+        return parts, lambda given: make.from_row_splits(*(given[k] for k in parts))
+    return {name: tf.TensorSpec(shape, dtype)}, lambda given: given[name]
+
+
+def _check(layer: Any) -> None:
+    if not layer.built:
+        raise ValueError(
+            f"The {_LAYER} {layer.name!r} is not built. Call the model on a batch "
+            "first."
+        )
+    for option in ("lora_enabled", "quantization_mode"):
+        if getattr(layer, option, None):
+            raise NotImplementedError(
+                f"The table of the {_LAYER} {layer.name!r} is in several weights "
+                f"(`{option}`). Save it as Keras does: `model.save(...)`."
+            )
+
+
+def _table(layer: Any) -> TableConfig:
+    dim = value_dim(layer.hashing, layer.output_dim)
+    rows = layer.hashing or layer.input_dim
+    return TableConfig(rows, dim, name=layer.name, combiner=layer.combiner or "mean")
+
+
+def _view(spec: TableSpec, layer: Any, rows: Mapping[str, MutableTableRows]) -> Table:
+    weight = keras_api.value_of(layer.embeddings)
+    return Table(
+        spec=spec,
+        rows=rows,
+        stored=VariableReader(weight),
+        values=lambda: {name: tf.constant(each.numpy()) for name, each in rows.items()},
+        shards=lambda: [(weight.device, weight.read_value())],
+        variables=lambda: [weight],
+    )
+
+
+class _Rows(VariableRows):
+    """A table or slot without rows that wait, as nothing else reads it."""
+
+    @property
+    def variable(self) -> None:
+        return None
+
+
+def _rows(variable: Any, start: float | None = None) -> MutableTableRows:
+    return _Rows(keras_api.value_of(variable), start)
