@@ -234,6 +234,21 @@ def test_what_is_not_carried_names_the_layer(tmp_path: pathlib.Path):
         checkpoint.save(both, tmp_path / "twice")
 
 
+def test_a_plan_has_the_tables_and_slots_of_a_model():
+    report = te.plan(make(), batch_size=8, processes=(), topologies=())
+    found = {(a.table, a.array): a.shape for a in report.arrays}
+    assert found == {
+        ("films", "parameters"): (V, D),
+        ("films", "momenta"): (V, D),
+        ("films", "velocities"): (V, D),
+        ("users", "parameters"): (5, 2),
+        ("users", "momenta"): (5, 2),
+        ("users", "velocities"): (5, 2),
+    }
+    with pytest.raises(ValueError, match=r"cannot convert .*RMSprop"):
+        te.plan(make(optimizer=keras.optimizers.RMSprop()), batch_size=8)
+
+
 @keras_3
 def test_tables_in_several_weights_are_refused(tmp_path: pathlib.Path):
     model = make()

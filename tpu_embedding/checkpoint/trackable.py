@@ -405,9 +405,21 @@ class WeightTable:
 
 
 class WeightTables(StoredTables):
-    """The tables of all `WeightTable`s of a Keras model."""
+    """The tables of all `WeightTable`s of a Keras model.
 
-    layers: Sequence[Any]
+    Attributes:
+      feature_config: A FeatureConfig for each, by the name of the table.
+    """
+
+    feature_config: Mapping[str, Any]
+
+    @abc.abstractmethod
+    def engine_optimizer(self) -> Any:
+        """The optimizer of this package with the slots of the model's, or None.
+
+        Raises:
+          ValueError: If there is none.
+        """
 
     @abc.abstractmethod
     def inputs_of_model(self) -> tuple[dict[str, Any], Callable[[Any], Any]]:

@@ -120,7 +120,8 @@ def load_sample(name: str) -> Any:
 def _attribute(name: str) -> Any:
     """Returns MODULE:ATTRIBUTE; a function without arguments is called."""
     found = user_code.find(name)
-    return user_code.call(name, found) if callable(found) else found
+    is_model = hasattr(found, "_flatten_layers")  # Of Keras.
+    return user_code.call(name, found) if callable(found) and not is_model else found
 
 
 def _is_optimizer(value: Any) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding import errors, tpu_generations
+from tpu_embedding.checkpoint.trackable import tables_of_weights
 from tpu_embedding.config import (
     DistributedOptions,
     FeatureConfig,
@@ -87,7 +88,9 @@ def plan(
     ['v6e:1x1', 'v5e:1x1']
 
     Args:
-      feature_config: As for TPUEmbeddingV2.
+      feature_config: As for TPUEmbeddingV2. Or a Keras model with te.keras.Embedding,
+        whose tables are planned as those of a te.keras.TPUEmbedding: a feature for each
+        layer, by its name, and the optimizer of the model.
       optimizer: For tables without one of their own. None: lookups only.
       batch_size: Samples of a step in all devices and processes. A feature with an
         `output_shape` keeps it for each replica; others need this argument.
@@ -124,6 +127,10 @@ def plan(
     if max(processes, default=0) > _MOST_PROCESSES:
         allowed = f"at most {_MOST_PROCESSES:,}"
         raise errors.argument_value("processes", max(processes), allowed)
+    model = tables_of_weights(feature_config)
+    if model is not None:
+        optimizer = model.engine_optimizer() if optimizer is None else optimizer
+        feature_config = model.feature_config
     converted = convert_features(feature_config)
     own = make_plan(
         converted.paths,

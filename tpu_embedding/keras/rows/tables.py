@@ -16,6 +16,7 @@ from tpu_embedding.checkpoint.trackable import WeightTable, WeightTables
 from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.inputs import InputKind
 from tpu_embedding.keras.keras_api import keras_api
+from tpu_embedding.keras.optimizers import translate_keras_optimizer
 from tpu_embedding.keras.rows.hashed import value_dim
 from tpu_embedding.keras.rows.optimizer import CLASSES, UpdatesRows, slots_at
 from tpu_embedding.keras.rows.rules import checkpoint_names
@@ -202,6 +203,14 @@ class ModelTables(WeightTables):
             for layer in self._model._flatten_layers(include_self=False)
             if not any(isinstance(x, WeightTable) for x in layer._flatten_layers())
         ]
+
+    def engine_optimizer(self) -> Any:
+        """See `WeightTables`."""
+        optimizer = self._optimizer
+        if optimizer is None:
+            return None
+        rule = getattr(optimizer, "_rule", type(optimizer))
+        return translate_keras_optimizer(rule.from_config(optimizer.get_config()))
 
     def changes(self, consumer: str) -> Any:
         """Refuses deltas."""
