@@ -337,7 +337,7 @@ def _read_source(source: Any, feature_config: Any, invalid_ids: Any) -> _Exporte
                 "export takes `invalid_ids` only with a dict of tables: an embedding "
                 "keeps the rule it was made with. Leave it out."
             )
-        core = source.core if whole is None else whole
+        core: Any = source.core if whole is None else whole
         if isinstance(source, TPUEmbeddingV0):
             tables = _gathered(core.plan, source.embedding_tables)
         else:
