@@ -122,6 +122,31 @@ def test_uninstall_gives_the_names_back(monkeypatch: pytest.MonkeyPatch):
     assert names() == before
 
 
+@pytest.mark.filterwarnings("ignore:__array__ impl:DeprecationWarning")  # Keras's.
+def test_load_model_of_keras_converts(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+):
+    def loaded(optimizer: str) -> tuple[type, type]:
+        table = keras.layers.Embedding(5, 2)
+        model = keras.Sequential([keras.Input([2]), table])
+        model.compile(optimizer, "mse")
+        model.optimizer.build(model.trainable_variables)
+        model.save(path := str(tmp_path / "model.keras"))
+        found: Any = keras.models.load_model(path)
+        return type(found.layers[0]), type(found.optimizer)
+
+    plain = (keras.layers.Embedding, keras.optimizers.Adam)
+    te.install("host")
+    try:
+        assert loaded("adam")[0] is te.keras.Embedding
+        assert loaded("adam")[1].__name__ == "RowSparseAdam"
+        assert loaded("adamax") == (plain[0], keras.optimizers.Adamax)
+        assert "the model stays Keras's: RowSparseOptimizer does not" in caplog.text
+    finally:
+        te.uninstall()
+    assert loaded("adam") == plain
+
+
 def test_names_of_tensorflow_1_and_2_3():
     te.install("host")
     try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -24,11 +25,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
+from absl import logging
 
 from tpu_embedding import tpu_generations
 
 _TFRS_LAYER = "tensorflow_recommenders.layers.embedding.tpu_embedding_layer"
 _TFRS_UNIFIED = "tensorflow_recommenders.layers.feature_multiplexing.unified_embedding"
+_LOADERS = ("keras.src.saving.saving_lib", "tf_keras.src.saving.saving_lib")
 _NEEDS_TF_KERAS = ("tf_keras", "tensorflow_recommenders")
 _ONLY_IN_TF_KERAS = ("DenseFeatures", "SequenceFeatures")  # Keras 3 has removed them.
 _SETS_TF_KERAS = re.compile(r"os\.environ\['TF_USE_LEGACY_KERAS'\] = '(1|[Tt]rue)'")
@@ -97,6 +100,7 @@ def install(on: str = "host") -> None:
     - `tf.estimator` and `tf.compat.v1.estimator`, where TensorFlow has none, with
       TPUEstimator; the columns and `*Parameters` of `tf.tpu.experimental`.
     - TFRS's layer `tensorflow_recommenders.layers.embedding.TPUEmbedding`.
+    - `load_model` of Keras converts what it loads, as `te.keras.load_model` does.
 
     Set the environment variable TF_USE_LEGACY_KERAS to "1" before for programs that use
     TFRS or tf_keras; `python -m tpu_embedding run` does so.
@@ -137,7 +141,7 @@ def install(on: str = "host") -> None:
         )
     _process.on = on
     replaced = [*_replace_embedding(), *_replace_tpu_system()]
-    replaced += [*_replace_estimator(), *_replace_tfrs()]
+    replaced += [*_replace_estimator(), *_replace_tfrs(), *_replace_loading()]
     print(
         f"tpu_embedding: on {on}, these names are those of tpu_embedding in this "
         f"process: {', '.join(replaced)}.",
@@ -513,6 +517,53 @@ def _replace_tfrs() -> Iterator[str]:
     sys.meta_path.insert(0, finder)
     _process.undo.callback(sys.meta_path.remove, finder)
     yield "tensorflow_recommenders.layers.embedding.TPUEmbedding"
+
+
+class _Loader(importlib.abc.MetaPathFinder):
+    """Replaces the function by which a Keras loads models once it is imported."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        del target
+        if fullname not in _LOADERS:
+            return None
+        spec: Any = importlib.machinery.PathFinder.find_spec(fullname, path)
+        execute = spec.loader.exec_module
+
+        def exec_module(module: types.ModuleType) -> None:
+            execute(module)
+            _convert_loaded(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def _replace_loading() -> Iterator[str]:
+    finder = _Loader()
+    sys.meta_path.insert(0, finder)
+    _process.undo.callback(sys.meta_path.remove, finder)
+    for name in _LOADERS:
+        if name in sys.modules:
+            _convert_loaded(sys.modules[name])
+    yield "load_model of Keras"
+
+
+def _convert_loaded(module: Any) -> None:
+    load = module.load_model
+
+    @functools.wraps(load)
+    def load_model(*args: Any, **kwargs: Any) -> Any:
+        from tpu_embedding.keras.keras_api import keras_api
+        from tpu_embedding.keras.rows.converting import convert
+
+        model = load(*args, **kwargs)
+        if isinstance(model, keras_api.Model):  # Not of the other Keras.
+            try:
+                convert(model)
+            except (NotImplementedError, ValueError) as error:
+                logging.warning("load_model: the model stays Keras's: %s", error)
+        return model
+
+    _replace(module, "load_model", load_model)
 
 
 def _modules(path: str, roots: Sequence[str] = _ROOTS) -> Iterator[Any]:

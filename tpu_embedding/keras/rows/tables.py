@@ -43,10 +43,8 @@ class ModelTables(WeightTables):
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        layers: list[Any] = [
-            x for x in model._flatten_layers() if isinstance(x, WeightTable)
-        ]
-        self.layers: list[Any] = list({id(x): x for x in layers}.values())
+        layers = [x for x in model._flatten_layers() if isinstance(x, WeightTable)]
+        self.layers: list[Any] = list({id(layer): layer for layer in layers}.values())
         for layer in self.layers:
             _check(layer)
         features = {x.name: FeatureConfig(_table(x), name=x.name) for x in self.layers}
