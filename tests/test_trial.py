@@ -76,7 +76,7 @@ def test_try_compares(script: str):
     assert {"step, wall", "step, CPU", "peak memory", "loss, step 5"} <= set(lines)
     *_, plain, rows = lines["loss, step 5"].split()
     assert plain == rows
-    assert "by rows: layer embedding (50 x 4)\n" in done.stdout
+    assert "by rows: layer embedding (50 x 4): about " in done.stdout
     assert "(60 x 4), but the gradient of its regularizer is dense" in done.stdout
     assert "by rows: optimizer SGD" in done.stdout
     assert "(50 x 4): Mine is a subclass: derive it from te.keras" in done.stdout
@@ -97,6 +97,13 @@ def test_the_table_says_what_was_found():
     assert "largest difference of losses in 4 steps: 0.5\nThe last loss is " in text
     assert "The last loss is lower by rows.\nWhere ids repeat in a batch" in text
     assert text.endswith("by rows: optimizer adam\nleft as it is: layer x: why")
+    rows.notes = [("layer x (30 x 4)", ""), ("layer y (10 x 4)", "")]
+    text = trial.compare(plain, rows)
+    assert "(30 x 4): about 150.0 ms of CPU saved in a step\n" in text
+    assert text.endswith("(10 x 4): about 50.0 ms of CPU saved in a step")
+    rows.cpu, rows.notes = [0.4] * 3, [*rows.notes[:1], ("layer z (9 x 9)", "why")]
+    text = trial.compare(plain, rows)
+    assert "(30 x 4): about 100.0 ms of CPU lost, so it does not pay in a step" in text
     assert "does not call `fit`" in trial.compare(trial.Run(), rows)
     assert "Nothing was replaced" in trial.compare(plain, trial.Run())
 

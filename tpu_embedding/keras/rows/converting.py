@@ -95,6 +95,7 @@ def load_model(path: Any, lazy: bool = False, **options: Any) -> Any:
     >>> import keras
     >>> model = keras.Sequential([keras.Input([2]), Embedding(10, 4)])
     >>> model.compile(RowSparseOptimizer("adam"), "mse")
+    >>> model.optimizer.build(model.trainable_variables)
     >>> model.save(path := tempfile.mkdtemp() + "/model.keras")
     >>> type(keras.saving.load_model(path).layers[0]) is keras.layers.Embedding
     True
