@@ -276,7 +276,8 @@ class Core(EngineTables):
         if not features:
             return list(activations)
         growing = self.growing()
-        readers = {t.spec.index: t.reader for t in self.tables().values()}
+        tables = self.tables().values()
+        readers = {table.spec.index: table.reader.in_steps() for table in tables}
         with tf.device(self.topology.device):
             lookup = (self.plan, readers)
             if growing:

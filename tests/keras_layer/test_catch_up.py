@@ -22,6 +22,7 @@ from tpu_embedding import keras as te_keras
 from tpu_embedding.keras.rows import fused
 from tpu_embedding.keras.rows import waiting as waiting_module
 from tpu_embedding.keras.rows.variable import make_plain
+from tpu_embedding.optimizers import idle as idle_module
 from tpu_embedding.optimizers.idle import Idle, quadrature
 
 V, D, STEPS = 40, 3, 300
@@ -418,7 +419,7 @@ def test_values_that_are_assigned_are_up_to_date(way: str):
 def test_a_full_history_is_begun_again(
     decay: float | None, way: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(waiting_module, "_LONGEST_HISTORY", 80)
+    monkeypatch.setattr(idle_module, "_LONGEST_HISTORY", 80)
     steps = 250
 
     def make() -> Any:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+import numpy as np
+
 from tpu_embedding.optimizers import base
+from tpu_embedding.optimizers.idle import Idle
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,8 +28,9 @@ class Adam(base.Optimizer):
       beta_2: The share of v that is kept, in [0, 1).
       epsilon: Keeps the divisor above 0. With `sum_inside_sqrt` at least 1.1e-19:
         the square of a smaller number is 0 in float32.
-      lazy_adam: Update only the rows that entries name. False updates all rows
-        of the table at each step.
+      lazy_adam: Update only the rows that entries name. With False each step
+        updates all rows of the table; `idle` says where a row makes up for the
+        steps without an entry of it when it is read or updated again.
       sum_inside_sqrt: Selects the formula of the divisor.
     """
 
@@ -94,6 +98,29 @@ class Adam(base.Optimizer):
     @property
     def touches_all_rows(self) -> bool:
         return not self.lazy_adam
+
+    @property
+    def idle(self) -> Idle | None:
+        """See `Optimizer.idle`.
+
+        None if steps clip the weights, or the momenta fade so slowly beside the
+        velocities that no small number of nodes does.
+        """
+        clips = self.clip_weight_min is not None or self.clip_weight_max is not None
+        if self.lazy_adam or clips:
+            return None
+        idle = Idle(
+            (float(np.float32(self.beta_1)), float(np.float32(self.beta_2))),
+            "root",
+            square=1,
+            epsilon=self.epsilon,
+            epsilon_inside=self.sum_inside_sqrt,
+        )
+        try:
+            _ = idle.quadrature
+        except ValueError:
+            return None
+        return idle
 
     @property
     def slots(self) -> tuple[base.Slot, ...]:

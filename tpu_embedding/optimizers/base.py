@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from tpu_embedding import errors
+from tpu_embedding.optimizers.idle import Idle
 
 # A number, a callable without arguments, or a callable of the number of updates
 # already applied to the table, such as a Keras LearningRateSchedule.
@@ -259,6 +260,14 @@ class Optimizer(KeywordOptions, abc.ABC):
     def touches_all_rows(self) -> bool:
         """Whether rows that no entry names are updated too, with a gradient of 0."""
         return False
+
+    @property
+    def idle(self) -> Idle | None:
+        """What those updates do, where rows can make up for them when they are read.
+
+        None where they cannot, or there are no such updates.
+        """
+        return None
 
     @property
     @abc.abstractmethod

@@ -38,6 +38,11 @@ _LARGEST_ERROR = 1e-8
 _MOST_NODES = 16
 _LONGEST_HORIZON = 4096
 
+# A pass over all rows follows when the history is full. The passes add less than one
+# row to each step, and the history at most an eighth of the bytes of a table.
+_ROWS_FOR_EACH_STEP = 8
+_LONGEST_HISTORY = 65_536
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Quadrature:
@@ -102,23 +107,31 @@ class Idle:
         """
         if self.move not in ("momentum", "root"):
             return None
-        return quadrature(self.fades[self.moment], self.root_fade)
+        inside = self.move == "root" and self.epsilon_inside
+        return quadrature(self.fades[self.moment], self.root_fade, inside)
+
+
+def history_length(rows: int, horizon: int) -> int:
+    """For how many steps the weights of a table of so many rows are kept."""
+    own = max(rows // _ROWS_FOR_EACH_STEP, 2 * horizon + 2, 512)
+    return min(own, _LONGEST_HISTORY)
 
 
 @functools.cache
-def quadrature(fade: float, root_fade: float) -> Quadrature:
+def quadrature(fade: float, root_fade: float, inside: bool = False) -> Quadrature:
     """Chooses the fewest nodes for momenta that fade over a root that fades.
 
     Args:
       fade: Of the momentum in a step, 0 <= fade < 1.
-      root_fade: Of the root in a step, 0 < root_fade <= 1.
+      root_fade: Of the root in a step, 0 <= root_fade <= 1.
+      inside: Whether epsilon stands inside of the root.
 
     Raises:
       ValueError: If momenta fade too slowly, or the roots too fast.
     """
-    ratio = fade / root_fade
-    if ratio <= 0.0:
+    if fade <= 0.0:
         return Quadrature(np.ones(1), np.zeros([1, 1]))
+    ratio = fade / root_fade if root_fade > 0.0 else math.inf
     horizon = math.ceil(math.log(_REST) / math.log(ratio)) if ratio < 1.0 else math.inf
     if horizon > _LONGEST_HORIZON:
         raise ValueError(
@@ -133,7 +146,8 @@ def quadrature(fade: float, root_fade: float) -> Quadrature:
     for count in range(1, min(_MOST_NODES, len(ages)) + 1):
         nodes = _gauss_nodes(fading**2, ages, count)
         polynomials = _lagrange(nodes, ages)
-        if _error(nodes, polynomials, ages, fading, root_fade) <= _LARGEST_ERROR:
+        error = _error(nodes, polynomials, ages, fading, root_fade, inside)
+        if error <= _LARGEST_ERROR:
             return Quadrature(nodes, fading[:, np.newaxis] * polynomials)
     raise ValueError(
         f"momenta that keep {fade} of themselves in a step, over roots that keep "
@@ -173,10 +187,13 @@ def _error(
     ages: np.ndarray,
     fading: np.ndarray,
     root_fade: float,
+    inside: bool,
 ) -> float:
     """The largest error of a move relative to it, over waits and roots."""
     roots = 10.0 ** np.arange(-4.0, 9.0, 0.5)[:, np.newaxis]  # In units of epsilon.
-    exact = 1.0 / (roots * root_fade**ages + 1.0)
-    through = (1.0 / (roots * root_fade**nodes + 1.0)) @ polynomials.T
+    power = 2 if inside else 1
+    divisor = ((roots * root_fade**ages) ** power + 1.0) ** (1 / power)
+    divisor_at_nodes = ((roots * root_fade**nodes) ** power + 1.0) ** (1 / power)
+    exact, through = 1.0 / divisor, (1.0 / divisor_at_nodes) @ polynomials.T
     moves = np.cumsum(fading * exact, axis=1)
     return float((np.cumsum(fading * np.abs(through - exact), axis=1) / moves).max())

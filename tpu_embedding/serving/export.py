@@ -53,6 +53,7 @@ from tpu_embedding.serving.signatures import (
     input_name,
     make_signature,
 )
+from tpu_embedding.tables.waiting import flush_before
 from tpu_embedding.tf_configs import convert_features
 
 _SERVING_DEFAULT = "serving_default"
@@ -533,7 +534,8 @@ def _function(signature: Signature, compute: Callable[[Request], Any]) -> Any:
             )
         return dict(outputs)
 
-    return tf.function(serve).get_concrete_function(specs)
+    with flush_before():
+        return tf.function(serve).get_concrete_function(specs)
 
 
 @tf.autograph.experimental.do_not_convert

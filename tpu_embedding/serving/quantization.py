@@ -22,6 +22,7 @@ from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
 
 from tpu_embedding.serving.conversion import Converted, ConvertedTable, Source
 from tpu_embedding.tables.readers import TableReader
+from tpu_embedding.tables.waiting import flush_before
 
 # Makes what holds a part of a table: its name, shape and dtype.
 _MakePart = Callable[[str, list[int], tf.DType], Any]
@@ -44,7 +45,8 @@ class WholeTable(TableReader, tf.Module):
     def _values(self) -> tf.Tensor:
         # Copies nothing, because nothing updates a served table. After one gather from
         # the variable itself every read of it would copy it.
-        return self.table.read_value()
+        with flush_before():  # What is exported has no op of ours.
+            return self.table.read_value()
 
 
 class Float32Table(WholeTable, ConvertedTable):

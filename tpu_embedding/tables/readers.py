@@ -9,6 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tpu_embedding.tables.waiting import flush_before
+
 
 class TableReader(abc.ABC):
     """A table as lookups read it, whatever form it is stored in."""
@@ -30,6 +32,10 @@ class StoredReader(TableReader):
     def variables(self) -> Sequence[Any]:
         """The variables that it reads."""
 
+    def in_steps(self) -> TableReader:
+        """A reader for graphs that may update the table, which are not exported."""
+        return self
+
 
 @dataclasses.dataclass(frozen=True)
 class VariableReader(StoredReader):
@@ -45,11 +51,25 @@ class VariableReader(StoredReader):
     table: Any
 
     def read(self, rows: tf.Tensor) -> tf.Tensor:
-        return tf.cast(tf.gather(self.table, rows), tf.float32)
+        with flush_before():  # The graph may be exported.
+            return self.in_steps().read(rows)
+
+    def in_steps(self) -> TableReader:
+        return _GatheredRows(self.table)
 
     @property
     def variables(self) -> Sequence[Any]:
         return (self.table,)
+
+
+@dataclasses.dataclass(frozen=True)
+class _GatheredRows(TableReader):
+    """Rows of a variable or tensor [V, D] as it is."""
+
+    table: Any
+
+    def read(self, rows: tf.Tensor) -> tf.Tensor:
+        return tf.cast(tf.gather(self.table, rows), tf.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +88,10 @@ class PartsReader(StoredReader):
     columns: int
 
     def read(self, rows: tf.Tensor) -> tf.Tensor:
-        found = tf.compat.v1.nn.embedding_lookup(
-            list(self.parts), self.row_of(rows), partition_strategy="div"
-        )
+        with flush_before():
+            found = tf.compat.v1.nn.embedding_lookup(
+                list(self.parts), self.row_of(rows), partition_strategy="div"
+            )
         return tf.cast(found[:, : self.columns], tf.float32)
 
     @property

@@ -14,6 +14,7 @@ from tensorflow.python.training.saving import saveable_object_util
 
 from tpu_embedding.layout.plan import UPDATES
 from tpu_embedding.tables.rows import MutableTableRows
+from tpu_embedding.tables.waiting import EngineVariable
 
 _KEY = "VARIABLE_VALUE"  # As in the checkpoint of a variable.
 
@@ -178,9 +179,13 @@ def unsaved(variable: Any) -> Any:
 
     Keras 3.16 tracks the values of weights there, and earlier ones the weights.
     """
-    if isinstance(variable, resource_variable_ops.BaseResourceVariable):
-        return _UnsavedVariable(variable)
-    return UnsavedLogical(variable)
+    if not isinstance(variable, resource_variable_ops.BaseResourceVariable):
+        return UnsavedLogical(variable)
+    view: Any = _UnsavedVariable(variable)
+    if isinstance(variable, EngineVariable):
+        object.__setattr__(view, "__class__", _UnsavedTable)
+        view.waiting = variable.waiting
+    return view
 
 
 class _UnsavedVariable(SavesNothing, resource_variable_ops.BaseResourceVariable):
@@ -195,6 +200,10 @@ class _UnsavedVariable(SavesNothing, resource_variable_ops.BaseResourceVariable)
             handle_name=variable.name.removesuffix(":0"),
             unique_id=variable._unique_id,
         )
+
+
+class _UnsavedTable(SavesNothing, EngineVariable):
+    """The same, of a table whose rows wait."""
 
 
 class UnsavedLogical(tf.__internal__.tracking.Trackable):

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tpu_embedding.engines.base import QUEUE_CAPACITY, Call, EngineOptions
 from tpu_embedding.engines.cpu_base import StackedBatches
+from tpu_embedding.engines.host.waiting import waiting_records
 from tpu_embedding.inputs import IdBatch, op_inputs
 from tpu_embedding.layout.csr import PreprocessedFeatures
 from tpu_embedding.layout.placement import Placement
@@ -149,7 +150,7 @@ def plan_record(
         served=served,
         owners=list(placement.owners) if placement else [],
         bfloat16_wire=options.distributed.wire_dtype == "bfloat16",
-        tables=[_table_record(spec) for spec in plan.tables],
+        tables=[_table_record(spec, placement is not None) for spec in plan.tables],
         features=[
             records.record(
                 path=spec.path,
@@ -200,7 +201,7 @@ def _vocabulary_records(spec: TableSpec) -> list[Any]:
     ]
 
 
-def _table_record(spec: TableSpec) -> Any:
+def _table_record(spec: TableSpec, divided: bool) -> Any:
     config, optimizer = spec.config, spec.optimizer
     quantization = config.quantization_config
     size = functools.partial(
@@ -221,5 +222,5 @@ def _table_record(spec: TableSpec) -> Any:
         rule=optimizer.rule,
         hyperparameters=[float(number) for number in optimizer.hyperparameters],
         rounding_seed=spec.rounding_seed,
-        **optimizer.record,
+        **(optimizer.record | waiting_records(spec, divided=divided)),
     )

@@ -373,8 +373,10 @@ class HostEngine(Engine):
         return RowChanges(marks, list(self._tables.values()), consumer, self._reach)
 
     def flush(self) -> None:
-        if self.pipelined:
-            self._parts[0].apply_all()
+        for part in self._parts:
+            if self.pipelined:
+                part.apply_all()
+            part.catch_up()
 
     def reset(self) -> None:
         for part in self._parts:

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding.engines.base import Call, EngineOptions
+from tpu_embedding.engines.host.waiting import PartWaits, idle_of
 from tpu_embedding.engines.rates import Rates
 from tpu_embedding.engines.telemetry import Counts, TableCounts
 from tpu_embedding.layout.placement import Placement
@@ -39,6 +40,8 @@ class TablePart:
         variables: Sequence[TableVariables],
         placement: Placement,
         tables: Sequence[int],
+        *,
+        divided: bool = False,
     ) -> None:
         """Makes the step queue.
 
@@ -48,6 +51,7 @@ class TablePart:
           variables: By table.
           placement: Which of their rows are here.
           tables: Their indices in the plan of all tables.
+          divided: Whether other parts have rows of the tables, or other tables.
         """
         self.device = options.topology.device
         self.record, self.variables = record, variables
@@ -59,6 +63,13 @@ class TablePart:
             slot.handle for table in variables for slot in table.slots.values()
         ]
         self._is_trained = all(table.optimizer for table in options.plan.tables)
+        self._waits = [
+            spec.index
+            for spec in options.plan.tables
+            if self._is_trained and idle_of(spec, divided=divided) is not None
+        ]
+        # What lookups read where rows wait.
+        self._read_slots = self._slots if self._waits else []
         updates = self.rates.updates
         self._counters = [] if updates is None else [updates.handle]
         with tf.device(self.device):
@@ -71,6 +82,8 @@ class TablePart:
             for spec, table in zip(options.plan.tables, variables, strict=True)
             if spec.config.vocabulary is not None
         }
+        for table in self._waits:
+            PartWaits(self, table)
 
     def enqueue(self, batches: Sequence[tf.Tensor], call: Call) -> tf.Tensor:
         """Queues one batch of each replica, or that of one; whether updates are due."""
@@ -96,6 +109,7 @@ class TablePart:
                 batches=batches,
                 tables=self._tables,
                 runs=self._topology.runs(),
+                slots=self._read_slots,
                 num_features=len(shapes),
                 output_shapes=shapes,
                 replica=call.replica,
@@ -165,6 +179,7 @@ class TablePart:
                 batches=batches,
                 tables=self._tables,
                 runs=self._topology.runs(),
+                slots=self._read_slots,
                 num_messages=num_senders,
                 output_shapes=shapes,
             )
@@ -198,6 +213,28 @@ class TablePart:
                 tables=self._tables,
                 slots=self._slots,
             )
+
+    def catch_up(self) -> None:
+        """Catches all rows up that wait for their gradients."""
+        if not self._waits:
+            return
+        with tf.device(self.device):
+            self._ops.tpu_embedding_catch_up_tables(
+                queue=self.handle, tables=self._tables, slots=self._slots
+            )
+
+    def read_rows(self, table: int, rows: tf.Tensor) -> tf.Tensor:
+        """Rows of a table with such rows, caught up, float32 [*rows.shape, D]."""
+        with tf.device(self.device):
+            found = self._ops.tpu_embedding_read_rows(
+                queue=self.handle,
+                tables=self._tables,
+                slots=self._slots,
+                rows=tf.cast(tf.reshape(rows, [-1]), tf.int64),
+                table=table,
+            )
+        dim = self._plan.tables[table].config.dim
+        return tf.reshape(found, tf.concat([tf.shape(rows), [dim]], 0))
 
     def apply_all(self) -> None:
         """Applies every complete update, pending or due."""

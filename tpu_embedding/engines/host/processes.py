@@ -47,8 +47,14 @@ class ShardedEngine(HostEngine):
         )
         record = plan_record(own, self._placement)
         variables = _create_parts(options, self._placement)
-        tables = range(len(variables))
-        part = TablePart(own, record, variables, self._placement, tables)
+        part = TablePart(
+            own,
+            record,
+            variables,
+            self._placement,
+            range(len(variables)),
+            divided=True,
+        )
         self._channel.queues = [part.handle]
         reach = InJob(self._placement, self._channel)
         # IDs and batches are those of whole tables.

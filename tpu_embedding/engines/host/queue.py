@@ -14,6 +14,7 @@ from tpu_embedding.engines.host.transport import CollectiveCall
 
 if TYPE_CHECKING:
     from tpu_embedding.engines.host.engine import HostEngine, Routed
+    from tpu_embedding.engines.host.servers import ParameterServerEngine
 
 
 DEQUEUE = CollectiveCall("lookup", "dequeue", "continues")
@@ -65,7 +66,7 @@ class ServerQueue(StepQueue):
     the function is traced.
     """
 
-    def __init__(self, engine: HostEngine) -> None:
+    def __init__(self, engine: ParameterServerEngine) -> None:
         self._engine = engine
         self._eager = _Steps()
         self._of_graphs: weakref.WeakKeyDictionary[Any, _Steps]
@@ -84,7 +85,7 @@ class ServerQueue(StepQueue):
         if not training:
             # A refused batch leaves what is pending.
             with tf.control_dependencies([routed.own]):
-                self._engine.flush()
+                self._engine.apply_all()
 
     def dequeue(self, call: Call) -> list[tf.Tensor]:
         steps = self._steps()

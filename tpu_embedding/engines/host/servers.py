@@ -145,14 +145,26 @@ class ParameterServerEngine(HostEngine):
 
         Also applies an update whose worker was lost after its server had taken it.
         """
-        if tf.executing_eagerly():
-            self._coordinator.wait_for(self._apply_all)
-        else:
-            self._apply_all()
+        self._run(self._flush_parts)
 
-    def _apply_all(self) -> None:
+    def apply_all(self) -> None:
+        """Applies all complete updates; rows may wait."""
+        self._run(self._apply_parts)
+
+    def _run(self, call: Callable[[], None]) -> None:
+        if tf.executing_eagerly():
+            self._coordinator.wait_for(call)
+        else:
+            call()
+
+    def _apply_parts(self) -> None:
         for part in self._parts:
             part.apply_all()
+
+    def _flush_parts(self) -> None:
+        for part in self._parts:
+            part.apply_all()
+            part.catch_up()
 
     def reset(self) -> None:
         self._steps.reset()
@@ -184,7 +196,7 @@ def _part_on(
     )
     stored = [variables[t][process if placement.is_divided(t) else 0] for t in tables]
     record = plan_record(options, local, served=True)
-    return TablePart(options, record, stored, local, tables)
+    return TablePart(options, record, stored, local, tables, divided=True)
 
 
 def places_on_servers(

@@ -2,111 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
-import functools
-import sys
-import weakref
-from collections.abc import Callable, Iterator
 from typing import Any
 
-import tensorflow as tf
-from tensorflow.python.eager import record
 from tensorflow.python.ops import control_flow_util, resource_variable_ops
 
 from tpu_embedding.keras.keras_api import keras_api
 from tpu_embedding.keras.rows.waiting import Waiting, other_optimizer
-
-_Variable = resource_variable_ops.ResourceVariable
-_flushes_before: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "flushes_before", default=False
+from tpu_embedding.tables.waiting import (
+    TableVariable,
+    before_calls,
+    make_waiting,
+    outermost_graph,
 )
 
-
-class TableVariable(_Variable):
-    """A table, or a slot of one, that an optimizer may leave behind.
-
-    The class of a tf.Variable is changed to it. A read of the whole variable catches
-    all rows up and writes them; a read of some rows (`tf.gather`) writes nothing. Ops
-    that take its `handle` see what is stored.
-    """
-
-    waiting: Waiting | None = None  # Once an optimizer is built.
-
-    def sparse_read(self, indices: Any, name: str | None = None) -> Any:
-        """Reads rows, caught up."""
-        waiting = self.waiting
-        graph = _outermost_graph()
-        before = waiting is None or (graph is not None and _flushes_before.get())
-        if graph is not None and (before or not is_recording()):
-            self._flush_before_calls(graph, None if before else waiting)
-        if waiting is None or before or waiting.is_quiet():
-            return super().sparse_read(indices, name)
-        return waiting.read(tf.convert_to_tensor(indices))
-
-    def gather_nd(self, indices: Any, name: str | None = None) -> Any:
-        """Reads values, after a flush."""
-        self._flush()
-        return super().gather_nd(indices, name)
-
-    def _read_variable_op(self, no_copy: bool = False) -> Any:
-        self._flush()
-        return super()._read_variable_op(no_copy)
-
-    def _restore_from_tensors(self, restored_tensors: Any) -> Any:
-        self._flush()  # The others of the table keep what they are worth now.
-        return super()._restore_from_tensors(restored_tensors)
-
-    def _flush(self) -> None:
-        waiting, graph = self.waiting, _outermost_graph()
-        if graph is not None and not (waiting is not None and waiting.is_quiet()):
-            self._flush_before_calls(graph, waiting)
-        if waiting is not None:
-            waiting.flush()
-
-    def _flush_before_calls(self, graph: Any, traced: Waiting | None) -> None:
-        """Flushes before each call of a graph, unless it catches rows up itself.
-
-        The optimizer may be built, or another one may train the table, after the graph
-        was traced.
-        """
-
-        def flush() -> None:
-            if self.waiting is not None and self.waiting is not traced:
-                self.waiting.flush()
-
-        _before_calls(graph, flush)
-
-    @property
-    def _handle(self) -> Any:
-        # TensorFlow's eager ops that take a variable for a tensor read its handle in
-        # C++, in place of `_read_variable_op`: the caller is then a generated function.
-        if self.waiting is not None and _is_called_by_generated_op():
-            self.waiting.flush()
-        return self.__dict__["_handle"]
-
-    @_handle.setter
-    def _handle(self, value: Any) -> None:
-        vars(self)["_handle"] = value
-
-
-def _flushed(name: str) -> Any:
-    method = getattr(_Variable, name)
-
-    @functools.wraps(method)
-    def flush_and_write(self: TableVariable, *args: Any, **kwargs: Any) -> Any:
-        self._flush()
-        return method(self, *args, **kwargs)
-
-    return flush_and_write
-
-
-for _name in (
-    *("assign", "assign_add", "assign_sub", "batch_scatter_update"),
-    *(f"scatter_{what}" for what in ("add", "sub", "update", "max", "min", "mul")),
-    *(f"scatter_{what}" for what in ("div", "nd_add", "nd_sub", "nd_update")),
-):
-    setattr(TableVariable, _name, _flushed(_name))
+_Variable = resource_variable_ops.ResourceVariable
 
 
 def components(variable: Any) -> tuple[Any, ...]:
@@ -117,17 +26,8 @@ def components(variable: Any) -> tuple[Any, ...]:
 
 def make_table(variable: Any) -> bool:
     """Makes a weight one whose rows may wait; returns whether it is one now."""
-    parts = components(variable)
-    for part in parts:
-        cls = type(part)
-        reads_as_usual = (
-            issubclass(cls, resource_variable_ops.BaseResourceVariable)
-            and cls.sparse_read is _Variable.sparse_read
-            and cls._read_variable_op is _Variable._read_variable_op
-        )
-        if reads_as_usual and part.shape.rank == 2 and part.dtype.is_floating:
-            object.__setattr__(part, "__class__", TableVariable)
-    return all(isinstance(part, TableVariable) for part in parts)
+    made = [make_waiting(part, TableVariable) for part in components(variable)]
+    return all(made)
 
 
 def make_plain(variable: Any) -> None:
@@ -151,8 +51,9 @@ def local(variable: Any) -> Any:
 
 def take_over(variable: TableVariable, waiting: Waiting | None) -> None:
     """Gives a table and its slots to an optimizer, for which rows may wait or not."""
-    if variable.waiting is not None:
-        variable.waiting.release()
+    before: Any = variable.waiting
+    if before is not None:
+        before.release()
     for each in waiting.variables if waiting is not None else ():
         each.waiting = waiting
 
@@ -168,7 +69,7 @@ def check_calls(variable: Any, waiting: Waiting | None) -> None:
 
     Where rows wait, an op does it (`Waiting.check_step`); XLA leaves assertions out.
     """
-    graph = _outermost_graph()
+    graph = outermost_graph()
     if graph is None or not isinstance(variable, TableVariable):
         return
 
@@ -178,7 +79,7 @@ def check_calls(variable: Any, waiting: Waiting | None) -> None:
 
     in_xla = control_flow_util.GraphOrParentsInXlaContext(graph)
     if not _is_in_loop(graph) if in_xla else waiting is None:
-        _before_calls(graph, check)
+        before_calls(graph, check)
 
 
 def _is_in_loop(graph: Any) -> bool:
@@ -188,63 +89,3 @@ def _is_in_loop(graph: Any) -> bool:
             return True
         graph = graph.outer_graph
     return False
-
-
-def is_recording() -> bool:
-    """Whether a tape may ask for gradients."""
-    return record.could_possibly_record()
-
-
-@contextlib.contextmanager
-def flush_before() -> Iterator[None]:
-    """Makes reads of rows flush before the graph is called, and read what is stored.
-
-    Such a graph has nothing of the optimizer, so that it can be exported.
-    """
-    token = _flushes_before.set(True)
-    try:
-        yield
-    finally:
-        _flushes_before.reset(token)
-
-
-def _is_called_by_generated_op() -> bool:
-    module = sys._getframe(2).f_globals.get("__name__", "")
-    return module.startswith("tensorflow.python.ops.gen_")
-
-
-def _outermost_graph() -> Any:
-    """The graph of the tf.function that is traced; None if none is."""
-    graph: Any = tf.compat.v1.get_default_graph()
-    if tf.executing_eagerly() or not hasattr(graph, "capture_call_time_value"):
-        return None  # The latter: a graph of TensorFlow 1.
-    while graph.is_control_flow_graph:
-        graph = graph.outer_graph
-    return graph
-
-
-# By graph, what is done before each of its calls.
-_done_before: weakref.WeakKeyDictionary[Any, list[Callable[[], None]]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def _before_calls(graph: Any, do: Callable[[], None]) -> None:
-    """Does something before each call of a graph, in Python."""
-    if graph in _done_before:
-        _done_before[graph].append(do)
-        return
-    done = _done_before[graph] = [do]
-
-    def do_all() -> tf.Tensor:
-        with tf.init_scope():
-            for each in done:
-                each()
-            return tf.constant(0)
-
-    with tf.init_scope():
-        saved = tf.constant(0)  # What a SavedModel has in place of it.
-    with graph.as_default():
-        graph.capture_call_time_value(
-            do_all, tf.TensorSpec([], tf.int32), ("tpu_embedding", id(done)), saved
-        )

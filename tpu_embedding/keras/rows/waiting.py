@@ -25,12 +25,10 @@ from tensorflow.python.ops import control_flow_util, resource_variable_ops
 
 from tpu_embedding import distribution
 from tpu_embedding.ops import library, records
-from tpu_embedding.optimizers.idle import Idle
+from tpu_embedding.ops.idle import idle_record
+from tpu_embedding.optimizers.idle import Idle, history_length
+from tpu_embedding.tables.waiting import instead
 
-# A pass over all rows follows when the history is full. The passes add less than one
-# row to each step, and the history at most an eighth of the bytes of a table.
-_ROWS_FOR_EACH_STEP = 8
-_LONGEST_HISTORY = 65_536
 # Rows that TensorFlow's ops catch up at one time, and values, which bound the memory.
 _VALUES_AT_ONCE = 1 << 20
 
@@ -109,9 +107,7 @@ class Waiting:
         rows = int(variables[0].shape[0])
         horizon = self._quadrature.horizon if self._quadrature else 1
         self._ages = np.arange(1, horizon + 1)
-        self.capacity = min(
-            max(rows // _ROWS_FOR_EACH_STEP, 2 * horizon + 2, 512), _LONGEST_HISTORY
-        )
+        self.capacity = history_length(rows, horizon)
         terms = len(self._quadrature.nodes) if self._quadrature else 1
         with tf.init_scope(), tf.device(variables[0].device):
             # The number of steps, the step at which all rows were caught up, the owner.
@@ -140,7 +136,7 @@ class Waiting:
         stored: Any = resource_variable_ops.ResourceVariable.sparse_read(table, rows)
         with record.stop_recording():
             caught_up = self._caught_up(rows, [stored])[0]
-        return _instead(stored, caught_up)
+        return instead(stored, caught_up)
 
     def caught_up(self, rows: tf.Tensor) -> list[tf.Tensor]:
         """Reads rows of the table and of each slot, caught up.
@@ -357,21 +353,12 @@ class Waiting:
 
     def record(self, with_weights: bool) -> Any:
         """What a step does to a row, with the weights if the op counts steps."""
-        idle, quadrature = self.idle, self._quadrature
-        weights = quadrature.weights if quadrature and with_weights else np.zeros(0)
-        options = (idle.epsilon_beta, idle.root_fade, idle.epsilon, *idle.follow)
-        return records.record(
+        return idle_record(
+            self.idle,
             name=self.variables[0].name,
-            owner=self.owner,
-            move=idle.move,
-            moment=idle.moment,
-            square=idle.square,
-            epsilon_inside=idle.epsilon_inside,
             decays=self.decays,
-            options=np.array(options, np.float64),
-            fades=np.array(idle.fades, np.float64),
-            nodes=quadrature.nodes if quadrature else np.ones(1),
-            node_weights=weights,
+            owner=self.owner,
+            with_weights=with_weights,
         )
 
     @contextlib.contextmanager
@@ -391,12 +378,6 @@ class Waiting:
 def serialized(tables: Sequence[Waiting], with_weights: bool = True) -> bytes:
     """What the ops of the library take as `idle`."""
     return records.serialize(rules=[each.record(with_weights) for each in tables])
-
-
-@tf.custom_gradient
-def _instead(rows: tf.Tensor, caught_up: tf.Tensor) -> Any:
-    """Returns the rows that were caught up, with the gradient of the stored ones."""
-    return tf.identity(caught_up), lambda gradient: (gradient, None)
 
 
 @tf.RegisterGradient("TpuEmbeddingCaughtUpRows")

@@ -3,9 +3,10 @@
 #include <algorithm>
 #include <cmath>
 #include <utility>
+#include <variant>
 
+#include "core/bfloat16-inl.h"
 #include "core/simd.h"
-#include "core/update.h"
 
 // The symbols of these functions that older systems have, too: see
 // older_systems.cc.
@@ -22,6 +23,7 @@ __asm__(".symver pow, pow@GLIBC_2.17");
 namespace tpu_embedding {
 namespace {
 
+constexpr int64_t kMostSteps = int64_t{1} << 30;
 // Sums of a sign grow with the decay, and must not overflow.
 constexpr double kSmallestLog = -300.0;
 
@@ -97,6 +99,25 @@ struct Scale {
 };
 
 float Sign(float x) { return x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : x; }
+
+// A row as float32: where it is, or in `copy`.
+float* Floats(const TableView& table, int64_t row, float* copy) {
+  const int64_t begin = row * table.dim;
+  if (float* const* const data = std::get_if<float*>(&table.parameters)) {
+    return *data + begin;
+  }
+  RunOnThisCpu<ExpandBody>(std::get<BFloat16*>(table.parameters) + begin,
+                           table.dim, copy);
+  return copy;
+}
+
+std::array<float*, kMostSlots> SlotsOf(const TableView& table, int64_t row) {
+  std::array<float*, kMostSlots> slots = {};
+  for (size_t k = 0; k < table.slots.size(); ++k) {
+    slots[k] = table.slots[k] + row * table.dim;
+  }
+  return slots;
+}
 
 }  // namespace
 
@@ -233,6 +254,10 @@ bool WaitingRows::is_full() const {
 }
 
 void WaitingRows::Restart() {
+  if (state_.clock[0] > kMostSteps) {  // int32 must be able to number them.
+    std::fill_n(state_.since, state_.num_rows, 0);
+    state_.clock[0] = 0;
+  }
   state_.clock[1] = state_.clock[0];
   std::fill_n(Start(state_.clock[0]), width_, 0.0);
 }
@@ -243,11 +268,37 @@ void PrefetchWait(const TableView& table, int64_t far, int64_t near) {
 }
 
 void EndWait(const TableView& table, int64_t row, float* weights) {
-  std::array<float*, kMostSlots> slots = {};
-  for (size_t k = 0; k < table.slots.size(); ++k) {
-    slots[k] = table.slots[k] + row * table.dim;
+  table.waiting->Begin(row, weights, SlotsOf(table, row).data(), table.dim,
+                       table.shrinkage);
+}
+
+void ReadCaughtUp(const TableView& table, const WaitingRows& waiting,
+                  int64_t row, float* values) {
+  waiting.CatchUp(waiting.Find(row), Floats(table, row, values),
+                  SlotsOf(table, row).data(), table.dim, values, nullptr);
+}
+
+void CatchUpRows(const TableView& table, const WaitingRows& waiting,
+                 const Rounding& rounding, int64_t begin, int64_t end) {
+  std::vector<float> copy(table.dim);
+  for (int64_t row = begin; row < end; ++row) {
+    const Wait wait = waiting.Find(row);
+    if (wait.steps == 0) continue;
+    float* const values = Floats(table, row, copy.data());
+    const auto slots = SlotsOf(table, row);
+    waiting.CatchUp(wait, values, slots.data(), table.dim, values,
+                    slots.data());
+    if (values == copy.data()) {
+      RowsToRound rows;
+      std::fill_n(rows.values, kRowsAtOnce, values);
+      std::fill_n(rows.rows, kRowsAtOnce,
+                  rounding.first_row + row * rounding.row_step);
+      std::fill_n(rows.out, kRowsAtOnce,
+                  std::get<BFloat16*>(table.parameters) + row * table.dim);
+      RunOnThisCpu<RoundBody>(rows, table.dim, rounding);
+    }
+    waiting.CaughtUp(row);
   }
-  table.waiting->Begin(row, weights, slots.data(), table.dim, table.shrinkage);
 }
 
 }  // namespace tpu_embedding

@@ -11,6 +11,9 @@
 #include <string>
 #include <vector>
 
+#include "core/bfloat16.h"
+#include "core/update.h"
+
 namespace tpu_embedding {
 
 constexpr int kMostNodes = 16;
@@ -114,6 +117,15 @@ class WaitingRows {
   std::array<float, kMostNodes> root_fades_;
   std::array<double, kMostSlots> logs_;  // of the factors of the slots
 };
+
+// Reads a row of a table as float32, caught up.
+void ReadCaughtUp(const TableView& table, const WaitingRows& waiting,
+                  int64_t row, float* values);
+
+// Catches up the rows [begin, end) of a table and their slots in memory.
+// bfloat16 is rounded.
+void CatchUpRows(const TableView& table, const WaitingRows& waiting,
+                 const Rounding& rounding, int64_t begin, int64_t end);
 
 }  // namespace tpu_embedding
 

@@ -7,6 +7,8 @@
 #include <utility>
 #include <variant>
 
+#include "core/idle.h"
+
 namespace tpu_embedding {
 namespace {
 
@@ -84,7 +86,12 @@ void CountingObserver::Apply(const UpdatePiece& piece,
   };
   Buffer<float> before((end - begin) * dim), values(dim);
   for (int64_t u = begin; u < end; ++u) {
-    CopyRow(table, row(u), before.data() + (u - begin) * dim);
+    float* const old = before.data() + (u - begin) * dim;
+    if (table.waiting) {  // What the row moved while it waited is no update.
+      ReadCaughtUp(table, *table.waiting, row(u), old);
+    } else {
+      CopyRow(table, row(u), old);
+    }
   }
   apply();
   for (int64_t u = begin; u < end; ++u) {

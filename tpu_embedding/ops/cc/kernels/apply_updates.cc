@@ -15,6 +15,7 @@
 #include "core/update.h"
 #include "kernels/batch_variant.h"
 #include "kernels/kernel_util.h"
+#include "kernels/waiting_table.h"
 
 namespace tpu_embedding {
 namespace {
@@ -34,6 +35,7 @@ struct TableWork {
   std::vector<const float*> samples;  // gradient of each sample, or null
   TableGradients gradients;
   RuleArguments arguments;
+  const RowOptions* options = nullptr;
 };
 
 using Observers = std::vector<std::unique_ptr<UpdateObserver>>;
@@ -65,38 +67,6 @@ absl::Status Grow(const BatchQueue::Update& update,
   }
   TF_RETURN_IF_ERROR(GrowingTable::Begin(batches, growths, parallel_for));
   GrowingTable::Grow(growths, parallel_for);
-  return absl::OkStatus();
-}
-
-absl::Status MakeViews(const StepQueueResource& resource,
-                       const std::vector<Variable>& tables,
-                       const std::vector<Variable>& slots,
-                       std::vector<TableView>* views) {
-  const Plan& plan = *resource.plan;
-  size_t next = 0;
-  for (size_t t = 0; t < plan.tables.size(); ++t) {
-    const TablePlan& spec = plan.tables[t];
-    if (!spec.rule) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "A malformed graph: table ", spec.name, " has no optimizer."));
-    }
-    TableView& view = (*views)[t];
-    view.parameters = DataOf(tables[t]->tensor());
-    const GrowingTable* const growing = resource.growing[t].get();
-    view.num_rows = growing ? growing->num_rows() : spec.rows;
-    view.slots.clear();
-    view.dim = spec.dim;
-    const int64_t width = spec.rule->slots_per_row ? 1 : view.dim;
-    const tensorflow::TensorShape shape({view.num_rows, width});
-    for (int k = 0; k < spec.rule->num_slots; ++k, ++next) {
-      if (next >= slots.size() || slots[next]->tensor()->shape() != shape) {
-        return absl::InvalidArgumentError(absl::StrCat(
-            "Table ", spec.name, ": a slot is missing or is not of shape ",
-            shape.DebugString(), ". Do not change the shape of a slot."));
-      }
-      view.slots.push_back(slots[next]->tensor()->flat<float>().data());
-    }
-  }
   return absl::OkStatus();
 }
 
@@ -195,7 +165,7 @@ void Run(const Plan& plan, const ParallelFor& parallel_for,
   works.reserve(work.size());
   for (size_t t = 0; t < work.size(); ++t) {
     const TablePlan& table = plan.tables[t];
-    const int64_t rows = UpdatesAllRows(*table.options)
+    const int64_t rows = UpdatesAllRows(*work[t].options)
                              ? work[t].view->num_rows
                              : work[t].gradients.groups->num_rows();
     works.push_back({rows, Cycles(*table.rule, work[t], rows)});
@@ -217,13 +187,14 @@ void Run(const Plan& plan, const ParallelFor& parallel_for,
     const TablePlan& table = plan.tables[t];
     const auto update = [&] {
       table.rule->UpdateOf(work[t].view->parameters)(
-          work[t].arguments, *table.options, work[t].gradients, *work[t].view,
+          work[t].arguments, *work[t].options, work[t].gradients, *work[t].view,
           piece.begin, piece.end);
     };
     if (observers.empty()) return update();
-    const UpdatePiece seen{static_cast<int>(t), work[t].gradients,
-                           *work[t].view,       UpdatesAllRows(*table.options),
-                           piece.begin,         piece.end};
+    const UpdatePiece seen{
+        static_cast<int>(t), work[t].gradients,
+        *work[t].view,       UpdatesAllRows(*work[t].options),
+        piece.begin,         piece.end};
     Observe(observers, 0, seen, update);
   });
 }
@@ -237,9 +208,9 @@ float Rate(const BatchQueue::Update& update, int table) {
   return rate;
 }
 
-void Apply(const Plan& plan, const BatchQueue::Update& update,
-           const ParallelFor& parallel_for, std::vector<TableWork>* work,
-           const Observers& observers) {
+// Groups the gradients of an update by row.
+void Collect(const Plan& plan, const BatchQueue::Update& update,
+             const ParallelFor& parallel_for, std::vector<TableWork>* work) {
   for (size_t t = 0; t < plan.tables.size(); ++t) {
     const TablePlan& table = plan.tables[t];
     (*work)[t].arguments = {
@@ -254,7 +225,6 @@ void Apply(const Plan& plan, const BatchQueue::Update& update,
     CollectGradients(update, table, t, &(*work)[t]);
   }
   GroupEntries(plan, update, parallel_for, work);
-  Run(plan, parallel_for, *work, observers);
 }
 
 // Of a routed batch the senders know them.
@@ -270,7 +240,76 @@ void CountSamples(const BatchQueue::Update& update, const Plan& plan,
   }
 }
 
+// Before an update: whether rows make up for it later, or must be caught up
+// before it, as it updates all of them.
+void BeginWaiting(const StepQueueResource& resource,
+                  const ParallelFor& parallel_for,
+                  std::vector<TableView>* views, std::vector<TableWork>* work) {
+  for (size_t t = 0; t < work->size(); ++t) {
+    WaitingTable* const waiting = resource.waiting[t].get();
+    if (!waiting) continue;
+    TableWork& own = (*work)[t];
+    TableView& view = (*views)[t];
+    if (waiting->TakesStep(own.arguments.rate)) {
+      view.waiting = &waiting->rows();
+    } else {
+      CatchUpTable(parallel_for, resource, t, view);
+      view.waiting = nullptr;
+      own.options = &waiting->all_rows();
+    }
+  }
+}
+
+// After an update.
+void EndWaiting(const StepQueueResource& resource,
+                const ParallelFor& parallel_for,
+                const std::vector<TableView>& views,
+                const std::vector<TableWork>& work) {
+  for (size_t t = 0; t < work.size(); ++t) {
+    WaitingTable* const waiting = resource.waiting[t].get();
+    if (!waiting) continue;
+    waiting->rounding = work[t].arguments.rounding;
+    if (!views[t].waiting) continue;
+    waiting->Advance(work[t].arguments.rate);
+    if (waiting->rows().is_full()) {
+      CatchUpTable(parallel_for, resource, t, views[t]);
+    }
+  }
+}
+
 }  // namespace
+
+absl::Status MakeViews(const StepQueueResource& resource,
+                       const std::vector<Variable>& tables,
+                       const std::vector<Variable>& slots,
+                       std::vector<TableView>* views) {
+  const Plan& plan = *resource.plan;
+  size_t next = 0;
+  for (size_t t = 0; t < plan.tables.size(); ++t) {
+    const TablePlan& spec = plan.tables[t];
+    if (!spec.rule) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "A malformed graph: table ", spec.name, " has no optimizer."));
+    }
+    TableView& view = (*views)[t];
+    view.parameters = DataOf(tables[t]->tensor());
+    const GrowingTable* const growing = resource.growing[t].get();
+    view.num_rows = growing ? growing->num_rows() : spec.rows;
+    view.slots.clear();
+    view.dim = spec.dim;
+    const int64_t width = spec.rule->slots_per_row ? 1 : view.dim;
+    const tensorflow::TensorShape shape({view.num_rows, width});
+    for (int k = 0; k < spec.rule->num_slots; ++k, ++next) {
+      if (next >= slots.size() || slots[next]->tensor()->shape() != shape) {
+        return absl::InvalidArgumentError(absl::StrCat(
+            "Table ", spec.name, ": a slot is missing or is not of shape ",
+            shape.DebugString(), ". Do not change the shape of a slot."));
+      }
+      view.slots.push_back(slots[next]->tensor()->flat<float>().data());
+    }
+  }
+  return absl::OkStatus();
+}
 
 absl::Status ApplyUpdates(tensorflow::OpKernelContext* context,
                           StepQueueResource* resource, const NextUpdate& next,
@@ -311,6 +350,7 @@ absl::Status ApplyUpdates(tensorflow::OpKernelContext* context,
     for (size_t t = 0; t < views.size(); ++t) {
       work[t].view = &views[t];
       work[t].merged = &resource->merged[t];
+      work[t].options = plan.tables[t].options.get();
     }
     if (grows) {
       // Of the errors there may be, TpuEmbeddingUpdate has met all but those
@@ -330,7 +370,10 @@ absl::Status ApplyUpdates(tensorflow::OpKernelContext* context,
       counting = counts.get();
       observers.push_back(std::move(counts));
     }
-    Apply(plan, *update, WorkerPool(context), &work, observers);
+    Collect(plan, *update, WorkerPool(context), &work);
+    BeginWaiting(*resource, WorkerPool(context), &views, &work);
+    Run(plan, WorkerPool(context), work, observers);
+    EndWaiting(*resource, WorkerPool(context), views, work);
     for (size_t t = 0; waiting && t < views.size(); ++t) {
       AdvanceTable(WorkerPool(context), waiting->steps, t, views[t],
                    &waiting->tables[t]);

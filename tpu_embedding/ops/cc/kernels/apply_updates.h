@@ -5,6 +5,7 @@
 
 #include <functional>
 #include <optional>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "kernels/step_queue_resource.h"
@@ -12,6 +13,12 @@
 #include "tensorflow/core/framework/op_kernel.h"
 
 namespace tpu_embedding {
+
+// The tables and slots of a plan, which are locked.
+absl::Status MakeViews(const StepQueueResource& resource,
+                       const std::vector<Variable>& tables,
+                       const std::vector<Variable>& slots,
+                       std::vector<TableView>* views);
 
 // The next update to apply, or none; called while the variables are locked.
 using NextUpdate = std::function<std::optional<BatchQueue::Update>()>;

@@ -252,10 +252,11 @@ int64_t AddTo(Var* counter, int64_t number) {
   return before;
 }
 
-ReadLocks::ReadLocks(const std::vector<Variable>& variables) {
-  variables_.reserve(variables.size());
-  for (const Variable& variable : variables) {
-    variables_.push_back(variable.get());
+ReadLocks::ReadLocks(const std::vector<Variable>& variables,
+                     const std::vector<Variable>& more) {
+  variables_.reserve(variables.size() + more.size());
+  for (const auto* list : {&variables, &more}) {
+    for (const Variable& variable : *list) variables_.push_back(variable.get());
   }
   SortUnique(&variables_);
   for (Var* variable : variables_) variable->mu()->lock_shared();

@@ -95,10 +95,11 @@ absl::Status LookUpCounters(tensorflow::OpKernelContext* context,
 // Adds to a counter; returns the value before.
 int64_t AddTo(tensorflow::Var* counter, int64_t number);
 
-// Read locks on all of `variables`, taken in one global order.
+// Read locks on all of `variables` and `more`, taken in one global order.
 class ReadLocks {
  public:
-  explicit ReadLocks(const std::vector<Variable>& variables);
+  explicit ReadLocks(const std::vector<Variable>& variables,
+                     const std::vector<Variable>& more = {});
   ~ReadLocks();
   ReadLocks(const ReadLocks&) = delete;
   ReadLocks& operator=(const ReadLocks&) = delete;

@@ -10,9 +10,11 @@
 #include <vector>
 
 #include "core/pieces.h"
+#include "kernels/apply_updates.h"
 #include "kernels/batch_variant.h"
 #include "kernels/kernel_util.h"
 #include "kernels/step_queue_resource.h"
+#include "kernels/waiting_table.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
@@ -31,6 +33,7 @@ REGISTER_OP("TpuEmbeddingLookup")
     .Input("batches: num_batches * variant")
     .Input("tables: num_tables * resource")
     .Input("runs: num_runs * int64")
+    .Input("slots: num_slots * resource")
     .Output("activations: num_features * float")
     .Output("looked_up: variant")
     .Output("apply_now: bool")
@@ -38,6 +41,7 @@ REGISTER_OP("TpuEmbeddingLookup")
     .Attr("num_tables: int >= 1")
     .Attr("num_features: int >= 1")
     .Attr("num_runs: int >= 0")
+    .Attr("num_slots: int >= 0")
     .Attr("output_shapes: list(shape)")
     .Attr("replica: int")
     .SetIsStateful()
@@ -55,6 +59,7 @@ batches: one batch, whose gradients may or may not follow by TpuEmbeddingUpdate,
   for `replica`, which then owes its gradients if it is for training.
 tables: the table variables, float32 or bfloat16 [vocabulary size, dim].
 runs: none in strategy.run in a graph; eagerly a number of this run; 0 outside.
+slots: those of all tables, if rows of any wait for their gradients, else none.
 activations: for each feature [its output shape..., dim].
 looked_up: for TpuEmbeddingUpdate, once, if a batch was given.
 apply_now: whether updates are due, the queue's next step being looked up in all
@@ -74,15 +79,22 @@ class LookupOp : public tensorflow::OpKernel {
     int64_t run = 0;
     OP_REQUIRES_OK(context, LookUpQueue(context, &resource, replica_));
     OP_REQUIRES_OK(context, ReadRun(context, &run));
-    std::vector<Variable> tables;
+    std::vector<Variable> tables, slots;
     OP_REQUIRES_OK(context, LookUpTables(context, &tables));
+    OP_REQUIRES_OK(context, LookUpSlots(context, &slots));
     OpInputList batches;
     OP_REQUIRES_OK(context, context->input_list("batches", &batches));
     OP_REQUIRES_OK(context, AdoptGrowing(tables, resource.get()));
     BatchQueue& queue = resource->queue;
     BatchVariant looked_up(resource->plan, nullptr, absl::OkStatus());
-    const ReadLocks locks(tables);
+    const ReadLocks locks(tables, slots);
     Outputs outputs;
+    outputs.caught_up.resize(resource->plan->features.size());
+    if (AnyWaits(*resource)) {
+      outputs.views.resize(tables.size());
+      OP_REQUIRES_OK(context,
+                     MakeViews(*resource, tables, slots, &outputs.views));
+    }
     if (batches.size() == 0) {
       // A batch that cannot be looked up stays in the queue.
       absl::Status accepted;
@@ -106,7 +118,7 @@ class LookupOp : public tensorflow::OpKernel {
       OP_REQUIRES_OK(context, Allocate(context, looked_up.batch, tables,
                                        resource.get(), &outputs));
     }
-    Run(context, *looked_up.batch, tables, outputs, resource.get());
+    Run(context, *looked_up.batch, tables, resource.get(), &outputs);
     const int num_features = resource->plan->features.size();
     Tensor* apply_now = nullptr;
     OP_REQUIRES_OK(context,
@@ -119,6 +131,8 @@ class LookupOp : public tensorflow::OpKernel {
   struct Outputs {
     std::vector<float*> features;            // of each one
     std::vector<GrowingTable::Found> found;  // of each growing table
+    std::vector<TableView> views;            // none if no row waits
+    std::vector<CaughtUp> caught_up;         // by feature
   };
 
   // Everything that can fail.
@@ -145,18 +159,26 @@ class LookupOp : public tensorflow::OpKernel {
   }
 
   void Run(OpKernelContext* context, const PreparedBatch& batch,
-           const std::vector<Variable>& tables, const Outputs& outputs,
-           StepQueueResource* resource) const {
+           const std::vector<Variable>& tables, StepQueueResource* resource,
+           Outputs* outputs) const {
     const Plan& plan = *resource->plan;
     for (size_t t = 0; t < tables.size(); ++t) {
       if (resource->growing[t]) continue;
       resource->huge_pages.Advise(t, *tables[t]->tensor());
     }
+    std::vector<CaughtUp>& caught_up = outputs->caught_up;
     const auto entries_of = [&](int64_t f) -> FeatureEntries {
       const int table = plan.feature_tables[f];
+      if (caught_up[f].rows) return {batch.features[f], caught_up[f].places};
       if (!resource->growing[table]) return batch.features[f];
-      return {batch.features[f], outputs.found[table].rows(0, f)};
+      return {batch.features[f], outputs->found[table].rows(0, f)};
     };
+    for (size_t f = 0; f < caught_up.size() && !outputs->views.empty(); ++f) {
+      const int table = plan.feature_tables[f];
+      if (!resource->waiting[table]) continue;
+      caught_up[f] = {table, *entries_of(f).rows};
+    }
+    ReadCaughtUp(WorkerPool(context), *resource, outputs->views, &caught_up);
     std::vector<Work> works;
     works.reserve(batch.features.size());
     for (size_t f = 0; f < batch.features.size(); ++f) {
@@ -167,12 +189,13 @@ class LookupOp : public tensorflow::OpKernel {
       const int64_t f = piece.owner;
       const int table = plan.feature_tables[f];
       const GrowingTable* growing = resource->growing[table].get();
-      Lookup(entries_of(f),
-             growing
-                 ? growing->rows()
-                 : DataOf(static_cast<const Tensor&>(*tables[table]->tensor())),
-             plan.dim(f), plan.tables[table].quantization, piece.begin,
-             piece.end, outputs.features[f]);
+      const ConstTableData rows =
+          caught_up[f].rows ? ConstTableData(caught_up[f].values.data())
+          : growing
+              ? growing->rows()
+              : DataOf(static_cast<const Tensor&>(*tables[table]->tensor()));
+      Lookup(entries_of(f), rows, plan.dim(f), plan.tables[table].quantization,
+             piece.begin, piece.end, outputs->features[f]);
     });
   }
 

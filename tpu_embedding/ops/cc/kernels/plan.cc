@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "core/row_options.h"
+#include "kernels/waiting.h"
 
 namespace tpu_embedding {
 namespace {
@@ -22,6 +23,20 @@ absl::Status Choose(const char* field, const std::string& name,
         absl::StrCat("A malformed graph: `", field, "` is ", name, "."));
   }
   *value = found->second;
+  return absl::OkStatus();
+}
+
+absl::Status ReadIdle(const Record& record, TablePlan* table) {
+  std::vector<Record> idle;
+  TF_RETURN_IF_ERROR(record.Get("idle", &idle));
+  if (idle.empty()) return absl::OkStatus();
+  const auto rule = std::make_shared<IdleRule>();
+  TF_RETURN_IF_ERROR(ReadIdleRule(idle[0], rule.get()));
+  TF_RETURN_IF_ERROR(
+      CheckLength("fades", rule->fades.size(), table->rule->num_slots));
+  TF_RETURN_IF_ERROR(record.Get("history", &table->history));
+  if (table->history < 2) return CheckLength("history", table->history, 2);
+  table->idle = rule;
   return absl::OkStatus();
 }
 
@@ -59,7 +74,7 @@ absl::Status ReadOptimizer(const Record& record, TablePlan* table) {
   int64_t seed = 0;
   TF_RETURN_IF_ERROR(record.Get("rounding_seed", &seed));
   table->rounding_seed = seed;
-  return absl::OkStatus();
+  return ReadIdle(record, table);
 }
 
 absl::Status ReadFirstValues(const Record& record, FirstValues* values) {

@@ -23,6 +23,8 @@
 
 namespace tpu_embedding {
 
+struct IdleRule;  // See core/idle.h.
+
 // Named fields, serialized by ops/records.py. A field that is missing or of
 // another type is an error.
 class Record {
@@ -66,6 +68,10 @@ struct TablePlan {
   std::vector<float> hyperparameters;
   std::shared_ptr<const RowOptions> options;
   uint64_t rounding_seed = 0;
+  // Where rows wait for their gradients: what a step without one does to them,
+  // and of how many steps that is kept. Null where they do not wait.
+  std::shared_ptr<const IdleRule> idle;
+  int64_t history = 0;
   // Of a growing table, whose `rows` are the most that it may have.
   std::optional<VocabularyOptions> vocabulary;
   std::vector<float> first_slots;  // what new rows of its slots start as

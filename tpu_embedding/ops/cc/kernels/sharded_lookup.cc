@@ -10,10 +10,12 @@
 #include "core/lookup.h"
 #include "core/pieces.h"
 #include "core/routing.h"
+#include "kernels/apply_updates.h"
 #include "kernels/batch_variant.h"
 #include "kernels/kernel_util.h"
 #include "kernels/sharded.h"
 #include "kernels/step_queue_resource.h"
+#include "kernels/waiting_table.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
@@ -33,12 +35,14 @@ REGISTER_OP("TpuEmbeddingServe")
     .Input("batches: num_batches * variant")
     .Input("tables: num_tables * resource")
     .Input("runs: num_runs * int64")
+    .Input("slots: num_slots * resource")
     .Output("looked_up: variant")
     .Output("messages: num_messages * uint8")
     .Output("refusal: string")
     .Attr("num_batches: int >= 0")
     .Attr("num_tables: int >= 1")
     .Attr("num_runs: int >= 0")
+    .Attr("num_slots: int >= 0")
     .Attr("num_messages: int >= 1")
     .Attr("output_shapes: list(shape)")
     .SetIsStateful()
@@ -50,6 +54,7 @@ batches: one batch from TpuEmbeddingReceiveBatch, past the queue; or none: the
   oldest one queued, which then owes its gradients if it is for training.
 tables: the variables of this owner's part.
 runs: as of TpuEmbeddingExchange.
+slots: as of TpuEmbeddingLookup.
 looked_up: for TpuEmbeddingReceiveGradients, once, if a batch was given; of
   processes also for TpuEmbeddingCombine and TpuEmbeddingSendGradients.
 messages: for each that asked, to be received by TpuEmbeddingCombine.
@@ -121,13 +126,19 @@ class ServeOp : public tensorflow::OpKernel {
     QueuePtr resource;
     OP_REQUIRES_OK(context, LookUpQueue(context, &resource));
     const Plan& plan = *resource->plan;
-    std::vector<Variable> tables;
+    std::vector<Variable> tables, slots;
     OP_REQUIRES_OK(context, LookUpTables(context, &tables));
+    OP_REQUIRES_OK(context, LookUpSlots(context, &slots));
     BatchVariant looked_up(resource->plan, nullptr, absl::OkStatus());
     absl::Status status = Take(context, resource.get(), &looked_up);
     if (status.ok()) status = AdoptGrowing(tables, resource.get());
-    const ReadLocks locks(tables);
+    const ReadLocks locks(tables, slots);
     if (status.ok()) status = CheckTables(tables, plan);
+    std::vector<TableView> views;  // none if no row waits
+    if (status.ok() && AnyWaits(*resource)) {
+      views.resize(tables.size());
+      status = MakeViews(*resource, tables, slots, &views);
+    }
     if (status.ok()) status = CheckShapes(plan, *looked_up.batch);
     std::vector<GrowingTable::Found> found(tables.size());
     if (status.ok()) {
@@ -154,7 +165,7 @@ class ServeOp : public tensorflow::OpKernel {
         if (resource->growing[t]) continue;
         resource->huge_pages.Advise(t, *tables[t]->tensor());
       }
-      Fill(context, *resource, tables, found, layouts, messages,
+      Fill(context, *resource, tables, found, views, layouts, messages,
            *looked_up.batch->routed);
     }
     OP_REQUIRES_OK(context, Wrap(context, 0, std::move(looked_up)));
@@ -205,6 +216,7 @@ class ServeOp : public tensorflow::OpKernel {
   static void Fill(OpKernelContext* context, const StepQueueResource& resource,
                    const std::vector<Variable>& tables,
                    const std::vector<GrowingTable::Found>& found,
+                   const std::vector<TableView>& views,
                    const std::vector<MessageLayout>& layouts,
                    const std::vector<char*>& messages,
                    const RoutedBatch& routed) {
@@ -220,11 +232,17 @@ class ServeOp : public tensorflow::OpKernel {
     const int64_t num_features = plan.features.size();
     // For each that asked its tables, then its features.
     std::vector<Work> works;
+    std::vector<CaughtUp> caught_up;  // by work
+    const auto read = [&](int t, const Buffer<int32_t>& rows) {
+      const bool waits = !views.empty() && resource.waiting[t];
+      caught_up.push_back(waits ? CaughtUp(t, rows) : CaughtUp());
+    };
     for (size_t p = 0; p < routed.requests.size(); ++p) {
       const PeerRequest& request = routed.requests[p];
       for (int64_t t = 0; t < num_tables; ++t) {
         const int64_t count = request.rows[t].size();
         works.push_back({count, count * (20 + plan.tables[t].dim / 2)});
+        read(t, request.rows[t]);
       }
       for (int64_t f = 0; f < num_features; ++f) {
         const FeatureCsr& csr = request.features[f];
@@ -232,13 +250,21 @@ class ServeOp : public tensorflow::OpKernel {
         works.push_back(
             {whole ? csr.num_samples() : 0,
              whole ? LookupCycles(entries_of(p, f), plan.dim(f)) : 0});
+        if (whole) {
+          read(plan.feature_tables[f], *entries_of(p, f).rows);
+        } else {
+          caught_up.emplace_back();
+        }
       }
     }
+    ReadCaughtUp(WorkerPool(context), resource, views, &caught_up);
     ForEachPiece(WorkerPool(context), works, [&](const Piece& piece) {
       const int p = piece.owner / (num_tables + num_features);
       const int64_t item = piece.owner % (num_tables + num_features);
       const bool narrow = Narrow(plan, p);
-      const auto data = [&](int64_t table) {
+      const CaughtUp& copy = caught_up[piece.owner];
+      const auto data = [&](int64_t table) -> ConstTableData {
+        if (copy.rows) return copy.values.data();
         const GrowingTable* growing = resource.growing[table].get();
         return growing ? growing->rows()
                        : DataOf(static_cast<const Tensor&>(
@@ -246,8 +272,8 @@ class ServeOp : public tensorflow::OpKernel {
       };
       if (item < num_tables) {
         const int64_t t = item;
-        GatherRows(routed.requests[p].rows[t], data(t), plan.tables[t].dim,
-                   narrow, piece.begin, piece.end,
+        GatherRows(copy.rows ? copy.places : routed.requests[p].rows[t],
+                   data(t), plan.tables[t].dim, narrow, piece.begin, piece.end,
                    messages[p] + layouts[p].tables[t]);
         return;
       }
@@ -256,8 +282,10 @@ class ServeOp : public tensorflow::OpKernel {
       const int64_t dim = plan.dim(f);
       char* to = messages[p] + layouts[p].features[f];
       const auto look_up = [&](float* out) {
-        Lookup(entries_of(p, f), data(t), dim, plan.tables[t].quantization,
-               piece.begin, piece.end, out);
+        FeatureEntries entries = entries_of(p, f);
+        if (copy.rows) entries.rows = &copy.places;
+        Lookup(entries, data(t), dim, plan.tables[t].quantization, piece.begin,
+               piece.end, out);
       };
       if (!narrow) return look_up(reinterpret_cast<float*>(to));
       std::vector<float> out((piece.end - piece.begin) * dim);

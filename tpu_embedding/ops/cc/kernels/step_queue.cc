@@ -84,10 +84,14 @@ class StepQueueOp : public tensorflow::OpKernel {
   void Compute(OpKernelContext* context) override {
     Tensor* handle = nullptr;
     OP_REQUIRES_OK(context, context->allocate_output(0, {}, &handle));
+    StepQueueResource* resource = nullptr;
+    OP_REQUIRES_OK(context, WithinMemory([&] {
+                     resource = new StepQueueResource(plan_, num_slots_);
+                     return absl::OkStatus();
+                   }));
     handle->scalar<tensorflow::ResourceHandle>()() =
         tensorflow::ResourceHandle::MakeRefCountingHandle(
-            new StepQueueResource(plan_, num_slots_),
-            context->device()->name());
+            resource, context->device()->name());
   }
 
  private:

@@ -45,6 +45,11 @@ struct ReplicaGradients {
 
 using BatchQueue = StepQueue<SharedBatch, ReplicaGradients>;
 
+// By table what waits in it; null where rows do not. See
+// kernels/waiting_table.h.
+class WaitingTable;
+std::vector<std::shared_ptr<WaitingTable>> MakeWaiting(const Plan& plan);
+
 class StepQueueResource : public tensorflow::ResourceBase {
  public:
   StepQueueResource(SharedPlan shared_plan, int num_slots)
@@ -53,6 +58,7 @@ class StepQueueResource : public tensorflow::ResourceBase {
               [this](const SharedBatch& batch) { ForgetLookup(batch); }),
         huge_pages(plan->tables.size() + num_slots),
         merged(plan->tables.size()),
+        waiting(MakeWaiting(*plan)),
         changed_rows(RowsOf(*plan)) {
     for (size_t t = 0; t < plan->tables.size(); ++t) {
       const TablePlan& table = plan->tables[t];
@@ -80,6 +86,7 @@ class StepQueueResource : public tensorflow::ResourceBase {
   HugePages huge_pages;  // under the tables, then the slots
   // By table, of the update that holds all locks; its storage is used again.
   std::vector<RowGroups> merged;
+  const std::vector<std::shared_ptr<WaitingTable>> waiting;
   std::vector<std::unique_ptr<GrowingTable>> growing;  // null: static
   // What TpuEmbeddingSendGradients sent last, of growing tables past the queue.
   std::weak_ptr<const PreparedBatch> sent;

@@ -8,8 +8,8 @@
 #include <map>
 #include <utility>
 
+#include "core/distinct.h"
 #include "core/pieces.h"
-#include "core/weighted_sum-inl.h"
 #include "kernels/plan.h"
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
@@ -25,9 +25,6 @@ using tensorflow::Tensor;
 using tensorflow::shape_inference::InferenceContext;
 using tensorflow::shape_inference::ShapeHandle;
 
-// Rough cycles to catch a row up, without those for its columns.
-constexpr int64_t kCyclesPerWait = 150;
-
 absl::Status GetDoubles(const Record& record, const char* name,
                         std::vector<double>* values) {
   Tensor tensor;
@@ -38,52 +35,6 @@ absl::Status GetDoubles(const Record& record, const char* name,
   }
   const auto flat = tensor.flat<double>();
   values->assign(flat.data(), flat.data() + flat.size());
-  return absl::OkStatus();
-}
-
-absl::Status ReadIdleRule(const Record& record, IdleRule* rule) {
-  using Move = IdleRule::Move;
-  static const auto* moves =
-      new std::map<std::string, Move>{{"", Move::kNone},
-                                      {"momentum", Move::kMomentum},
-                                      {"sign", Move::kSign},
-                                      {"root", Move::kRoot},
-                                      {"follow", Move::kFollow}};
-  std::string move;
-  TF_RETURN_IF_ERROR(record.Get("move", &move));
-  const auto found = moves->find(move);
-  if (found == moves->end()) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("A malformed graph: `move` is ", move, "."));
-  }
-  rule->move = found->second;
-  std::vector<double> options;  // epsilon_beta, root_fade, epsilon, follow
-  TF_RETURN_IF_ERROR(record.Get("name", &rule->name));
-  TF_RETURN_IF_ERROR(record.Get("owner", &rule->owner));
-  TF_RETURN_IF_ERROR(record.Get("moment", &rule->moment));
-  TF_RETURN_IF_ERROR(record.Get("square", &rule->square));
-  TF_RETURN_IF_ERROR(record.Get("epsilon_inside", &rule->epsilon_inside));
-  TF_RETURN_IF_ERROR(record.Get("decays", &rule->decays));
-  TF_RETURN_IF_ERROR(GetDoubles(record, "options", &options));
-  TF_RETURN_IF_ERROR(GetDoubles(record, "fades", &rule->fades));
-  TF_RETURN_IF_ERROR(GetDoubles(record, "nodes", &rule->nodes));
-  TF_RETURN_IF_ERROR(GetDoubles(record, "node_weights", &rule->node_weights));
-  TF_RETURN_IF_ERROR(CheckLength("options", options.size(), 7));
-  const int slots = rule->fades.size();
-  if (slots > kMostSlots || rule->nodes.empty() ||
-      rule->nodes.size() > kMostNodes ||
-      rule->node_weights.size() % rule->nodes.size() != 0) {
-    return absl::InvalidArgumentError(
-        "A malformed graph: `idle` has too many slots or nodes.");
-  }
-  if (slots > 0) {
-    TF_RETURN_IF_ERROR(
-        CheckIndices("idle", {rule->moment, rule->square}, slots));
-  }
-  rule->epsilon_beta = options[0];
-  rule->root_fade = options[1];
-  rule->epsilon = options[2];
-  std::copy_n(options.begin() + 3, 4, rule->follow.begin());
   return absl::OkStatus();
 }
 
@@ -139,29 +90,6 @@ struct LockedTables {
     }
     return absl::OkStatus();
   }
-};
-
-// Where each distinct row is read into: the first of its places.
-class FirstPlaces {
- public:
-  explicit FirstPlaces(size_t count) {
-    size_t size = 16;
-    while (size < 2 * count) size *= 2;
-    places_.assign(size, -1);
-  }
-  // The first place of the row `rows[place]`, which is `place` if it is new.
-  int64_t Of(const std::vector<int64_t>& rows, int64_t place) {
-    const size_t mask = places_.size() - 1;
-    const uint64_t hash = rows[place] * uint64_t{0x9E3779B97F4A7C15};
-    for (size_t i = hash >> 32;; ++i) {
-      int64_t& found = places_[i & mask];
-      if (found < 0) found = place;
-      if (rows[found] == rows[place]) return found;
-    }
-  }
-
- private:
-  std::vector<int64_t> places_;
 };
 
 // The rows that an input names, each in [0, num_rows).
@@ -262,20 +190,11 @@ class CaughtUpRowsOp : public tensorflow::OpKernel {
       waiting.PrefetchSince(rows[i]);
       distinct.push_back(i);
     }
-    const int64_t width = view.dim * (1 + view.slots.size());
-    const int64_t num_distinct = distinct.size();
-    const int64_t ahead = RowsAhead(4 * width);
-    ForEachPiece(
-        parallel_for, {{num_distinct, num_distinct * (kCyclesPerWait + width)}},
-        [&](const Piece& piece) {
-          for (int64_t i = piece.begin; i < piece.end; ++i) {
-            if (i + ahead < piece.end) {
-              const int64_t row = rows[distinct[i + ahead]];
-              waiting.PrefetchStart(row);
-              PrefetchRow(view, row);
-            }
-            ReadRow(view, waiting, rows[distinct[i]], distinct[i], outputs);
-          }
+    ReadDistinct(
+        parallel_for, view, waiting, distinct.size(),
+        [&](int64_t i) { return rows[distinct[i]]; },
+        [&](int64_t i) {
+          ReadRow(view, waiting, rows[distinct[i]], distinct[i], outputs);
         });
     for (int64_t i = 0; i < count; ++i) {
       if (first[i] == i) continue;
@@ -284,12 +203,6 @@ class CaughtUpRowsOp : public tensorflow::OpKernel {
                     output + i * view.dim);
       }
     }
-  }
-
-  static void PrefetchRow(const TableView& view, int64_t row) {
-    Prefetch(std::get<float*>(view.parameters) + row * view.dim, view.dim);
-    for (const float* slot : view.slots)
-      Prefetch(slot + row * view.dim, view.dim);
   }
 
   static void ReadRow(const TableView& view, const WaitingRows& waiting,
@@ -423,6 +336,52 @@ REGISTER_KERNEL_BUILDER(
 
 }  // namespace
 
+absl::Status ReadIdleRule(const Record& record, IdleRule* rule) {
+  using Move = IdleRule::Move;
+  static const auto* moves =
+      new std::map<std::string, Move>{{"", Move::kNone},
+                                      {"momentum", Move::kMomentum},
+                                      {"sign", Move::kSign},
+                                      {"root", Move::kRoot},
+                                      {"follow", Move::kFollow}};
+  std::string move;
+  TF_RETURN_IF_ERROR(record.Get("move", &move));
+  const auto found = moves->find(move);
+  if (found == moves->end()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("A malformed graph: `move` is ", move, "."));
+  }
+  rule->move = found->second;
+  std::vector<double> options;  // epsilon_beta, root_fade, epsilon, follow
+  TF_RETURN_IF_ERROR(record.Get("name", &rule->name));
+  TF_RETURN_IF_ERROR(record.Get("owner", &rule->owner));
+  TF_RETURN_IF_ERROR(record.Get("moment", &rule->moment));
+  TF_RETURN_IF_ERROR(record.Get("square", &rule->square));
+  TF_RETURN_IF_ERROR(record.Get("epsilon_inside", &rule->epsilon_inside));
+  TF_RETURN_IF_ERROR(record.Get("decays", &rule->decays));
+  TF_RETURN_IF_ERROR(GetDoubles(record, "options", &options));
+  TF_RETURN_IF_ERROR(GetDoubles(record, "fades", &rule->fades));
+  TF_RETURN_IF_ERROR(GetDoubles(record, "nodes", &rule->nodes));
+  TF_RETURN_IF_ERROR(GetDoubles(record, "node_weights", &rule->node_weights));
+  TF_RETURN_IF_ERROR(CheckLength("options", options.size(), 7));
+  const int slots = rule->fades.size();
+  if (slots > kMostSlots || rule->nodes.empty() ||
+      rule->nodes.size() > kMostNodes ||
+      rule->node_weights.size() % rule->nodes.size() != 0) {
+    return absl::InvalidArgumentError(
+        "A malformed graph: `idle` has too many slots or nodes.");
+  }
+  if (slots > 0) {
+    TF_RETURN_IF_ERROR(
+        CheckIndices("idle", {rule->moment, rule->square}, slots));
+  }
+  rule->epsilon_beta = options[0];
+  rule->root_fade = options[1];
+  rule->epsilon = options[2];
+  std::copy_n(options.begin() + 3, 4, rule->follow.begin());
+  return absl::OkStatus();
+}
+
 absl::Status ReadIdleRules(OpKernelConstruction* context,
                            std::vector<IdleRule>* rules) {
   Record all;
@@ -506,20 +465,11 @@ void AdvanceTable(const ParallelFor& parallel_for, const Tensor& steps,
 }
 
 void CatchUpAll(const ParallelFor& parallel_for, const TableView& view,
-                WaitingRows* waiting) {
+                WaitingRows* waiting, const Rounding& rounding) {
   const int64_t width = view.dim * (1 + view.slots.size());
   const int64_t cycles = view.num_rows * (kCyclesPerWait + width);
   ForEachPiece(parallel_for, {{view.num_rows, cycles}}, [&](const Piece& p) {
-    std::array<float*, kMostSlots> slots = {};
-    for (int64_t row = p.begin; row < p.end; ++row) {
-      for (size_t k = 0; k < view.slots.size(); ++k) {
-        slots[k] = view.slots[k] + row * view.dim;
-      }
-      float* const values = std::get<float*>(view.parameters) + row * view.dim;
-      waiting->CatchUp(waiting->Find(row), values, slots.data(), view.dim,
-                       values, slots.data());
-      waiting->CaughtUp(row);
-    }
+    CatchUpRows(view, *waiting, rounding, p.begin, p.end);
   });
   waiting->Restart();
 }

@@ -6,17 +6,25 @@
 
 #include <memory>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include "core/idle.h"
+#include "core/pieces.h"
 #include "core/update.h"
+#include "core/weighted_sum-inl.h"
 #include "kernels/kernel_util.h"
 #include "tensorflow/core/framework/op_kernel.h"
 
 namespace tpu_embedding {
 
+class Record;  // See kernels/plan.h.
+
+// A rule, a record of ops/idle.py.
+absl::Status ReadIdleRule(const Record& record, IdleRule* rule);
+
 // The rules in the string attribute `idle`, a list of records of
-// keras/rows/waiting.py, one for each table.
+// ops/idle.py, one for each table.
 absl::Status ReadIdleRules(tensorflow::OpKernelConstruction* context,
                            std::vector<IdleRule>* rules);
 
@@ -51,7 +59,39 @@ void AdvanceTable(const ParallelFor& parallel_for,
 
 // Catches all rows of a table up, which is locked.
 void CatchUpAll(const ParallelFor& parallel_for, const TableView& view,
-                WaitingRows* waiting);
+                WaitingRows* waiting, const Rounding& rounding = {});
+
+// Rough cycles to catch a row up, without those for its columns.
+constexpr int64_t kCyclesPerWait = 150;
+
+inline void PrefetchRow(const TableView& view, int64_t row) {
+  const int64_t begin = row * view.dim;
+  std::visit([&](const auto* data) { Prefetch(data + begin, view.dim); },
+             view.parameters);
+  for (const float* slot : view.slots) Prefetch(slot + begin, view.dim);
+}
+
+// Runs read(i) for each i below `count`, which reads the row row_of(i) of a
+// table, caught up. These rows are distinct, and the step since when each of
+// them waits was prefetched.
+template <class RowOf, class Read>
+void ReadDistinct(const ParallelFor& parallel_for, const TableView& view,
+                  const WaitingRows& waiting, int64_t count,
+                  const RowOf& row_of, const Read& read) {
+  const int64_t width = view.dim * (1 + view.slots.size());
+  const int64_t ahead = RowsAhead(4 * width);
+  ForEachPiece(parallel_for, {{count, count * (kCyclesPerWait + width)}},
+               [&](const Piece& piece) {
+                 for (int64_t i = piece.begin; i < piece.end; ++i) {
+                   if (i + ahead < piece.end) {
+                     const int64_t row = row_of(i + ahead);
+                     waiting.PrefetchStart(row);
+                     PrefetchRow(view, row);
+                   }
+                   read(i);
+                 }
+               });
+}
 
 }  // namespace tpu_embedding
 

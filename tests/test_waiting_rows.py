@@ -1,0 +1,435 @@
+"""`te.Adam(lazy_adam=False)` on the host engine, whose rows wait for their entries.
+
+The definition is a step over all rows in float64, with the betas in float32.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tpu_embedding as te
+import tpu_embedding.checkpoint
+import tpu_embedding.serving
+from tpu_embedding.engines.host.waiting import idle_of
+from tpu_embedding.optimizers import idle as idle_module
+
+V, D, STEPS = 40, 3, 300
+EPSILON = 2.0**-24
+
+
+def falling(step: Any) -> Any:
+    """A rate by step, also of NumPy."""
+    step = step if isinstance(step, np.floating) else tf.cast(step, tf.float32)
+    return 0.02 / (1.0 + step / 50.0)
+
+
+OPTIMIZERS: dict[str, Callable[[], te.Adam]] = {
+    "adam": lambda: te.Adam(0.01, lazy_adam=False),
+    "beside": lambda: te.Adam(
+        0.01, epsilon=1e-3, lazy_adam=False, sum_inside_sqrt=False
+    ),
+    "large_epsilon": lambda: te.Adam(0.01, epsilon=0.1, lazy_adam=False),
+    "betas": lambda: te.Adam(0.01, 0.9, 0.99, lazy_adam=False),
+    "fast": lambda: te.Adam(
+        0.01, 0.75, 0.875, 1e-3, lazy_adam=False, sum_inside_sqrt=False
+    ),
+    "no_momenta": lambda: te.Adam(0.01, 0.0, 0.0, lazy_adam=False),
+    "rates": lambda: te.Adam(falling, lazy_adam=False),
+    "decay": lambda: te.Adam(0.01, lazy_adam=False, weight_decay_factor=0.003),
+    "decay_by_rate": lambda: te.Adam(
+        falling,
+        lazy_adam=False,
+        weight_decay_factor=0.15,
+        multiply_weight_decay_factor_by_learning_rate=True,
+    ),
+    # In the first steps too much decay to be made up for later.
+    "large_decay": lambda: te.Adam(
+        falling,
+        lazy_adam=False,
+        weight_decay_factor=0.4,
+        multiply_weight_decay_factor_by_learning_rate=True,
+    ),
+}
+
+
+def make_tables(
+    names: Any = ("adam",), dtype: str = "float32", **options: Any
+) -> list[te.TableConfig]:
+    return [
+        te.TableConfig(V, D, te.RowIdInitializer(), OPTIMIZERS[n](), "sum", n,
+                       dtype=dtype, **options)
+        for n in names
+    ]  # fmt: skip
+
+
+def first_rows() -> np.ndarray:
+    return np.asarray(te.RowIdInitializer()((V, D), tf.float32))
+
+
+class Dense:
+    """A table, each step of which updates all rows, in the arithmetic of `dtype`."""
+
+    def __init__(self, optimizer: te.Adam, dtype: Any = np.float64) -> None:
+        self.optimizer, self.dtype, self.steps = optimizer, dtype, 0
+        self.row = first_rows().astype(dtype)
+        self.m, self.v = np.zeros([V, D], dtype), np.zeros([V, D], dtype)
+
+    def step(self, gradient: np.ndarray) -> None:
+        o, number = self.optimizer, self.dtype
+        rate = o.learning_rate
+        value: Any = rate
+        if callable(rate):
+            value = falling(np.float32(self.steps))
+        value, gradient = number(np.float32(value)), gradient.astype(number)
+        b1, b2 = (number(np.float32(beta)) for beta in (o.beta_1, o.beta_2))
+        decay = number(np.float32(o.weight_decay_factor or 0.0))
+        if o.multiply_weight_decay_factor_by_learning_rate:
+            decay *= value
+        epsilon = number(np.float32(o.epsilon))
+        self.row -= decay * self.row
+        self.m = b1 * self.m + (1 - b1) * gradient
+        self.v = b2 * self.v + (1 - b2) * gradient**2
+        if o.sum_inside_sqrt:
+            divisor = np.sqrt(self.v + epsilon**2)
+        else:
+            divisor = np.sqrt(self.v) + epsilon
+        self.row -= value * self.m / divisor
+        self.steps += 1
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        return {"parameters": self.row, "momenta": self.m, "velocities": self.v}
+
+
+def batches(steps: int = STEPS) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Four ids and their gradients: rows wait for 1 to 300 steps, some always."""
+    rng = np.random.default_rng(3)
+    for _ in range(steps):
+        ids = np.minimum(rng.zipf(1.3, 4), V - 1)
+        yield ids, rng.normal(size=(4, D)).astype(np.float32)
+
+
+def dense(ids: np.ndarray, values: np.ndarray) -> np.ndarray:
+    summed = np.zeros([V, D])
+    np.add.at(summed, ids, values)
+    return summed
+
+
+class Trained:
+    """An embedding that looks all tables up with the same ids."""
+
+    def __init__(self, tables: list[te.TableConfig], **options: Any) -> None:
+        self.tables = tables
+        features = [te.FeatureConfig(table) for table in tables]
+        self.embedding = te.TPUEmbedding(features, None, **options)
+        self.embedding.build()
+
+        @tf.function(
+            input_signature=[
+                tf.TensorSpec([None], tf.int64),
+                tf.TensorSpec([None, D], tf.float32),
+            ]
+        )
+        def step(ids: tf.Tensor, values: tf.Tensor) -> Any:
+            self.embedding.enqueue([ids] * len(tables))
+            activations = self.embedding.dequeue()
+            self.embedding.apply_gradients([values] * len(tables))
+            return activations
+
+        self.step = step
+
+        @tf.function(input_signature=[tf.TensorSpec([None], tf.int64)])
+        def evaluate(ids: tf.Tensor) -> Any:
+            self.embedding.enqueue([ids] * len(tables), training=False)
+            return self.embedding.dequeue()
+
+        self.evaluate = evaluate
+
+    def arrays(self, table: int = 0) -> dict[str, np.ndarray]:
+        variables = self.embedding.variables[self.tables[table]]
+        return {name: variable.numpy() for name, variable in variables.items()}
+
+    def stored(self, table: int = 0) -> np.ndarray:
+        """What is in memory."""
+        engine: Any = self.embedding.core.create_engine()
+        part = engine._parts[0]
+        variable: Any = part.variables[table].parameters
+        return tf.raw_ops.ResourceGather(
+            resource=variable.handle, indices=tf.range(V), dtype=variable.dtype
+        ).numpy()
+
+
+def waits(trained: Trained) -> bool:
+    """Whether what is in memory is not what readers see; a lookup writes nothing."""
+    before = trained.stored()
+    seen = trained.evaluate(tf.range(V, dtype=tf.int64))[0].numpy()
+    np.testing.assert_array_equal(before, trained.stored())
+    return bool(np.abs(before - seen).max() > 1e-3)
+
+
+def test_tables_and_slots_are_those_of_steps_over_all_rows() -> None:
+    """As near to float64 as such steps in float32 are, and so are lookups."""
+    trained = Trained(make_tables(OPTIMIZERS))
+    exact = [Dense(make()) for make in OPTIMIZERS.values()]
+    single = [Dense(make(), np.float32) for make in OPTIMIZERS.values()]
+    for step, (ids, values) in enumerate(batches()):
+        activations = trained.step(ids, values)
+        for table, twin in enumerate(exact):
+            found = activations[table].numpy()
+            atol = 8 * (step + 1) * EPSILON * V / 4
+            np.testing.assert_allclose(found, twin.row[ids], rtol=0, atol=atol)
+        for twin in (*exact, *single):
+            twin.step(dense(ids, values))
+    assert waits(trained)
+    for table, name in enumerate(OPTIMIZERS):
+        ours, own, theirs = trained.arrays(table), exact[table], single[table]
+        for array, values in own.arrays.items():
+            error = np.abs(ours[array] - values).max()
+            rounding = np.abs(theirs.arrays[array] - values).max()
+            # A catch-up rounds a row three times, and a step twice.
+            assert error <= 2 * rounding + EPSILON * np.abs(values).max(), (
+                name, array, error, rounding
+            )  # fmt: skip
+
+
+def _saved_by_tensorflow(trained: Trained, folder: pathlib.Path) -> Any:
+    checkpoint = tf.train.Checkpoint(embedding=trained.embedding)
+    path = checkpoint.write(str(folder / "tensorflow"))
+    reader = tf.train.load_checkpoint(path)
+    return reader.get_tensor("embedding/adam/.ATTRIBUTES/VARIABLE_VALUE")
+
+
+def _saved(trained: Trained, folder: pathlib.Path) -> Any:
+    te.checkpoint.save(trained.embedding, str(folder / "checkpoint"))
+    other = Trained(make_tables())
+    te.checkpoint.restore(other.embedding, str(folder / "checkpoint"))
+    return other.stored()
+
+
+def _exported(trained: Trained, folder: pathlib.Path) -> Any:
+    te.serving.export(trained.embedding, folder / "export", signatures=["dense"])
+    model = tf.saved_model.load(str(folder / "export"))
+    (found,) = model.signatures["dense"](tf.range(V, dtype=tf.int64)).values()
+    return found
+
+
+READERS: dict[str, Callable[[Any, Any, pathlib.Path], Any]] = {
+    "variables": lambda t, table, folder: t.arrays()["parameters"],
+    "embedding_tables": lambda t, table, folder: t.embedding.embedding_tables[
+        t.tables[0]
+    ].numpy(),
+    "a variable that was read before": lambda t, table, folder: table.numpy(),
+    "convert_to_tensor": lambda t, table, folder: tf.convert_to_tensor(table),
+    "operator": lambda t, table, folder: table + 0.0,
+    "raw op": lambda t, table, folder: (
+        tf.raw_ops.Relu(features=table)
+        - tf.raw_ops.Relu(features=-tf.convert_to_tensor(table))
+    ),
+    "gather": lambda t, table, folder: tf.gather(table, tf.range(V)),
+    "tf.function": lambda t, table, folder: tf.function(lambda: table + 0.0)(),
+    "evaluation": lambda t, table, folder: t.evaluate(tf.range(V, dtype=tf.int64))[0],
+    "Checkpoint": lambda t, table, folder: _saved_by_tensorflow(t, folder),
+    "checkpoint.save": lambda t, table, folder: _saved(t, folder),
+    "export": lambda t, table, folder: _exported(t, folder),
+}
+
+
+def test_all_readers_see_rows_caught_up(tmp_path: pathlib.Path) -> None:
+    trained, twin = Trained(make_tables()), Dense(OPTIMIZERS["adam"]())
+    table = trained.embedding.embedding_tables[trained.tables[0]]
+    found = batches()
+    for reader, read in READERS.items():
+        for _ in range(8):
+            ids, values = next(found)
+            trained.step(ids, values)
+            twin.step(dense(ids, values))
+        assert waits(trained), reader
+        seen = np.asarray(read(trained, table, tmp_path)).reshape([V, D])
+        atol = 2 * twin.steps * EPSILON * V / 4
+        np.testing.assert_allclose(seen, twin.row, rtol=0, atol=atol, err_msg=reader)
+
+
+def test_what_is_assigned_waits_for_nothing() -> None:
+    trained, twin = Trained(make_tables()), Dense(OPTIMIZERS["adam"]())
+    variables = trained.embedding.variables[trained.tables[0]]
+    for number, (ids, values) in enumerate(batches(30)):
+        if number == 10:
+            variables["parameters"].assign(first_rows())
+            twin.row = first_rows().astype(np.float64)
+        if number == 20:
+            variables["momenta"].scatter_nd_update([[1], [2]], np.ones([2, D]))
+            twin.m[1:3] = 1.0
+        trained.step(ids, values)
+        twin.step(dense(ids, values))
+    for name, values in twin.arrays.items():
+        atol = 60 * EPSILON * np.abs(values).max()
+        np.testing.assert_allclose(trained.arrays()[name], values, 0, atol)
+
+
+def test_a_slot_gathers_its_own_rows() -> None:
+    trained = Trained(make_tables())
+    slots = trained.embedding.variables[trained.tables[0]]
+    for ids, values in batches(10):
+        trained.step(ids, values)
+    found = tf.gather(slots["velocities"], tf.range(V)).numpy()
+    np.testing.assert_array_equal(found, trained.arrays()["velocities"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_resumed_run_has_the_bits_of_the_run_that_saved(
+    dtype: str, tmp_path: pathlib.Path
+) -> None:
+    first = Trained(make_tables(("adam", "decay", "rates"), dtype))
+    second = Trained(make_tables(("adam", "decay", "rates"), dtype))
+    for number, (ids, values) in enumerate(batches(60)):
+        if number == 30:
+            path = tf.train.Checkpoint(e=first.embedding).write(str(tmp_path / "c"))
+            tf.train.Checkpoint(e=second.embedding).read(path).assert_consumed()
+        first.step(ids, values)
+        if number >= 30:
+            second.step(ids, values)
+    for table in range(3):
+        theirs = second.arrays(table)
+        for name, values in first.arrays(table).items():
+            np.testing.assert_array_equal(values, theirs[name])
+
+
+def test_a_full_history_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idle_module, "_LONGEST_HISTORY", 7)
+    trained, twin = Trained(make_tables()), Dense(OPTIMIZERS["adam"]())
+    for ids, values in batches(40):
+        trained.step(ids, values)
+        twin.step(dense(ids, values))
+    assert waits(trained)
+    atol = 80 * EPSILON * V / 4
+    np.testing.assert_allclose(trained.arrays()["parameters"], twin.row, 0, atol)
+
+
+def test_bfloat16_is_rounded_when_it_is_written() -> None:
+    trained, twin = Trained(make_tables(dtype="bfloat16")), Dense(OPTIMIZERS["adam"]())
+    ids, values = next(batches())
+    trained.step(ids, values)
+    start = trained.arrays()
+    twin.row = start["parameters"].astype(np.float64)
+    twin.m, twin.v = start["momenta"] + 0.0, start["velocities"] + 0.0
+    for _ in range(9):  # Of another row.
+        trained.step([0], values[:1] * 0.0)
+        twin.step(np.zeros([V, D]))
+    stored = trained.stored()
+    np.testing.assert_array_equal(stored, start["parameters"])
+    seen = trained.evaluate(tf.range(V, dtype=tf.int64))[0].numpy()
+    np.testing.assert_allclose(seen, twin.row, rtol=0, atol=20 * EPSILON * V)
+    read = trained.arrays()["parameters"].astype(np.float64)
+    assert 0 < np.abs(read - seen).max() <= 2.0**-7 * np.abs(seen).max()
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_pending_and_forgotten_updates(replicas: int) -> None:
+    """Rows wait for the updates that were applied, by whichever strategy."""
+    strategy = tf.distribute.get_strategy()
+    if replicas == 2:
+        strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        table = make_tables()[0]
+        embedding = te.TPUEmbedding(
+            te.FeatureConfig(table), None, pipeline_execution_with_tensor_core=True
+        )
+    twin = Dense(OPTIMIZERS["adam"]())
+
+    @tf.function
+    def step(ids: tf.Tensor, values: tf.Tensor) -> None:
+        def run() -> None:
+            context: Any = tf.distribute.get_replica_context()
+            own = context.replica_id_in_sync_group
+            embedding.enqueue(
+                tf.split(ids, replicas)[0]
+                if replicas == 1
+                else tf.gather(tf.split(ids, 2), own)
+            )
+            embedding.dequeue()
+            embedding.apply_gradients(
+                values if replicas == 1 else tf.gather(tf.split(values, 2), own)
+            )
+
+        strategy.run(run)
+
+    for number, (ids, values) in enumerate(batches(12)):
+        step(tf.constant(ids), tf.constant(values))
+        if number == 5:
+            embedding.reset()  # Forgets this update, which was pending.
+        else:
+            twin.step(dense(ids, values))
+    found = embedding.embedding_tables[table].numpy()
+    atol = 24 * EPSILON * V / 4
+    np.testing.assert_allclose(found, twin.row, rtol=0, atol=atol)
+
+
+def test_a_delta_has_every_row_that_moved(tmp_path: pathlib.Path) -> None:
+    trained = Trained(make_tables())
+    te.serving.export(
+        trained.embedding, tmp_path / "base", signatures=["dense"], deltas=True
+    )
+    writer = te.serving.DeltaWriter(trained.embedding, tmp_path / "base", "test")
+    for number, (ids, values) in enumerate(batches(3)):
+        trained.step(ids, values)
+        assert writer.export_delta(tmp_path / f"{number}.delta") == {"adam": V}
+        model = tf.saved_model.load(str(tmp_path / "base"))
+        te.serving.apply_delta(model, tmp_path / f"{number}.delta")
+        (found,) = model.signatures["dense"](tf.range(V, dtype=tf.int64)).values()
+        np.testing.assert_array_equal(found, trained.stored())
+        break
+    assert writer.export_delta(tmp_path / "none.delta") == {"adam": 0}
+
+
+def test_gradients_of_weights_see_rows_caught_up() -> None:
+    table, twin = make_tables()[0], Dense(OPTIMIZERS["adam"]())
+    embedding = te.TPUEmbeddingV2(te.FeatureConfig(table), None)
+
+    @tf.function
+    def step(ids: tf.Tensor, weights: tf.Tensor, values: tf.Tensor) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(weights)
+            found, kept = embedding.embedding_lookup(ids, weights)
+            loss = tf.reduce_sum(found)
+        embedding.apply_gradients(values, kept)
+        return tape.gradient(loss, weights)
+
+    for ids, values in batches(30):
+        own = tf.reshape(tf.constant(ids), [4, 1])
+        found = step(own, tf.ones([4, 1]), tf.constant(values)).numpy()
+        expected = twin.row[ids].sum(-1, keepdims=True)
+        atol = 2 * (twin.steps + 4) * EPSILON * D * V / 4
+        np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
+        twin.step(dense(ids, values))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, True),
+        ({"lazy_adam": True}, False),
+        ({"clip_weight_min": -1.0}, False),
+        ({"clip_weight_max": 1.0}, False),
+        ({"weight_decay_factor": 0.01}, True),
+        ({"clipvalue": 1.0, "clipnorm": 1.0}, True),
+        # The momenta fade more slowly than the root of the velocities.
+        ({"beta_1": 0.95, "beta_2": 0.9}, False),
+        ({"beta_1": 0.5, "beta_2": 0.0}, False),
+        # A root of a sum is less smooth than a sum with a root.
+        ({"beta_1": 0.95, "beta_2": 0.98}, False),
+        ({"beta_1": 0.95, "beta_2": 0.98, "sum_inside_sqrt": False}, True),
+        ({"slot_variable_creation_fn": dict}, False),
+    ],
+)
+def test_where_rows_wait(options: dict[str, Any], expected: bool) -> None:
+    optimizer = te.Adam(**{"lazy_adam": False, **options})
+    table = te.TableConfig(4, 4, optimizer=optimizer)
+    core = te.TPUEmbedding(te.FeatureConfig(table), None).core
+    found = idle_of(core.plan.tables[0], divided=False)
+    assert (found is not None) is expected

@@ -1,0 +1,84 @@
+"""Tables of the host engine whose rows wait for their gradients.
+
+An optimizer that updates all rows in each step, `te.Adam(lazy_adam=False)`, costs no
+more than the rows of a batch where `idle_of` finds what a step does to the others
+(`optimizers/idle.py`). Each part of the tables counts the updates that it applies, in
+its step queue. A lookup gives caught-up rows and writes nothing; an update catches its
+rows up. What reads whole tables catches all rows up first, by `TablePart.catch_up`:
+`TableStore.flush`, and each read of a variable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+from tensorflow.python.eager import record
+from tensorflow.python.ops import resource_variable_ops
+
+from tpu_embedding.layout.plan import TableSpec
+from tpu_embedding.ops.idle import idle_record
+from tpu_embedding.optimizers.idle import Idle, history_length
+from tpu_embedding.tables.waiting import EngineVariable, instead, make_waiting
+
+if TYPE_CHECKING:
+    from tpu_embedding.engines.host.part import TablePart
+
+
+def idle_of(spec: TableSpec, *, divided: bool) -> Idle | None:
+    """What rows of a table wait by; None: each step updates what the rule says.
+
+    Rows wait in tables of fixed size with slots of our own, unless the tables are
+    `divided` over processes or servers.
+    """
+    config, optimizer = spec.config, spec.optimizer
+    if optimizer is None or optimizer.slot_variable_creation_fn is not None:
+        return None
+    if config.vocabulary is not None or divided:
+        return None
+    return optimizer.idle
+
+
+def waiting_records(spec: TableSpec, *, divided: bool) -> dict[str, Any]:
+    """The fields of a table's record that say how its rows wait."""
+    idle = idle_of(spec, divided=divided)
+    if idle is None:
+        return {"idle": [], "history": 0}
+    assert spec.optimizer is not None
+    decays = bool(spec.optimizer.weight_decay_factor)
+    horizon = idle.quadrature.horizon if idle.quadrature else 1
+    return {
+        "idle": [idle_record(idle, name=spec.name, decays=decays)],
+        "history": history_length(spec.config.max_rows, horizon),
+        "all_rows": False,
+    }
+
+
+class PartWaits:
+    """What the rows of a table of a part wait for; see `tables.waiting.Waits`."""
+
+    def __init__(self, part: TablePart, table: int) -> None:
+        """Makes the variables of a table ones that see what waits."""
+        self._part, self._table = part, table
+        self.variables: Sequence[Any] = list(part.variables[table].arrays.values())
+        for variable in self.variables:
+            assert make_waiting(variable, EngineVariable), variable
+            variable.waiting = self
+
+    def read(self, rows: tf.Tensor) -> tf.Tensor:
+        """See `Waits.read`."""
+        table, read = self.variables[0], resource_variable_ops.ResourceVariable
+        stored: Any = read.sparse_read(table, rows)
+        with record.stop_recording():
+            caught_up = self._part.read_rows(self._table, rows)
+        return instead(stored, tf.cast(caught_up, stored.dtype))
+
+    def flush(self) -> None:
+        """See `Waits.flush`."""
+        with record.stop_recording():
+            self._part.catch_up()
+
+    def is_quiet(self) -> bool:
+        """See `Waits.is_quiet`."""
+        return False

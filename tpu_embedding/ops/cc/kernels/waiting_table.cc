@@ -1,0 +1,250 @@
+// TpuEmbeddingCatchUpTables and TpuEmbeddingReadRows: a pass over all rows of
+// an embedding that wait, and reads of some.
+
+#include "kernels/waiting_table.h"
+
+#include <algorithm>
+#include <cmath>
+#include <new>
+#include <utility>
+
+#include "core/distinct.h"
+#include "core/pieces.h"
+#include "kernels/apply_updates.h"
+#include "tensorflow/core/framework/common_shape_fns.h"
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/shape_inference.h"
+
+namespace tpu_embedding {
+namespace {
+
+// Rough cycles to find whether an entry names a row that others name.
+constexpr int64_t kCyclesPerEntry = 20;
+
+int32_t* Zeros(int64_t size) {
+  void* const memory = std::calloc(size, sizeof(int32_t));
+  if (!memory) throw std::bad_alloc();
+  return static_cast<int32_t*>(memory);
+}
+
+void FindDistinct(const WaitingRows& waiting, CaughtUp* copy) {
+  const Buffer<int32_t>& rows = *copy->rows;
+  FirstPlaces first(rows.size());
+  copy->places.Resize(rows.size());
+  for (int64_t i = 0; i < rows.size(); ++i) {
+    const int64_t place = first.Of(rows, i);
+    if (place == i) {
+      waiting.PrefetchSince(rows[i]);
+      copy->places[i] = copy->distinct.size();
+      copy->distinct.push_back(rows[i]);
+    } else {
+      copy->places[i] = copy->places[place];
+    }
+  }
+}
+
+REGISTER_OP("TpuEmbeddingCatchUpTables")
+    .Input("queue: resource")
+    .Input("tables: num_tables * resource")
+    .Input("slots: num_slots * resource")
+    .Attr("num_tables: int >= 1")
+    .Attr("num_slots: int >= 0")
+    .SetIsStateful()
+    .SetShapeFn(tensorflow::shape_inference::NoOutputs)
+    .Doc(R"doc(
+Makes rows that wait for their gradients what they would be if each update had
+updated all rows.
+
+tables, slots: variables, written in place; the slots table by table.
+)doc");
+
+class CatchUpTablesOp : public tensorflow::OpKernel {
+ public:
+  using OpKernel::OpKernel;
+
+  void Compute(tensorflow::OpKernelContext* context) override {
+    QueuePtr resource;
+    OP_REQUIRES_OK(context, LookUpQueue(context, &resource));
+    std::vector<Variable> tables, slots;
+    OP_REQUIRES_OK(context, LookUpTables(context, &tables));
+    OP_REQUIRES_OK(context, LookUpSlots(context, &slots));
+    std::vector<tensorflow::Var*> all;
+    for (const Variable& variable : tables) all.push_back(variable.get());
+    for (const Variable& variable : slots) all.push_back(variable.get());
+    const WriteLocks locks(all);
+    if (!AnyWaits(*resource)) return;
+    OP_REQUIRES_OK(context, CheckTables(tables, *resource->plan));
+    OP_REQUIRES_OK(context, locks.MakeWritable(context));
+    std::vector<TableView> views(tables.size());
+    OP_REQUIRES_OK(context, MakeViews(*resource, tables, slots, &views));
+    for (size_t t = 0; t < views.size(); ++t) {
+      CatchUpTable(WorkerPool(context), *resource, t, views[t]);
+    }
+  }
+};
+
+REGISTER_OP("TpuEmbeddingReadRows")
+    .Input("queue: resource")
+    .Input("tables: num_tables * resource")
+    .Input("slots: num_slots * resource")
+    .Input("rows: int64")
+    .Output("values: float")
+    .Attr("num_tables: int >= 1")
+    .Attr("num_slots: int >= 0")
+    .Attr("table: int >= 0")
+    .SetIsStateful()
+    .SetShapeFn(tensorflow::shape_inference::UnknownShape)
+    .Doc(R"doc(
+Reads rows of a table whose rows wait, caught up. Writes nothing.
+
+tables, slots: as of TpuEmbeddingCatchUpTables.
+rows: [n], of table number `table`.
+values: [n, dim].
+)doc");
+
+class ReadRowsOp : public tensorflow::OpKernel {
+ public:
+  explicit ReadRowsOp(tensorflow::OpKernelConstruction* context)
+      : OpKernel(context) {
+    OP_REQUIRES_OK(context, context->GetAttr("table", &table_));
+  }
+
+  void Compute(tensorflow::OpKernelContext* context) override {
+    QueuePtr resource;
+    OP_REQUIRES_OK(context, LookUpQueue(context, &resource));
+    OP_REQUIRES_OK(context,
+                   CheckIndices("table", {table_}, resource->waiting.size()));
+    OP_REQUIRES(context, resource->waiting[table_] != nullptr,
+                absl::InvalidArgumentError(
+                    "A malformed graph: no rows of the table wait."));
+    std::vector<Variable> tables, slots;
+    OP_REQUIRES_OK(context, LookUpTables(context, &tables));
+    OP_REQUIRES_OK(context, LookUpSlots(context, &slots));
+    const ReadLocks locks(tables, slots);
+    OP_REQUIRES_OK(context, CheckTables(tables, *resource->plan));
+    std::vector<TableView> views(tables.size());
+    OP_REQUIRES_OK(context, MakeViews(*resource, tables, slots, &views));
+    const tensorflow::Tensor& numbers =
+        context->input(context->num_inputs() - 1);
+    Buffer<int32_t> rows(numbers.NumElements());
+    for (int64_t i = 0; i < rows.size(); ++i) {
+      const int64_t row = numbers.flat<int64_t>()(i);
+      OP_REQUIRES(context, row >= 0 && row < views[table_].num_rows,
+                  absl::InvalidArgumentError(absl::StrCat(
+                      "Table ", resource->plan->tables[table_].name,
+                      " has no row ", row, ".")));
+      rows[i] = row;
+    }
+    std::vector<CaughtUp> copies(1);
+    copies[0] = CaughtUp(table_, rows);
+    ReadCaughtUp(WorkerPool(context), *resource, views, &copies);
+    tensorflow::Tensor* values = nullptr;
+    const int64_t dim = views[table_].dim;
+    OP_REQUIRES_OK(context,
+                   context->allocate_output(0, {rows.size(), dim}, &values));
+    for (int64_t i = 0; i < rows.size(); ++i) {
+      std::copy_n(copies[0].values.data() + copies[0].places[i] * dim, dim,
+                  values->flat<float>().data() + i * dim);
+    }
+  }
+
+ private:
+  int table_ = 0;
+};
+
+REGISTER_KERNEL_BUILDER(
+    Name("TpuEmbeddingReadRows").Device(tensorflow::DEVICE_CPU), ReadRowsOp);
+REGISTER_KERNEL_BUILDER(
+    Name("TpuEmbeddingCatchUpTables").Device(tensorflow::DEVICE_CPU),
+    CatchUpTablesOp);
+
+}  // namespace
+
+std::vector<std::shared_ptr<WaitingTable>> MakeWaiting(const Plan& plan) {
+  std::vector<std::shared_ptr<WaitingTable>> made;
+  for (const TablePlan& table : plan.tables) {
+    made.push_back(table.idle ? std::make_shared<WaitingTable>(table)
+                              : nullptr);
+  }
+  return made;
+}
+
+WaitingTable::WaitingTable(const TablePlan& plan)
+    : idle_(plan.idle),
+      all_rows_(*plan.options),
+      clock_(3),
+      since_(Zeros(plan.rows)),
+      history_(plan.history * (2 + idle_->num_terms())),
+      rows_(*idle_, {clock_.data(), since_.get(), history_.data(), plan.history,
+                     plan.rows}) {
+  all_rows_.all_rows = true;
+}
+
+float WaitingTable::Decay(float rate) const {
+  return all_rows_.weight_decay_factor *
+         (all_rows_.multiply_decay_by_rate ? rate : 1.0f);
+}
+
+bool WaitingTable::TakesStep(float rate) const {
+  // With more decay a row forgets how it moved faster than its momenta fade:
+  // then the steps after `horizon` count.
+  return std::isfinite(rate) &&
+         std::abs(Decay(rate)) * static_cast<float>(idle_->horizon()) <= 1.0f;
+}
+
+void WaitingTable::Advance(float rate) {
+  rows_.Advance(rate, 0.0, Decay(rate));
+}
+
+bool AnyWaits(const StepQueueResource& resource) {
+  for (const auto& waiting : resource.waiting) {
+    if (waiting && !waiting->rows().none_waits()) return true;
+  }
+  return false;
+}
+
+void CatchUpTable(const ParallelFor& parallel_for,
+                  const StepQueueResource& resource, int table,
+                  const TableView& view) {
+  WaitingTable* const waiting = resource.waiting[table].get();
+  if (!waiting || waiting->rows().none_waits()) return;
+  CatchUpAll(parallel_for, view, &waiting->rows(), waiting->rounding);
+  for (const auto& consumer : resource.changed_rows.Consumers()) {
+    for (int64_t row = 0; row < view.num_rows; ++row) {
+      consumer->since[table]->Set(row);
+    }
+  }
+}
+
+void ReadCaughtUp(const ParallelFor& parallel_for,
+                  const StepQueueResource& resource,
+                  const std::vector<TableView>& views,
+                  std::vector<CaughtUp>* copies) {
+  std::vector<CaughtUp*> own;
+  int64_t entries = 0;
+  for (CaughtUp& copy : *copies) {
+    if (copy.table < 0) continue;
+    own.push_back(&copy);
+    entries += copy.rows->size();
+  }
+  if (own.empty()) return;
+  ForEachItem(parallel_for, own.size(), entries * kCyclesPerEntry / own.size(),
+              [&](int64_t i) {
+                FindDistinct(resource.waiting[own[i]->table]->rows(), own[i]);
+              });
+  for (CaughtUp* copy : own) {
+    const TableView& view = views[copy->table];
+    const WaitingRows& waiting = resource.waiting[copy->table]->rows();
+    copy->values.Resize(copy->distinct.size() * view.dim);
+    ReadDistinct(
+        parallel_for, view, waiting, copy->distinct.size(),
+        [&](int64_t i) { return copy->distinct[i]; },
+        [&](int64_t i) {
+          ReadCaughtUp(view, waiting, copy->distinct[i],
+                       copy->values.data() + i * view.dim);
+        });
+  }
+}
+
+}  // namespace tpu_embedding

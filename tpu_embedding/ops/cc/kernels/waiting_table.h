@@ -1,0 +1,84 @@
+// Tables of an embedding whose rows wait for their gradients: the state that
+// Keras's tables have in variables (kernels/waiting.h) is in the step queue.
+
+#ifndef TPU_EMBEDDING_OPS_CC_KERNELS_WAITING_TABLE_H_
+#define TPU_EMBEDDING_OPS_CC_KERNELS_WAITING_TABLE_H_
+
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <vector>
+
+#include "core/buffer.h"
+#include "core/idle.h"
+#include "core/row_options.h"
+#include "kernels/plan.h"
+#include "kernels/step_queue_resource.h"
+#include "kernels/waiting.h"
+
+namespace tpu_embedding {
+
+// What waits in one table. The locks of the table and its slots guard it.
+class WaitingTable {
+ public:
+  // `plan.idle` is there.
+  explicit WaitingTable(const TablePlan& plan);
+
+  WaitingRows& rows() { return rows_; }
+
+  // Whether rows can make up for a step at this rate later. Else it must update
+  // all rows, as `all_rows` says.
+  bool TakesStep(float rate) const;
+  const RowOptions& all_rows() const { return all_rows_; }
+  // Counts a step at this rate.
+  void Advance(float rate);
+
+  // Of the last step, with whose random numbers rows are caught up in memory.
+  Rounding rounding;
+
+ private:
+  struct Free {
+    void operator()(int32_t* memory) const { std::free(memory); }
+  };
+
+  float Decay(float rate) const;
+
+  const std::shared_ptr<const IdleRule> idle_;
+  RowOptions all_rows_;
+  std::vector<int64_t> clock_;
+  std::unique_ptr<int32_t[], Free> since_;
+  std::vector<double> history_;
+  WaitingRows rows_;
+};
+
+// Whether rows of any table wait now.
+bool AnyWaits(const StepQueueResource& resource);
+
+// Catches up all rows of a table, and marks them for the consumers of deltas.
+void CatchUpTable(const ParallelFor& parallel_for,
+                  const StepQueueResource& resource, int table,
+                  const TableView& view);
+
+// Copies of the rows of a table that some entries name, caught up.
+struct CaughtUp {
+  // None by default.
+  CaughtUp() = default;
+  CaughtUp(int table, const Buffer<int32_t>& rows)
+      : table(table), rows(&rows) {}
+
+  int table = -1;
+  const Buffer<int32_t>* rows = nullptr;
+  Buffer<float> values;    // each row once
+  Buffer<int32_t> places;  // of `rows` in `values`
+  std::vector<int32_t> distinct;
+};
+
+// Makes copies for a lookup, of tables that are locked.
+void ReadCaughtUp(const ParallelFor& parallel_for,
+                  const StepQueueResource& resource,
+                  const std::vector<TableView>& views,
+                  std::vector<CaughtUp>* copies);
+
+}  // namespace tpu_embedding
+
+#endif  // TPU_EMBEDDING_OPS_CC_KERNELS_WAITING_TABLE_H_

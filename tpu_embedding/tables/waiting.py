@@ -1,0 +1,220 @@
+"""Variables whose readers see rows caught up that wait for their gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import tensorflow as tf
+from tensorflow.python.eager import record
+from tensorflow.python.ops import resource_variable_ops
+
+_Variable = resource_variable_ops.ResourceVariable
+_flushes_before: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "flushes_before", default=False
+)
+
+
+class Waits(Protocol):
+    """What the rows of a table and its slots wait for.
+
+    Attributes:
+      variables: The table, then its slots.
+    """
+
+    @property
+    def variables(self) -> Sequence[Any]: ...
+
+    def read(self, rows: tf.Tensor) -> tf.Tensor:
+        """Reads rows of the table, caught up; their gradient is that of a gather."""
+        ...
+
+    def flush(self) -> None:
+        """Catches all rows up."""
+        ...
+
+    def is_quiet(self) -> bool:
+        """Whether this thread reads what is stored."""
+        ...
+
+
+class TableVariable(_Variable):
+    """A table, or a slot of one, that an optimizer may leave behind.
+
+    The class of a tf.Variable is changed to it. A read of the whole variable catches
+    all rows up and writes them; a read of some rows (`tf.gather`) writes nothing. Ops
+    that take its `handle` see what is stored.
+    """
+
+    waiting: Waits | None = None  # Once an optimizer is built.
+
+    def sparse_read(self, indices: Any, name: str | None = None) -> Any:
+        """Reads rows, caught up."""
+        waiting = self.waiting
+        graph = outermost_graph()
+        before = waiting is None or (graph is not None and _flushes_before.get())
+        if graph is not None and (before or not is_recording()):
+            self._flush_before_calls(graph, None if before else waiting)
+        if waiting is None or before or waiting.is_quiet():
+            return super().sparse_read(indices, name)
+        if self is not waiting.variables[0]:  # A slot.
+            waiting.flush()
+            return super().sparse_read(indices, name)
+        return waiting.read(tf.convert_to_tensor(indices))
+
+    def gather_nd(self, indices: Any, name: str | None = None) -> Any:
+        """Reads values, after a flush."""
+        self._flush()
+        return super().gather_nd(indices, name)
+
+    def _read_variable_op(self, no_copy: bool = False) -> Any:
+        self._flush()
+        return super()._read_variable_op(no_copy)
+
+    def _restore_from_tensors(self, restored_tensors: Any) -> Any:
+        self._flush()  # The others of the table keep what they are worth now.
+        return super()._restore_from_tensors(restored_tensors)
+
+    def _flush(self) -> None:
+        waiting, graph = self.waiting, outermost_graph()
+        before = graph is not None and _flushes_before.get()
+        if graph is not None and not (waiting is not None and waiting.is_quiet()):
+            self._flush_before_calls(graph, None if before else waiting)
+        if waiting is not None and not before:
+            waiting.flush()
+
+    def _flush_before_calls(self, graph: Any, traced: Waits | None) -> None:
+        """Flushes before each call of a graph, unless it catches rows up itself.
+
+        The optimizer may be built, or another one may train the table, after the graph
+        was traced.
+        """
+
+        def flush() -> None:
+            if self.waiting is not None and self.waiting is not traced:
+                self.waiting.flush()
+
+        before_calls(graph, flush)
+
+    @property
+    def _handle(self) -> Any:
+        # TensorFlow's eager ops that take a variable for a tensor read its handle in
+        # C++, in place of `_read_variable_op`: the caller is then a generated function.
+        if self.waiting is not None and _is_called_by_generated_op():
+            self.waiting.flush()
+        return self.__dict__["_handle"]
+
+    @_handle.setter
+    def _handle(self, value: Any) -> None:
+        vars(self)["_handle"] = value
+
+
+def _flushed(name: str) -> Any:
+    method = getattr(_Variable, name)
+
+    @functools.wraps(method)
+    def flush_and_write(self: TableVariable, *args: Any, **kwargs: Any) -> Any:
+        self._flush()
+        return method(self, *args, **kwargs)
+
+    return flush_and_write
+
+
+for _name in (
+    *("assign", "assign_add", "assign_sub", "batch_scatter_update"),
+    *(f"scatter_{what}" for what in ("add", "sub", "update", "max", "min", "mul")),
+    *(f"scatter_{what}" for what in ("div", "nd_add", "nd_sub", "nd_update")),
+):
+    setattr(TableVariable, _name, _flushed(_name))
+
+
+class EngineVariable(TableVariable):
+    """A table, or a slot, of an engine: it waits for that one from the start."""
+
+    def _flush_before_calls(self, graph: Any, traced: Waits | None) -> None:
+        if traced is None:
+            super()._flush_before_calls(graph, traced)
+
+
+def make_waiting(variable: Any, cls: type[TableVariable]) -> bool:
+    """Makes a variable one whose rows may wait; returns whether it is one now."""
+    own = type(variable)
+    reads_as_usual = (
+        issubclass(own, resource_variable_ops.BaseResourceVariable)
+        and own.sparse_read is _Variable.sparse_read
+        and own._read_variable_op is _Variable._read_variable_op
+    )
+    if reads_as_usual and variable.shape.rank == 2 and variable.dtype.is_floating:
+        object.__setattr__(variable, "__class__", cls)
+    return isinstance(variable, cls)
+
+
+@tf.custom_gradient
+def instead(rows: tf.Tensor, caught_up: tf.Tensor) -> Any:
+    """Returns the rows that were caught up, with the gradient of the stored ones."""
+    return tf.identity(caught_up), lambda gradient: (gradient, None)
+
+
+def is_recording() -> bool:
+    """Whether a tape may ask for gradients."""
+    return record.could_possibly_record()
+
+
+@contextlib.contextmanager
+def flush_before() -> Iterator[None]:
+    """Makes reads flush before the graph is called, and read what is stored.
+
+    Such a graph has nothing of the optimizer, so that it can be exported.
+    """
+    token = _flushes_before.set(True)
+    try:
+        yield
+    finally:
+        _flushes_before.reset(token)
+
+
+def _is_called_by_generated_op() -> bool:
+    module = sys._getframe(2).f_globals.get("__name__", "")
+    return module.startswith("tensorflow.python.ops.gen_")
+
+
+def outermost_graph() -> Any:
+    """The graph of the tf.function that is traced; None if none is."""
+    graph: Any = tf.compat.v1.get_default_graph()
+    if tf.executing_eagerly() or not hasattr(graph, "capture_call_time_value"):
+        return None  # The latter: a graph of TensorFlow 1.
+    while graph.is_control_flow_graph:
+        graph = graph.outer_graph
+    return graph
+
+
+# By graph, what is done before each of its calls.
+_done_before: weakref.WeakKeyDictionary[Any, list[Callable[[], None]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def before_calls(graph: Any, do: Callable[[], None]) -> None:
+    """Does something before each call of a graph, in Python."""
+    if graph in _done_before:
+        _done_before[graph].append(do)
+        return
+    done = _done_before[graph] = [do]
+
+    def do_all() -> tf.Tensor:
+        with tf.init_scope():
+            for each in done:
+                each()
+            return tf.constant(0)
+
+    with tf.init_scope():
+        saved = tf.constant(0)  # What a SavedModel has in place of it.
+    with graph.as_default():
+        graph.capture_call_time_value(
+            do_all, tf.TensorSpec([], tf.int32), ("tpu_embedding", id(done)), saved
+        )
