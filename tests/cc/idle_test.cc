@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "check.h"
+#include "core/simd.h"
 
 namespace tpu_embedding {
 namespace {
@@ -82,13 +83,11 @@ class Twins {
   }
 
   void Flush() {
-    for (int64_t row = 0; row < kRows; ++row) {
-      Slots slots = SlotsOf(row);
-      float* const values = &row_[row * kDim];
-      waiting_.CatchUp(waiting_.Find(row), values, slots.data(), kDim, values,
-                       slots.data());
-      waiting_.CaughtUp(row);
-    }
+    TableView view;
+    view.parameters = row_.data();
+    view.dim = kDim;
+    view.slots = {moment_.data(), square_.data()};
+    CatchUpRows(view, waiting_, {}, 0, kRows);
     waiting_.Restart();
     CHECK_TRUE(waiting_.none_waits());
     for (int64_t i = 0; i < kRows * kDim; ++i) {
@@ -186,6 +185,41 @@ void TestEachNumberOfNodes() {
   }
 }
 
+// A row of bfloat16 is rounded when it is written, and its slots are not.
+void TestRowsOfBFloat16() {
+  const IdleRule rule = MakeRule(Move::kRoot, false);
+  std::vector<double> history(kCapacity * (2 + rule.num_terms()));
+  int64_t clock[3] = {};
+  int32_t since[2] = {};
+  WaitingRows waiting(rule, {clock, since, history.data(), kCapacity, 2});
+  const BFloat16 two{0x4000};
+  std::vector<BFloat16> rows(2 * kDim, two);
+  std::vector<float> moment(2 * kDim, 1.5f), square(2 * kDim, 0.3f);
+  TableView view;
+  view.parameters = rows.data();
+  view.dim = kDim;
+  view.slots = {moment.data(), square.data()};
+  waiting.Advance(0.5, 0.0, 0.0);
+  std::vector<float> exact(kDim);
+  ReadCaughtUp(view, waiting, 1, exact.data());
+  CHECK_EQ(rows[kDim].bits, two.bits);
+  CatchUpRows(view, waiting, {7, 1}, 1, 2);
+  int up = 0;
+  for (int d = 0; d < kDim; ++d) {
+    float stored;
+    Load(&rows[kDim + d], &stored);
+    CHECK_LE(
+        std::abs(exact[d] - (2.0 - 0.5 * 0.75 * 1.5 / (std::sqrt(0.3) + 0.5))),
+        1e-6);
+    CHECK_LT(std::abs(stored - exact[d]), 1.0 / 128);
+    up += stored > exact[d];
+    CHECK_EQ(moment[kDim + d], 1.5f * 0.75f);
+    CHECK_EQ(rows[d].bits, two.bits);
+  }
+  CHECK_GT(up, 0);
+  CHECK_LT(up, kDim);
+}
+
 // The whole history is one number for each step; float32 has no part in it.
 void TestSignsOfADecay() {
   IdleRule rule = MakeRule(Move::kSign, true);
@@ -205,5 +239,6 @@ void TestSignsOfADecay() {
 int main() {
   tpu_embedding::TestStepsOneByOne();
   tpu_embedding::TestEachNumberOfNodes();
+  tpu_embedding::TestRowsOfBFloat16();
   tpu_embedding::TestSignsOfADecay();
 }
