@@ -298,6 +298,15 @@ def test_slots_are_caught_up_when_they_are_read(way: str):
         np.testing.assert_allclose(own, other, rtol=0, atol=rounding(50, other))
 
 
+def test_a_slot_gathers_its_own_rows(way: str):
+    _, optimizer, _, expected = trained()
+    found = optimizer.variables if IS_KERAS_3 else optimizer.variables()
+    slots = [v for v in found if tuple(v.shape) == (V, D)]
+    for own, other in zip(slots, expected, strict=True):
+        rows = tf.gather(_variable(own), tf.range(V))
+        np.testing.assert_allclose(rows, other, rtol=0, atol=rounding(50, other))
+
+
 def test_a_function_that_was_traced_before_the_optimizer_was_built(way: str):
     """Or before another one took the table over."""
     layer, table = layer_of(first_table()), plain_table(first_table())
