@@ -287,3 +287,29 @@ def test_an_export_looks_bags_and_strings_up(tmp_path: pathlib.Path):
     assert sorted(found) == ["bags", "rows"]
     np.testing.assert_allclose(found["bags"], expected["bags"], atol=1e-3)
     np.testing.assert_allclose(found["rows"], expected["rows"], atol=1e-6)
+
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.table = Embedding(5, 8, name="words")
+
+    def call(self, ids: Any, training: bool = False) -> Any:
+        return self.table(ids)
+
+
+def test_a_subclassed_model_is_exported_by_its_signatures(tmp_path: pathlib.Path):
+    model, ids, path = Subclassed(), tf.constant([[1, 4]], tf.int64), tmp_path / "a"
+    with pytest.raises(ValueError, match=r"Embedding 'words' is not built\. Call the"):
+        te.serving.export(model, path)
+    expected = model(ids)
+    with pytest.raises(ValueError, match=r"says nothing of its inputs.*`signatures`"):
+        te.serving.export(model, path)
+    inputs = {"ids": tf.TensorSpec([None, 2], tf.int64)}
+    signature = te.serving.Signature(
+        inputs, lambda given: te.serving.Request(given["ids"])
+    )
+    te.serving.export(model, path, signatures={"go": signature})
+    served: Any = tf.saved_model.load(str(path))
+    found = served.signatures["go"](ids=ids)["output"]
+    np.testing.assert_array_equal(found, expected)

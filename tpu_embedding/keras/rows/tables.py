@@ -83,7 +83,8 @@ class ModelTables(WeightTables):
                 "`model.get_layer(name)`."
             )
         if not keras_api.is_built(optimizer):
-            self._model.optimizer.build(self._model.trainable_variables)
+            with self._model.distribute_strategy.scope():
+                self._model.optimizer.build(self._model.trainable_variables)
         names = checkpoint_names(rule)
         for layer in self.layers:
             index = keras_api.find_index(optimizer, layer.embeddings)
