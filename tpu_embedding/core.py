@@ -275,18 +275,13 @@ class Core(EngineTables):
         """The activations; their gradient also reaches the weights of `features`."""
         if not features:
             return list(activations)
-        growing = self.growing()
-        tables = self.tables().values()
-        readers = {table.spec.index: table.reader.in_steps() for table in tables}
+        tables = self.tables()
+        readers = {t.spec.index: t.reader.in_steps() for t in tables.values()}
+        finds = {tables[n].spec.index: ids.find for n, ids in self.growing().items()}
         with tf.device(self.topology.device):
-            lookup = (self.plan, readers)
-            if growing:
-                reads = {
-                    s.index: growing[s.name].find
-                    for s in self.plan.tables
-                    if s.name in growing
-                }
-                lookup, values = with_rows_of_ids(features, lookup, values, reads)
+            lookup, values = with_rows_of_ids(
+                features, (self.plan, readers), values, finds
+            )
             return with_weight_gradients(activations, features, lookup, values, weights)
 
     def start_counting(self, every: int) -> Callable[[int], Counts]:
@@ -317,7 +312,7 @@ class Core(EngineTables):
         """
         objects: dict[str, Any] = {}
         for table in self.tables().values():
-            objects |= table.objects(self._logical_variable)
+            objects |= table.ids.objects(self._logical_variable)
         updates = self.checkpoint_updates()
         if updates is not None:
             copies = getattr(updates, "values", None)  # One for each replica.

@@ -251,7 +251,7 @@ def restore(
 
 def _logical_table(table: Table) -> LogicalTable:
     """A table as it is now; of a growing one all values are read."""
-    arrays, known = table.saved()
+    arrays, known = table.ids.saved()
     slots = {**arrays}
     parameters = slots.pop(PARAMETERS)
     vectors = {n: Vector(len(v), lambda v=v: v) for n, v in known.items()}

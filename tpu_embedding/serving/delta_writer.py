@@ -252,16 +252,11 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
         Restored checkpoints and weights do it by themselves.
         """
         self._require_active()
-        step = 1 << 20
+        tables = self._core.tables()
         for index, spec in enumerate(self._base.tables):
-            if spec.grows:
-                ids = self._core.growing()[spec.name].contents().ids
-                self._changes.mark(self._rows_of(index, ids))
-            if spec.grows or spec.shared:
-                continue
-            for start in range(0, spec.rows, step):
-                ids = np.arange(start, min(start + step, spec.rows))
-                self._changes.mark(self._rows_of(index, ids))
+            if not spec.shared:
+                for ids in tables[spec.name].ids.known():
+                    self._changes.mark(self._rows_of(index, ids))
 
     def stop(self) -> None:
         """Notes nothing any more, and frees the memory of the marks.

@@ -20,14 +20,12 @@ from tpu_embedding.serving.lookup import (
     plan_of,
 )
 from tpu_embedding.serving.mapping import open_tables
-from tpu_embedding.tables.reach import ALONE
-from tpu_embedding.tables.readers import VariableReader
+from tpu_embedding.tables.table import stored_table
+from tpu_embedding.tables.trackable import RowsVariable
 from tpu_embedding.tables.variables import (
     TableVariables,
     create_variables,
-    named_variables,
 )
-from tpu_embedding.tables.vocabularies import Vocabulary
 from tpu_embedding.tf_configs import convert_features, convert_optimizer, freeze_configs
 
 _do_not_convert = tf.autograph.experimental.do_not_convert
@@ -136,18 +134,15 @@ class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrack
             return
         with tf.init_scope():
             variables = create_variables(self._plan, "/device:CPU:0")
-            for name, variable in named_variables(self._plan, variables):
-                self._track_trackable(variable, name)
-            readers: dict[int, Any] = {
-                index: VariableReader(table.parameters)
-                for index, table in enumerate(variables)
-            }
-            growing = {}
-            for spec in self._plan.tables:
+            growing, readers = {}, {}
+            for spec, arrays in zip(self._plan.tables, variables, strict=True):
                 if spec.config.vocabulary is not None:
-                    stored = RestoredGrowingTable(spec, variables[spec.index])
-                    growing[spec.name], readers[spec.index] = stored, stored.served
-                    self._track_trackable(Vocabulary(spec, stored, ALONE), spec.name)
+                    growing[spec.name] = RestoredGrowingTable(spec, arrays)
+                stored = growing.get(spec.name)
+                table = stored_table(spec, [arrays], vocabulary=stored)
+                for name, child in table.ids.objects(RowsVariable).items():
+                    self._track_trackable(child, name)
+                readers[spec.index] = table.reader if stored is None else stored.served
             lookup = FeatureLookup(self._plan, readers, any_batch_size=True)
             self._tables = _Tables(variables, lookup, growing)
 

@@ -342,10 +342,10 @@ def _read_source(source: Any, feature_config: Any, invalid_ids: Any) -> _Exporte
         if isinstance(source, TPUEmbeddingV0):
             tables = _gathered(core.plan, source.embedding_tables)
         else:
-            tables = [
-                Source(table.spec.name, *table.served())
-                for table in core.current_tables().values()
-            ]
+            tables = []
+            for table in core.current_tables().values():
+                rows, ids = table.ids.served()
+                tables.append(Source(table.spec.name, rows, ids))
         return _Exported(
             core.plan,
             core.structure,

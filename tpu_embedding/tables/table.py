@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,49 +27,60 @@ from tpu_embedding.tables.rows import (
 from tpu_embedding.tables.variables import TableVariables, variable_rows
 from tpu_embedding.tables.vocabularies import Changed, StoredVocabulary, Vocabulary
 
+_BLOCK_IDS = 1 << 20
+
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """The ids of a static table: row r is that of id r."""
+    """The ids of a static table: row r is that of id r.
 
-    def objects(
-        self,
-        name: str,
-        rows: Mapping[str, MutableTableRows],
-        made: Callable[[str, MutableTableRows], Any],
-    ) -> dict[str, Any]:
-        """See `Table.objects`: each array by itself."""
+    Attributes:
+      name: Name of the table.
+      rows: See `Table.rows`.
+    """
+
+    name: str
+    rows: Mapping[str, MutableTableRows]
+
+    def known(self) -> Iterator[np.ndarray]:
+        """Yields the ids that have a row, int64 [n] in blocks."""
+        height = self.rows[PARAMETERS].shape[0]
+        for start in range(0, height, _BLOCK_IDS):
+            yield np.arange(start, min(start + _BLOCK_IDS, height))
+
+    def objects(self, made: Callable[[str, MutableTableRows], Any]) -> dict[str, Any]:
+        """What checkpoints save and restore, by its name there.
+
+        An array is its variable where it is one, else what `made` returns. A growing
+        table is one object, its vocabulary.
+        """
         return {
-            full: made(full, own) if own.variable is None else own.variable
-            for full, own in by_checkpoint_name({name: rows}).items()
+            name: made(name, rows) if rows.variable is None else rows.variable
+            for name, rows in by_checkpoint_name({self.name: self.rows}).items()
         }
 
-    def values(self, rows: Mapping[str, MutableTableRows]) -> dict[str, Any]:
-        """See `Table.values`."""
+    def values(self) -> dict[str, Any]:
+        """By name the variables where each array is one, else the current values."""
         return {
-            array: tf.constant(own.numpy()) if own.variable is None else own.variable
-            for array, own in rows.items()
+            name: tf.constant(rows.numpy()) if rows.variable is None else rows.variable
+            for name, rows in self.rows.items()
         }
 
-    def served(
-        self, rows: Mapping[str, MutableTableRows]
-    ) -> tuple[TableRows, np.ndarray | None]:
-        """See `Table.served`."""
-        return rows[PARAMETERS], None
+    def served(self) -> tuple[TableRows, np.ndarray | None]:
+        """What is exported: rows, and of a growing table the ids of all but the last.
 
-    def saved(
-        self, rows: Mapping[str, MutableTableRows]
-    ) -> tuple[Mapping[str, TableRows], Mapping[str, np.ndarray]]:
-        """See `Table.saved`."""
-        return rows, {}
+        Other ids look up the last row then.
+        """
+        return self.rows[PARAMETERS], None
+
+    def saved(self) -> tuple[Mapping[str, TableRows], Mapping[str, np.ndarray]]:
+        """The arrays by name, and of a growing table what is known of the ids."""
+        return self.rows, {}
 
     def changed(self, consumer: str, marked: Callable[[], Changed]) -> Changed:
-        """See `RowChanges.take`: the marked rows."""
+        """What changed for a consumer of deltas: the marked rows."""
         del consumer
         return marked()
-
-
-IDENTITY = Identity()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,11 +93,7 @@ class Table:
 
     Attributes:
       spec: The table.
-      ids: Which row is that of which id. A `Vocabulary` is read and written with the
-        rows.
-      rows: By "parameters" and slot name the matrix, read and written by rows; none of
-        a growing table. `rows[name].variable` is the tf.Variable where one variable is
-        the matrix.
+      ids: Which row is that of which id, and what is read and written with it.
       stored: Gathers the rows of the parameters that this process reaches.
       values: Returns by "parameters" and slot name the tf.Variables where each array is
         one, else tensors of the current values; also the weights of a CustomCombiner.
@@ -99,13 +106,21 @@ class Table:
     """
 
     spec: TableSpec
-    ids: Identity | Vocabulary = IDENTITY
-    rows: Mapping[str, MutableTableRows]
+    ids: Identity | Vocabulary
     stored: StoredReader
     values: Callable[[], Mapping[str, Any]]
     shards: Callable[[], list[tuple[str, tf.Tensor]]]
     variables: Callable[[], Sequence[tf.Variable]]
     reach: Reach = ALONE
+
+    @property
+    def rows(self) -> Mapping[str, MutableTableRows]:
+        """By "parameters" and slot name the matrix, read and written by rows.
+
+        None of a growing table, whose rows are nothing without their ids.
+        `rows[name].variable` is the tf.Variable where one variable is the matrix.
+        """
+        return self.ids.rows
 
     @property
     def reader(self) -> StoredReader:
@@ -121,25 +136,6 @@ class Table:
         for (has, _), part in zip(owned, self.reach.gather(stored, call), strict=True):
             values[has] = part
         return values
-
-    def objects(self, made: Callable[[str, MutableTableRows], Any]) -> dict[str, Any]:
-        """What checkpoints save and restore, by its name there.
-
-        An array is its variable where it is one, else what `made` returns. A growing
-        table is one object, its vocabulary.
-        """
-        return self.ids.objects(self.spec.name, self.rows, made)
-
-    def saved(self) -> tuple[Mapping[str, TableRows], Mapping[str, np.ndarray]]:
-        """Its arrays by name, and of a growing table what is known of their ids."""
-        return self.ids.saved(self.rows)
-
-    def served(self) -> tuple[TableRows, np.ndarray | None]:
-        """What is exported: rows, and of a growing table the ids of all but the last.
-
-        Other ids look up the last row then.
-        """
-        return self.ids.served(self.rows)
 
 
 def stored_table(
@@ -169,7 +165,11 @@ def stored_table(
     }
     parameters = [part.parameters for part in parts]
     stored = _stored_reader(spec, parameters)
-    ids = IDENTITY if vocabulary is None else Vocabulary(spec, vocabulary, reach)
+    ids = (
+        Identity(spec.name, rows)
+        if vocabulary is None
+        else Vocabulary(spec, vocabulary, reach)
+    )
 
     def shards() -> list[tuple[str, tf.Tensor]]:
         # A part without rows is a variable of one row.
@@ -180,9 +180,8 @@ def stored_table(
     return Table(
         spec=spec,
         ids=ids,
-        rows=rows,
         stored=stored,
-        values=lambda: ids.values(rows),
+        values=ids.values,
         shards=shards,
         variables=lambda: reach.variables(stored),
         reach=reach,

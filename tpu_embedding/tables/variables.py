@@ -24,7 +24,6 @@ from tpu_embedding.tables.rows import (
     PARAMETERS,
     InitialValue,
     MutableTableRows,
-    checkpoint_name,
 )
 
 # A variable made here must be *one* variable, whatever the strategy whose scope is
@@ -215,17 +214,6 @@ def _is_here(device: str) -> bool:
     """Whether a device is in the memory of this machine."""
     spec = tf.DeviceSpec.from_string(device)
     return spec.device_type in (None, "CPU") and spec.job in (None, "localhost")
-
-
-def named_variables(
-    plan: Plan, variables: Sequence[TableVariables]
-) -> Iterator[tuple[str, tf.Variable]]:
-    """Every variable with its name in checkpoints: `<table>`, `<table>/<slot>`."""
-    for spec, table in zip(plan.tables, variables, strict=True):
-        if spec.config.vocabulary is not None:
-            continue  # An object of its own has them.
-        for name, variable in table.arrays.items():
-            yield checkpoint_name(spec.name, name), variable
 
 
 def user_slots(spec: TableSpec, parameters: tf.Variable) -> dict[str, tf.Variable]:

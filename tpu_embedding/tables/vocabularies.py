@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, ClassVar
 
 import numpy as np
 import tensorflow as tf
@@ -15,7 +15,13 @@ from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.ops import library
 from tpu_embedding.tables.growing import first_rows
 from tpu_embedding.tables.reach import Reach
-from tpu_embedding.tables.rows import PARAMETERS, ArrayRows, ProcessGroup, TableRows
+from tpu_embedding.tables.rows import (
+    PARAMETERS,
+    ArrayRows,
+    MutableTableRows,
+    ProcessGroup,
+    TableRows,
+)
 from tpu_embedding.vocabulary import (
     COUNTS,
     NUM_ROWS,
@@ -178,15 +184,16 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
       group: The processes that read and write it together, or None.
     """
 
+    rows: ClassVar[Mapping[str, MutableTableRows]] = {}  # See `Table.rows`.
+
     def __init__(self, spec: TableSpec, stored: StoredVocabulary, reach: Reach) -> None:
         """Takes what this process reaches; in a job it is empty but in one process."""
         self._spec, self._stored, self._reach = spec, stored, reach
         self.parts = (*PARTS, *stored.arrays)
         self.group: ProcessGroup | None = reach.group
 
-    def values(self, rows: Any) -> dict[str, Any]:
+    def values(self) -> dict[str, Any]:
         """See `Table.values`: the rows as they are stored."""
-        del rows
         if self.group is None:
             return {**self._stored.arrays}
         local = {name: array.numpy() for name, array in self._stored.arrays.items()}
@@ -206,32 +213,32 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
     def evict(self) -> int:
         """See `StoredVocabulary.evict`; a call of all processes."""
         self._reach.agree(f"evict of table {self._spec.name}")
-        count = np.asarray(self._reach.call(self._stored.evict))
-        local = {"evicted": count}
-        return int(
-            self._from_owner(local, "the reading of the evictions of")["evicted"]
-        )
+        count = {"evicted": np.asarray(self._reach.call(self._stored.evict))}
+        count = self._from_owner(count, "the reading of the evictions of")
+        return int(count["evicted"])
 
-    def objects(self, name: str, rows: Any, made: Any) -> dict[str, Any]:
-        """See `Table.objects`."""
-        del rows, made
-        return {name: self}
+    def known(self) -> Iterator[np.ndarray]:
+        """See `Identity.known`."""
+        yield self.contents().ids
 
-    def served(self, rows: Any) -> tuple[TableRows, np.ndarray | None]:
-        """See `Table.served`: as it is now."""
-        del rows
+    def objects(self, made: Any) -> dict[str, Any]:
+        """See `Identity.objects`."""
+        del made
+        return {self._spec.name: self}
+
+    def served(self) -> tuple[TableRows, np.ndarray | None]:
+        """See `Identity.served`: as it is now."""
         state = self.read()
         return ArrayRows(served_rows(self._spec, state), self.group), state["ids"]
 
-    def saved(self, rows: Any) -> tuple[dict[str, TableRows], dict[str, np.ndarray]]:
-        """See `Table.saved`: everything at one moment."""
-        del rows
+    def saved(self) -> tuple[dict[str, TableRows], dict[str, np.ndarray]]:
+        """See `Identity.saved`: everything at one moment."""
         state = self.read()
         known = {name: state.pop(name) for name in PARTS}
         return {n: ArrayRows(v, self.group) for n, v in state.items()}, known
 
     def changed(self, consumer: str, marked: Any) -> Changed:
-        """See `RowChanges.take`: rows are marked by their ids."""
+        """See `Identity.changed`: the step queue has marks of ids."""
         del marked
         local = self._reach.call(lambda: self._stored.take(consumer))
         taken = self._from_owner(local, "the reading of the changes of")

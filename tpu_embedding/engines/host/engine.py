@@ -354,7 +354,7 @@ class HostEngine(Engine):
         """See `TableStore.checkpoint_variables`: whole tables, gathered when saved."""
         objects: dict[str, Any] = {}
         for table in self._tables.values():
-            objects |= table.objects(RowsVariable)
+            objects |= table.ids.objects(RowsVariable)
         updates = self._updates()
         return objects if updates is None else {**objects, UPDATES: updates}
 

@@ -40,11 +40,11 @@ from tpu_embedding.lookup.graph_checks import Check, refuse, require, text
 from tpu_embedding.lookup.input_rows import FeatureInput, finite_gradient
 from tpu_embedding.tables.readers import VariableReader
 from tpu_embedding.tables.table import Table, stored_table
+from tpu_embedding.tables.trackable import RowsVariable
 from tpu_embedding.tables.variables import (
     create_counter,
     create_state,
     create_variables,
-    named_variables,
 )
 
 _GIVEN_UP = (
@@ -109,7 +109,9 @@ class PortableEngine(Engine, StepQueue):
         return tables
 
     def checkpoint_variables(self) -> dict[str, Any]:
-        variables: dict[str, Any] = dict(named_variables(self._plan, self._variables))
+        variables: dict[str, Any] = {}
+        for stored in self.tables().values():
+            variables |= stored.ids.objects(RowsVariable)
         for table in self._plan.tables:
             for name, variable in self._combiners.variables(table.index).items():
                 variables[f"{table.name}/{name}"] = variable

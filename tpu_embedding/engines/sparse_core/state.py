@@ -39,7 +39,7 @@ from tpu_embedding.tables.rows import (
     joined,
     unstacked,
 )
-from tpu_embedding.tables.table import Table
+from tpu_embedding.tables.table import Identity, Table
 from tpu_embedding.tables.variables import VariableRows, variable_name
 
 # The options of the engines that `tracing_only` has seen, or None outside of it.
@@ -128,7 +128,7 @@ class StackState:
             )
             yield Table(
                 spec=specs[index],
-                rows=rows,
+                ids=Identity(specs[index].name, rows),
                 stored=PartsReader(
                     self.parameters.values, row_of, layout.unsharded_shape[1]
                 ),

@@ -33,7 +33,7 @@ from tpu_embedding.layout.csr import PreprocessedFeatures
 from tpu_embedding.layout.plan import UPDATES, require_options
 from tpu_embedding.tables.readers import PartsReader
 from tpu_embedding.tables.rows import PARAMETERS, by_checkpoint_name
-from tpu_embedding.tables.table import Table
+from tpu_embedding.tables.table import Identity, Table
 
 _INITIALIZED_AGAIN = (
     "The tables of this embedding are gone: the TPU was initialized again after the "
@@ -211,7 +211,9 @@ class TPUV2V4Engine(Engine):
         return {
             spec.name: Table(
                 spec=spec,
-                rows={name: array.rows() for name, array in table.arrays.items()},
+                ids=Identity(
+                    spec.name, {name: a.rows() for name, a in table.arrays.items()}
+                ),
                 stored=PartsReader(
                     table.arrays[PARAMETERS].shards, lambda ids: ids, spec.config.dim
                 ),
