@@ -66,7 +66,7 @@ WRAPPERS = (
 # Outside of where tables and configurations are made.
 GROWTH = (
     r"\b(growing|vocabulary) is (not )?None|isinstance\(\w+(\.ids)?, Vocabulary\)"
-    r"|\b(spec|table|t)\.grows\b|\bin (self\._)?growing\b(?! )"
+    r"|\b(spec|table|t)\.grows\b|\bin (self\._)?growing\b(?![.\s])"
 )
 GROWTH_ROOMS = re.compile(rf"^{PACKAGE}\.(tables|layout|config|vocabulary)\b")
 
