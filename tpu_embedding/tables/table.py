@@ -152,17 +152,16 @@ def stored_table(
       reach: Where the table is.
       vocabulary: Of a growing table.
     """
-    local = [variable_rows(spec, part.arrays) for part in parts]
-    rows: dict[str, MutableTableRows] = {
-        array: ReachedRows(
-            checkpoint_name(spec.name, array),
-            spec.config.vocabulary_size,
-            interleaved([part[array] for part in local]),
-            spec.index,
-            reach,
-        )
-        for array in local[0]
-    }
+    by_part = [variable_rows(spec, part.arrays) for part in parts]
+    rows = {array: interleaved([p[array] for p in by_part]) for array in by_part[0]}
+    if reach is not ALONE:  # Else each call of a save would pass through one more.
+        height, index = spec.config.vocabulary_size, spec.index
+        rows = {
+            array: ReachedRows(
+                checkpoint_name(spec.name, array), height, local, index, reach
+            )
+            for array, local in rows.items()
+        }
     parameters = [part.parameters for part in parts]
     stored = _stored_reader(spec, parameters)
     ids = (
