@@ -431,5 +431,5 @@ def test_where_rows_wait(options: dict[str, Any], expected: bool) -> None:
     optimizer = te.Adam(**{"lazy_adam": False, **options})
     table = te.TableConfig(4, 4, optimizer=optimizer)
     core = te.TPUEmbedding(te.FeatureConfig(table), None).core
-    found = idle_of(core.plan.tables[0], divided=False)
+    found = idle_of(core.plan.tables[0])
     assert (found is not None) is expected

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -150,7 +150,10 @@ def plan_record(
         served=served,
         owners=list(placement.owners) if placement else [],
         bfloat16_wire=options.distributed.wire_dtype == "bfloat16",
-        tables=[_table_record(spec, placement is not None) for spec in plan.tables],
+        tables=[
+            _table_record(spec, waiting_records(spec, placement is not None, served))
+            for spec in plan.tables
+        ],
         features=[
             records.record(
                 path=spec.path,
@@ -201,7 +204,7 @@ def _vocabulary_records(spec: TableSpec) -> list[Any]:
     ]
 
 
-def _table_record(spec: TableSpec, divided: bool) -> Any:
+def _table_record(spec: TableSpec, waiting: Mapping[str, Any]) -> Any:
     config, optimizer = spec.config, spec.optimizer
     quantization = config.quantization_config
     size = functools.partial(
@@ -222,5 +225,5 @@ def _table_record(spec: TableSpec, divided: bool) -> Any:
         rule=optimizer.rule,
         hyperparameters=[float(number) for number in optimizer.hyperparameters],
         rounding_seed=spec.rounding_seed,
-        **(optimizer.record | waiting_records(spec, divided=divided)),
+        **{**optimizer.record, **waiting},
     )

@@ -42,6 +42,7 @@ class TablePart:
         tables: Sequence[int],
         *,
         divided: bool = False,
+        served: bool = False,
     ) -> None:
         """Makes the step queue.
 
@@ -51,7 +52,8 @@ class TablePart:
           variables: By table.
           placement: Which of their rows are here.
           tables: Their indices in the plan of all tables.
-          divided: Whether other parts have rows of the tables, or other tables.
+          divided: Whether other processes have rows of the tables, or other tables.
+          served: Whether the device is a server.
         """
         self.device = options.topology.device
         self.record, self.variables = record, variables
@@ -66,7 +68,7 @@ class TablePart:
         self._waits = [
             spec.index
             for spec in options.plan.tables
-            if self._is_trained and idle_of(spec, divided=divided) is not None
+            if self._is_trained and idle_of(spec, divided, served) is not None
         ]
         # What lookups read where rows wait.
         self._read_slots = self._slots if self._waits else []

@@ -26,23 +26,26 @@ if TYPE_CHECKING:
     from tpu_embedding.engines.host.part import TablePart
 
 
-def idle_of(spec: TableSpec, *, divided: bool) -> Idle | None:
+def idle_of(
+    spec: TableSpec, divided: bool = False, served: bool = False
+) -> Idle | None:
     """What rows of a table wait by; None: each step updates what the rule says.
 
-    Rows wait in tables of fixed size with slots of our own, unless the tables are
-    `divided` over processes or servers.
+    Rows wait in tables of fixed size with slots of our own, but not on servers. Tables
+    that are `divided` over processes must be float32: rows travel in the dtype of their
+    table, and a catch-up is rounded only when it is written.
     """
     config, optimizer = spec.config, spec.optimizer
     if optimizer is None or optimizer.slot_variable_creation_fn is not None:
         return None
-    if config.vocabulary is not None or divided:
+    if config.vocabulary is not None or served or (divided and spec.is_rounded):
         return None
     return optimizer.idle
 
 
-def waiting_records(spec: TableSpec, *, divided: bool) -> dict[str, Any]:
+def waiting_records(spec: TableSpec, divided: bool, served: bool) -> dict[str, Any]:
     """The fields of a table's record that say how its rows wait."""
-    idle = idle_of(spec, divided=divided)
+    idle = idle_of(spec, divided, served)
     if idle is None:
         return {"idle": [], "history": 0}
     assert spec.optimizer is not None

@@ -26,7 +26,7 @@ from tpu_embedding.lookup.feature_structure import FeatureStructure
 from tpu_embedding.serving.signatures import input_name
 from tpu_embedding.tables.readers import TableReader, VariableReader
 from tpu_embedding.tables.rows import PARAMETERS, MutableTableRows
-from tpu_embedding.tables.table import Table
+from tpu_embedding.tables.table import Identity, Table
 from tpu_embedding.tables.variables import VariableRows
 from tpu_embedding.tf_configs import convert_features
 
@@ -304,11 +304,12 @@ def _table(layer: Any) -> TableConfig:
 
 def _view(spec: TableSpec, layer: Any, rows: Mapping[str, MutableTableRows]) -> Table:
     weight = keras_api.value_of(layer.embeddings)
+    ids = Identity(spec.name, rows)
     return Table(
         spec=spec,
-        rows=rows,
+        ids=ids,
         stored=VariableReader(weight),
-        values=lambda: {name: tf.constant(each.numpy()) for name, each in rows.items()},
+        values=ids.values,
         shards=lambda: [(weight.device, weight.read_value())],
         variables=lambda: [weight],
     )
