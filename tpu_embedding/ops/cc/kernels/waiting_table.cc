@@ -20,7 +20,7 @@ namespace tpu_embedding {
 namespace {
 
 // Rough cycles to find whether an entry names a row that others name.
-constexpr int64_t kCyclesPerEntry = 20;
+constexpr int64_t kCyclesPerReadEntry = 20;
 
 int32_t* Zeros(int64_t size) {
   void* const memory = std::calloc(size, sizeof(int32_t));
@@ -229,8 +229,8 @@ void ReadCaughtUp(const ParallelFor& parallel_for,
     entries += copy.rows->size();
   }
   if (own.empty()) return;
-  ForEachItem(parallel_for, own.size(), entries * kCyclesPerEntry / own.size(),
-              [&](int64_t i) {
+  ForEachItem(parallel_for, own.size(),
+              entries * kCyclesPerReadEntry / own.size(), [&](int64_t i) {
                 FindDistinct(resource.waiting[own[i]->table]->rows(), own[i]);
               });
   for (CaughtUp* copy : own) {
