@@ -136,7 +136,8 @@ def test_what_is_exported_comes_after_what_is_pending() -> None:
     pipelined, twin = make_pair()
     for embedding in (pipelined, twin):
         models.train(embedding)
-    tables = {name: rows.numpy() for name, rows in pipelined.core.table_rows().items()}
+    current = pipelined.core.current_tables().items()
+    tables = {name: table.rows["parameters"].numpy() for name, table in current}
     for name, arrays in models.values(twin).items():
         np.testing.assert_array_equal(tables[name], arrays["parameters"])
 

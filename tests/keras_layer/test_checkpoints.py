@@ -83,7 +83,7 @@ def test_save_and_restore_take_a_layer_or_a_model(whole: bool, tmp_path: pathlib
     for name, value in models.state(layer).items():
         if name != "_updates":
             np.testing.assert_array_equal(found[name][: len(value)], value)
-    with pytest.raises(TypeError, match="also the Keras layer, or a Keras model"):
+    with pytest.raises(TypeError, match="the first two also a"):
         checkpoint.save(keras.layers.Dense(1), tmp_path / "dense")
     two = keras.Sequential([model, other])
     with pytest.raises(ValueError, match="several layers with tables: "):
