@@ -217,6 +217,8 @@ def test_a_worker_of_servers_starts_again_alone(
         (("--hosts", "2", "--address", "nowhere"), "Received: 'nowhere'"),
         (("--hosts", "2", "--address", "127.0.0.1:PORT", "--timeout", "0.2"),
          "1 of at least 2 hosts came"),
+        (("--timeout", "5"), "`--timeout` has no effect without `--hosts`"),
+        (("--status-interval", "5"), "has no effect without `--status`"),
         (("-m",), "No module named"),
     ],
 )  # fmt: skip

@@ -162,9 +162,8 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
     add(
         "--timeout",
         type=float,
-        default=600.0,
         metavar="SECONDS",
-        help="how long to wait for the other hosts (%(default)g)",
+        help="how long to wait for the other hosts (600)",
     )
     add(
         "--exit-timeout",
@@ -178,9 +177,8 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
     add(
         "--status-interval",
         type=float,
-        default=60.0,
         metavar="SECONDS",
-        help="how often to write it (%(default)g)",
+        help="how often to write it (60)",
     )
     add("-m", dest="module", action="store_true", help="the program is a module")
     add("program", help="a Python program that reads TF_CONFIG")

@@ -35,7 +35,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class _JobError(Exception):
-    """Why a start of the job ended; `code` is the exit code of the launcher."""
+    """Raised when a process fails; `code` is the exit code of the launcher."""
 
     def __init__(self, text: str, code: int) -> None:
         super().__init__(text)
@@ -52,6 +52,8 @@ class _Options:
       command: What runs the program, after `python`.
       restarts: How often the job, or a worker of servers, may start again.
       timeout: Seconds to wait for other hosts.
+      status: The file of the status, or None.
+      status_interval: Seconds between its lines.
       exit_timeout: Seconds that processes may run after the first one is done.
     """
 
@@ -67,7 +69,19 @@ class _Options:
         self.address = self._checked_address(parsed.address)
         (self.servers,) = _numbers("--servers", str(parsed.servers), None, 0)
         (self.restarts,) = _numbers("--restarts", str(parsed.restarts), None, 0)
-        self.timeout, self.exit_timeout = parsed.timeout, parsed.exit_timeout
+        self.exit_timeout = parsed.exit_timeout
+        several = self.address is not None
+        self.timeout = _seconds(
+            "--timeout", parsed.timeout, 600.0, "--hosts", needed_is_given=several
+        )
+        self.status, kept = parsed.status, parsed.status is not None
+        self.status_interval = _seconds(
+            "--status-interval",
+            parsed.status_interval,
+            60.0,
+            "--status",
+            needed_is_given=kept,
+        )
         if not parsed.module and not pathlib.Path(parsed.program).is_file():
             raise ValueError(f"The program {parsed.program!r} is not a file.")
         self.command = [*(["-m"] if parsed.module else []), parsed.program]
@@ -122,7 +136,7 @@ class _Process:
 
     @property
     def exit_code(self) -> int | None:
-        """None while the process runs; below 0 the number of a signal."""
+        """Returns None while the process runs; a negative number is a signal."""
         return self._process.poll()
 
     def signal(self, number: signal.Signals) -> None:
@@ -274,7 +288,7 @@ class _Job:
 
 
 class _Status:
-    """Writes a file with one line of JSON, now and then."""
+    """Writes one line of JSON about the job to a file, at intervals."""
 
     def __init__(self, path: str | None, interval: float) -> None:
         self._path, self._interval = path, interval
@@ -308,7 +322,7 @@ def run(parsed: argparse.Namespace) -> int:
     """
     options = _Options(parsed)
     restarts = options.restarts
-    status = _Status(parsed.status, parsed.status_interval)
+    status = _Status(options.status, options.status_interval)
     with _stopped_by_signals():
         while True:
             status.start += 1
@@ -370,6 +384,21 @@ def _numbers(option: str, text: str, separator: str | None, least: int) -> list[
             f"{text!r}."
         )
     return [int(part) for part in parts]
+
+
+def _seconds(
+    option: str,
+    value: float | None,
+    default: float,
+    needed: str,
+    *,
+    needed_is_given: bool,
+) -> float:
+    if value is None:
+        return default
+    if not needed_is_given:
+        raise ValueError(f"`{option}` has no effect without `{needed}`. Leave it out.")
+    return value
 
 
 def _free_ports(counts: Mapping[str, int]) -> dict[str, list[int]]:
