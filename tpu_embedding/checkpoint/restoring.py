@@ -78,7 +78,7 @@ class _Fill:
 
     @functools.cached_property
     def _places(self) -> np.ndarray:
-        """By row of the target its number among those that the checkpoint lacks."""
+        """Numbers the rows of the target that the checkpoint lacks; -1 for others."""
         copy = self.copy
         lacks = np.arange(copy.target.shape[0]) >= copy.source.shape[0]
         if copy.places is not None:
@@ -87,7 +87,7 @@ class _Fill:
 
     @functools.cached_property
     def _values(self) -> np.ndarray:
-        """What these rows of a table become."""
+        """Returns what these rows of a table become."""
         target = self.copy.target
         shape = (int(self._places.max(initial=-1)) + 1, target.shape[1])
         if self.make == "mean":
@@ -112,7 +112,7 @@ class _Fill:
 
 
 def _mean(rows: TableRows) -> np.ndarray:
-    """The mean of all rows, float64 [D]; 0 of none."""
+    """Returns the mean of all rows, float64 [D]; zeros if there are none."""
     total = np.zeros(rows.shape[1])
     for start, stop in rows.slices():
         total += rows.read(start, stop).sum(axis=0, dtype=np.float64)

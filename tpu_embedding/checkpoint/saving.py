@@ -250,7 +250,7 @@ def restore(
 
 
 def _logical_table(table: Table) -> LogicalTable:
-    """A table as it is now; of a growing one all values are read."""
+    """Returns a table as it is now; reads all values of a growing one."""
     arrays, known = table.ids.saved()
     slots = {**arrays}
     parameters = slots.pop(PARAMETERS)
@@ -259,7 +259,7 @@ def _logical_table(table: Table) -> LogicalTable:
 
 
 def _fill(resize: Any) -> Any:
-    """What further rows become: "mean", an initializer, or None for what they are."""
+    """Returns what makes new rows: "mean" or an initializer; None keeps them."""
     if isinstance(resize, bool):
         return None
     if resize != "mean" and not callable(resize):

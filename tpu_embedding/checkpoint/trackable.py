@@ -400,7 +400,7 @@ class WeightTable:
 
     @classmethod
     def core_of_model(cls, model: Any) -> WeightTables:
-        """The tables of all such layers of a model, or of one layer."""
+        """Returns the tables of all such layers of a model, or of one layer."""
         raise NotImplementedError
 
 
@@ -423,7 +423,7 @@ class WeightTables(StoredTables):
 
     @abc.abstractmethod
     def inputs_of_model(self) -> tuple[dict[str, Any], Callable[[Any], Any]]:
-        """The tf.TensorSpecs of its inputs by name, and what makes them one argument.
+        """Returns the specs of the inputs by name, and what makes them one argument.
 
         Raises:
           ValueError: If the model has no inputs of its own, as a subclassed one.
@@ -435,11 +435,11 @@ class WeightTables(StoredTables):
 
     @abc.abstractmethod
     def other_layers(self) -> list[Any]:
-        """The layers in which there is no table."""
+        """Returns the layers that have no table."""
 
 
 def tables_of_weights(value: Any) -> WeightTables | None:
-    """Those of a Keras model or layer whose layers with tables are `WeightTable`s."""
+    """Returns the tables of a model or layer whose tables are all weights, or None."""
     found = _layers_with_tables(value)
     if found and all(isinstance(layer, WeightTable) for layer in found):
         return found[0].core_of_model(value)
@@ -447,7 +447,7 @@ def tables_of_weights(value: Any) -> WeightTables | None:
 
 
 def core_of(value: Any) -> StoredTables:
-    """That of an embedding or layer, or of the layers with tables of a Keras model.
+    """Returns the tables of an embedding, a layer, or the layers of a Keras model.
 
     Raises:
       TypeError: If it has no tables.
@@ -471,7 +471,7 @@ def core_of(value: Any) -> StoredTables:
 
 
 def _layers_with_tables(value: Any) -> list[Any]:
-    """The layers with tables of a Keras model or layer."""
+    """Returns the layers with tables of a Keras model or layer."""
     layers = value._flatten_layers() if hasattr(value, "_flatten_layers") else ()
     return [x for x in layers if isinstance(x, (SavesTables, WeightTable))]
 

@@ -1,4 +1,4 @@
-"""What rows do that wait for their gradients, as the kernels read it."""
+"""Writes for the kernels what rows do while they wait for their gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def idle_record(
     owner: int = 0,
     with_weights: bool = True,
 ) -> Any:
-    """The record that cc/kernels/waiting.cc reads.
+    """Returns the record that cc/kernels/waiting.cc reads.
 
     Args:
       idle: What a step with a gradient of zeros does to a row.

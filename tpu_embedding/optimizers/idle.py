@@ -112,7 +112,7 @@ class Idle:
 
 
 def history_length(rows: int, horizon: int) -> int:
-    """For how many steps the weights of a table of so many rows are kept."""
+    """Returns for how many steps the history of a table is kept."""
     own = max(rows // _ROWS_FOR_EACH_STEP, 2 * horizon + 2, 512)
     return min(own, _LONGEST_HISTORY)
 

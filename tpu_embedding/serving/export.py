@@ -495,7 +495,7 @@ def _unknown_names(
 def _signatures_of_model(
     whole: WeightTables, signatures: Any, arguments: Mapping[str, Any]
 ) -> dict[str, Signature]:
-    """Those of the user, or the inputs of the model."""
+    """Returns the signatures of the user, or one of the model's inputs."""
     for name, value in arguments.items():
         if value:
             raise ValueError(
@@ -515,7 +515,7 @@ def _signatures_of_model(
 
 
 def _function(signature: Signature, compute: Callable[[Request], Any]) -> Any:
-    """The traced function of a signature."""
+    """Traces the function of a signature."""
     specs = {
         name: tf.TensorSpec(spec.shape, spec.dtype, name=name)
         for name, spec in signature.inputs.items()
@@ -554,7 +554,7 @@ class _Served:
     model: Callable[..., Any] | None
 
     def outputs(self, request: Request) -> Any:
-        """The activations, or what the model makes of them."""
+        """Returns the activations, or what the model makes of them."""
         activations = self._look_up(request.features, request.weights)
         if self.model is None:
             return {

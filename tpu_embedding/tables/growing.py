@@ -196,7 +196,7 @@ class FrozenTable:
 
 
 def freeze(spec: TableSpec, state: Mapping[str, np.ndarray]) -> FrozenTable:
-    """The static form of a growing table, from `Vocabulary.read`."""
+    """Returns the static form of a growing table, from `Vocabulary.read`."""
     config = spec.config
     assert config.vocabulary is not None
     if config.vocabulary.unknown == "initializer":

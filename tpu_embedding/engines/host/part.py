@@ -226,7 +226,7 @@ class TablePart:
             )
 
     def read_rows(self, table: int, rows: tf.Tensor) -> tf.Tensor:
-        """Rows of a table with such rows, caught up, float32 [*rows.shape, D]."""
+        """Reads rows of a table, caught up, as float32 [*rows.shape, D]."""
         with tf.device(self.device):
             found = self._ops.tpu_embedding_read_rows(
                 queue=self.handle,

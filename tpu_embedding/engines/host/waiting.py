@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def idle_of(
     spec: TableSpec, divided: bool = False, served: bool = False
 ) -> Idle | None:
-    """What rows of a table wait by; None: each step updates what the rule says.
+    """Returns how rows of a table wait, or None if each step updates all rows.
 
     Rows wait in tables of fixed size with slots of our own, but not on servers. Tables
     that are `divided` over processes must be float32: rows travel in the dtype of their
@@ -44,7 +44,7 @@ def idle_of(
 
 
 def waiting_records(spec: TableSpec, divided: bool, served: bool) -> dict[str, Any]:
-    """The fields of a table's record that say how its rows wait."""
+    """Returns the fields of a table's record that say how its rows wait."""
     idle = idle_of(spec, divided, served)
     if idle is None:
         return {"idle": [], "history": 0}

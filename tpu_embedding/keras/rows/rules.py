@@ -174,7 +174,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
 
 
 def checkpoint_names(cls: type) -> dict[str, str]:
-    """By attribute of a class of Keras the name of the slot in checkpoints."""
+    """Returns the names of slots in checkpoints by attribute of Keras's class."""
     attributes = SLOTS[cls.__name__]
     names = dict(zip(attributes, _NAMES.get(cls.__name__, ()), strict=False))
     return {name: names.get(name, name.strip("_")) for name in attributes}

@@ -61,7 +61,7 @@ class ModelTables(WeightTables):
 
     @property
     def _optimizer(self) -> Any:
-        """The innermost optimizer of the model, or None."""
+        """Returns the innermost optimizer of the model, or None."""
         optimizer: Any = getattr(self._model, "optimizer", None)
         while hasattr(optimizer, "inner_optimizer"):
             optimizer = optimizer.inner_optimizer
@@ -128,7 +128,7 @@ class ModelTables(WeightTables):
             waiting.flush()
 
     def checkpoint_updates(self) -> Any:
-        """The iterations of the optimizer."""
+        """Returns the variable of the optimizer's iterations."""
         optimizer = self._optimizer
         return None if optimizer is None else keras_api.value_of(optimizer.iterations)
 
@@ -238,7 +238,7 @@ _served: contextvars.ContextVar[Mapping[int, TableReader] | None] = (
 
 
 def served_table(layer: Any) -> Callable[[Any], Any] | None:
-    """What looks ids up in the table that is exported; None outside of an export."""
+    """Returns what looks ids up in the exported table; None outside of an export."""
     reader = (_served.get() or {}).get(id(layer))
     if reader is None:
         return None
@@ -261,7 +261,7 @@ def served_table(layer: Any) -> Callable[[Any], Any] | None:
 
 
 def _field(tensor: Any) -> tuple[dict[str, tf.TensorSpec], Callable[[Any], Any]]:
-    """The inputs of a signature for an input of a model, and what joins them."""
+    """Returns the inputs of a signature for one of a model, and what joins them."""
     name = input_name(tensor._keras_history[0].name)
     described = keras_api.symbol(tensor)
     shape, dtype = list(described.shape), tf.as_dtype(tensor.dtype)
@@ -316,7 +316,7 @@ def _view(spec: TableSpec, layer: Any, rows: Mapping[str, MutableTableRows]) -> 
 
 
 class _Rows(VariableRows):
-    """A table or slot without rows that wait, as nothing else reads it."""
+    """A table or slot whose waiting rows were caught up before it is read."""
 
     @property
     def variable(self) -> None:
