@@ -118,7 +118,7 @@ def test_example_runs(
         run(example, "--out", tmp_path)
 
 
-@pytest.mark.second_tier
+@pytest.mark.third_tier
 def test_a_job_that_lost_a_process_resumes_to_the_same_tables(tmp_path: pathlib.Path):
     lines = run(MANY_MACHINES, "--kill", "--out", tmp_path).splitlines()
     assert "A process was killed. All start again from step 10." in lines

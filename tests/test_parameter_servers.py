@@ -30,9 +30,9 @@ FAULTS = pathlib.Path(__file__).with_name("parameter_server_faults.py")
     ("file", "fault"),
     [
         (FAULTS, "repeated"),
-        (FAULTS, "two_clusters"),
+        pytest.param(FAULTS, "two_clusters", marks=pytest.mark.third_tier),
         (STORAGE, "storage"),
-        (STORAGE, "stop_server"),
+        pytest.param(STORAGE, "stop_server", marks=pytest.mark.third_tier),
     ],
     ids=["repeated", "two_clusters", "storage", "stop_server"],
 )
