@@ -30,7 +30,9 @@ def test_tables_of_bfloat16(
 ) -> None:
     films = te.TableConfig(50, 5, name="films", dtype="bfloat16")
     embedding = te.TPUEmbedding({"film": te.FeatureConfig(films)}, te.Adagrad(0.1))
-    te.serving.export(embedding, tmp_path / "base", storage=storage, deltas=True)
+    te.serving.export(
+        embedding, tmp_path / "base", storage=storage, signatures=["dense"], deltas=True
+    )
     writer = te.serving.DeltaWriter(embedding, tmp_path / "base", "all")
     assert writer.export_delta(tmp_path / "1.delta") == {"films": 0}
     embedding.enqueue({"film": tf.constant([7, 3, 7])})
@@ -38,7 +40,9 @@ def test_tables_of_bfloat16(
     gradients = rng.normal(size=activations.shape).astype(np.float32)
     embedding.apply_gradients({"film": tf.constant(gradients)})
     assert writer.export_delta(tmp_path / "2.delta") == {"films": 2}
-    te.serving.export(embedding, tmp_path / "after", storage=storage)
+    te.serving.export(
+        embedding, tmp_path / "after", storage=storage, signatures=["dense"]
+    )
     followed: Any = tf.saved_model.load(str(tmp_path / "base"))
     for number in (1, 2):
         te.serving.apply_delta(followed, tmp_path / f"{number}.delta")
@@ -174,7 +178,9 @@ def test_a_delta_that_failed_is_in_the_next_one(
     trainer = Trainer(rng)
     base = tmp_path / "base"
     monkeypatch.setattr(following_tables, "SMALL_TABLE", 16)
-    te.serving.export(trainer.embedding, base, storage="int8", deltas=0.1)
+    te.serving.export(
+        trainer.embedding, base, storage="int8", signatures=["dense"], deltas=0.1
+    )
     writer = te.serving.DeltaWriter(trainer.embedding, base, "all")
     touched = trainer.step()
     (tmp_path / "taken").write_bytes(b"")
@@ -253,7 +259,7 @@ def test_what_a_writer_refuses(
 ) -> None:
     trainer = Trainer(rng)
     consumer = Consumer(trainer, tmp_path, "float32", "all")
-    te.serving.export(trainer.embedding, tmp_path / "plain")
+    te.serving.export(trainer.embedding, tmp_path / "plain", signatures=["dense"])
     for embedding, base, name, error, message in (
         (3, consumer.base, "x", TypeError, "`embedding` must be a TPUEmbedding"),
         (trainer.embedding, consumer.base, "", TypeError, "`consumer` must be a name"),
@@ -267,7 +273,7 @@ def test_what_a_writer_refuses(
     other = te.TPUEmbedding({"film": te.FeatureConfig(films)}, te.SGD(0.1))
     with pytest.raises(ValueError, match=r"and the embedding has \[\('films', 8, 2\)"):
         te.serving.DeltaWriter(other, consumer.base, "x")
-    te.serving.export(other, tmp_path / "other", deltas=True)
+    te.serving.export(other, tmp_path / "other", signatures=["dense"], deltas=True)
     state = tf.saved_model.load(str(tmp_path / "other")).signatures["delta_state"]()
     with pytest.raises(ValueError, match="The model serves the export"):
         consumer.writer.resume(state)
@@ -305,6 +311,7 @@ def test_engines_without_tracking_say_so(tmp_path: pathlib.Path) -> None:
         {plain: tf.zeros([8, 2])},
         tmp_path / "base",
         feature_config={"film": te.FeatureConfig(plain)},
+        signatures=["dense"],
         deltas=True,
     )
     for embedding, message in (
@@ -333,7 +340,7 @@ def test_the_keras_layer(rng: np.random.Generator, tmp_path: pathlib.Path) -> No
     outputs = keras.layers.Dense(1)(layer(inputs)["film"])
     model = keras.Model(inputs, outputs)
     model.compile("sgd", "mse")
-    te.serving.export(layer, tmp_path / "base", deltas=1.0)
+    te.serving.export(layer, tmp_path / "base", signatures=["dense"], deltas=1.0)
     writer = te.serving.DeltaWriter(layer, tmp_path / "base", "all")
     film = np.array([1, 5, 5, 7])
     model.fit({"film": film}, np.ones([4, 1]), verbose=0)
@@ -360,7 +367,7 @@ films = te.TableConfig(rows, 6, name="films")
 embedding = te.TPUEmbedding({"film": te.FeatureConfig(films)}, te.SGD(0.5))
 embedding.enqueue({"film": tf.range(60)})
 embedding.apply_gradients(embedding.dequeue())
-te.serving.export(embedding, sys.argv[1], deltas=1.0)
+te.serving.export(embedding, sys.argv[1], signatures=["dense"], deltas=1.0)
 writer = te.serving.DeltaWriter(embedding, sys.argv[1], "all")
 writer.mark_all_rows()
 checksum, calls = delta_files.checksum, []
