@@ -1,4 +1,13 @@
-"""The signatures of an export that check deltas and apply them, block by block."""
+"""The signatures of an export that check deltas and apply them, block by block.
+
+    block        checked                        changed
+    begin        base, sequence, run, room      staging: the delta that is announced
+    rows, ...    order, sizes, ascending ids    spare rows, which no lookup reads
+    end          checksum of all, all came      index: lookups read the new rows
+
+A block that is refused changes nothing. A new "begin" discards what was staged, so a
+sender that lost an answer sends its delta from the first block on.
+"""
 
 from __future__ import annotations
 

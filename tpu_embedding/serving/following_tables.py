@@ -8,7 +8,14 @@ more than half of the spare rows and those are taken in a ring. So a lookup that
 fewer than two commits while it runs has read whole rows, and any other looks again.
 
 The ids of a growing table are numbered: a hash table has the number of each, and the
-index the row of each number. Numbers are used again as spare rows are.
+index the row of each number. Numbers are used again as spare rows are. In a static
+table the number of an id is the id. A delta that changes row 70 and adds row 90:
+
+    id      number      row before -> after
+    70  ->  0       ->  0          -> 5     the delta was written into rows 5 and 6
+    80  ->  1       ->  1          -> 1
+    90  ->  2       ->  2          -> 6     number 2 was free, and no lookup read row 2
+                 spare  5 6 7 8    -> 7 8 0 2
 """
 
 from __future__ import annotations
