@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding.checkpoint.trackable import (
-    SavesTables,
-    WeightTables,
-    tables_of_weights,
-)
 from tpu_embedding.checkpoint.writing import in_all_processes, require_alike
-from tpu_embedding.embedding_v0 import TPUEmbeddingV0
 from tpu_embedding.engines.process_group import calling
 from tpu_embedding.errors import argument_type
-from tpu_embedding.layout.output_shapes import InputShapes
-from tpu_embedding.layout.plan import FeatureSpec, Plan
-from tpu_embedding.lookup.feature_structure import FeatureStructure
-from tpu_embedding.lookup.features import FeatureLookup
+from tpu_embedding.layout.plan import Plan
 from tpu_embedding.lookup.input_rows import MAX_SAMPLES
-from tpu_embedding.serving.conversion import SomeRows, Source, rows_of
+from tpu_embedding.serving.conversion import SomeRows, Source
 from tpu_embedding.serving.delta_files import Base, BaseTable, new_id
-from tpu_embedding.serving.embedding import TPUEmbeddingForServing
+from tpu_embedding.serving.exported import (
+    SERVING_DEFAULT,
+    Exported,
+    ModelOptions,
+    read_source,
+    unknown_names,
+)
 from tpu_embedding.serving.following import Follower
 from tpu_embedding.serving.following_tables import (
     GrowingBase,
@@ -35,28 +30,14 @@ from tpu_embedding.serving.following_tables import (
     most_changed,
     most_ids,
 )
-from tpu_embedding.serving.growing_tables import (
-    exported_table,
-    missing_rows,
-)
-from tpu_embedding.serving.lookup import find_table, plan_of
+from tpu_embedding.serving.growing_tables import exported_table, missing_rows
 from tpu_embedding.serving.mapping import MappedPart, file_of
 from tpu_embedding.serving.quantization import STORAGES, stored_form
 from tpu_embedding.serving.report import Report
 from tpu_embedding.serving.saving import require_empty, save
-from tpu_embedding.serving.signatures import (
-    KINDS,
-    Request,
-    Signature,
-    SignatureOptions,
-    Tensors,
-    input_name,
-    make_signature,
-)
+from tpu_embedding.serving.signatures import KINDS, Request, Signature, Tensors
 from tpu_embedding.tables.waiting import flush_before
-from tpu_embedding.tf_configs import convert_features
 
-_SERVING_DEFAULT = "serving_default"
 _SHARE = 0.125  # Of the rows of a table that one delta may change.
 
 
@@ -141,91 +122,70 @@ def export(
       tf.errors.InvalidArgumentError: If a table has values that the storage cannot
         hold.
     """
-    for argument, value in (("signatures", signatures), ("weighted", weighted)):
-        if isinstance(value, str):
-            raise TypeError(
-                f"`{argument}` must be a list of names. Received the string {value!r}; "
-                f"pass [{value!r}]."
-            )
-    if dense_inputs and model is None:
-        raise ValueError(
-            "`dense_inputs` go to the model, and there is none. Pass `model`, or leave "
-            "them out."
-        )
-    if not isinstance(most_samples, int) or most_samples < 1:
-        raise ValueError(
-            f"`most_samples` must be an int >= 1. Received: {most_samples!r}."
-        )
     share = _share(deltas)
+    options = ModelOptions(
+        model, signatures, weighted, dense_inputs or {}, most_samples, share
+    )
+    options.check()
     _check_mapped(mapped, share, os.fspath(path))
-    exported = _with_known_shapes(_read_source(source, feature_config, invalid_ids))
-    plan, whole = exported.plan, exported.whole
-    if whole is not None:
-        arguments = {
-            "model": model,
-            "weighted": weighted,
-            "dense_inputs": dense_inputs,
-            "deltas": share,
-            "most_samples": None if most_samples == MAX_SAMPLES else most_samples,
-        }
-        named = _signatures_of_model(whole, signatures, arguments)
-    else:
-        named = _make_signatures(signatures, exported, weighted, dense_inputs or {})
-        if model is None:
-            _require_different_outputs(plan)
-    storages = _storages(plan, storage)
-    group = exported.tables[0].rows.group
-    alike: dict[str, Any] = {
-        "path": os.fspath(path),
-        "storage": storages,
-        "deltas": share,
-        "mapped": mapped,
-        "output_shape": {f.path: f.config.output_shape for f in plan.features},
-        "positions": dict(exported.positions),
-    }
-    require_alike(group, alike)
-    with in_all_processes(group):
-        if group is None or group.rank == 0:
-            require_empty(path)
+    exported = read_source(source, feature_config, invalid_ids)
+    named = exported.signatures(options)
+    storages = _storages(exported.plan, storage)
+    alike = {"storage": storages, "deltas": share, "mapped": mapped}
+    _prepare_folder(path, exported, alike)
     follower, sources = None, exported.tables
-    tables: list[Any] = []
     if share is None:
-        for spec, table, kept in zip(
-            plan.tables, exported.tables, storages, strict=True
-        ):
-            make = _parts_maker(path, spec.index) if mapped else None
-            form: Any = stored_form(table, kept, mapped=make)
-            grows = table.ids is not None
-            tables.append(exported_table(spec, table, form) if grows else form)
+        tables = _stored(exported, storages, path if mapped else None)
     else:
         follower, sources = _follower(exported, storages, share)
         tables = follower.tables
-    served = {source.name: t for source, t in zip(sources, tables, strict=True)}
-    if whole is not None:
-        compute: Any = functools.partial(_outputs_of_model, whole, served)
-    else:
-        lookup = FeatureLookup(
-            plan,
-            {spec.index: served[spec.name] for spec in plan.tables},
-            most_samples,
-            check_numerics=exported.check_numerics,
-            any_batch_size=True,
-            positions=exported.positions,
-        )
-        compute = _Served(exported, lookup, model).outputs
-    functions = {name: _function(s, compute) for name, s in named.items()}
-    functions.setdefault(_SERVING_DEFAULT, functions[next(iter(named))])
-    if follower is not None:
-        for name, function in follower.functions().items():
-            if name in functions:
-                raise ValueError(
-                    f"`signatures` has {name!r}, a name that `deltas` needs. Rename it."
-                )
-            functions[name] = function
     stored = list(zip(sources, tables, strict=True))
+    compute = exported.compute(options, {table.name: t for table, t in stored})
+    functions = {name: _function(s, compute) for name, s in named.items()}
+    functions.setdefault(SERVING_DEFAULT, functions[next(iter(named))])
+    if follower is not None:
+        _add_functions(functions, follower)
     reads = [signature.read for signature in named.values()]
-    users = model if whole is None else whole.other_layers()
+    users = exported.users(options)
     return Report(tuple(save(path, stored, users, reads, functions, follower)))
+
+
+def _prepare_folder(
+    path: str | os.PathLike[str], exported: Exported, alike: dict[str, Any]
+) -> None:
+    """Checks that all processes export alike, and that the folder is empty."""
+    group = exported.tables[0].rows.group
+    shapes = {f.path: f.config.output_shape for f in exported.plan.features}
+    alike = {"path": os.fspath(path), **alike, "output_shape": shapes}
+    require_alike(group, {**alike, "positions": dict(exported.positions)})
+    with in_all_processes(group):
+        if group is None or group.rank == 0:
+            require_empty(path)
+
+
+def _stored(
+    exported: Exported, storages: Sequence[str], mapped: str | os.PathLike[str] | None
+) -> list[Any]:
+    """The tables in their storages, those of a mapped export in files of its folder."""
+    tables = []
+    for spec, source, storage in zip(
+        exported.plan.tables, exported.tables, storages, strict=True
+    ):
+        make = None if mapped is None else _parts_maker(mapped, spec.index)
+        form: Any = stored_form(source, storage, mapped=make)
+        grows = source.ids is not None
+        tables.append(exported_table(spec, source, form) if grows else form)
+    return tables
+
+
+def _add_functions(functions: dict[str, Any], follower: Follower) -> None:
+    """Adds the signatures of deltas."""
+    for name, function in follower.functions().items():
+        if name in functions:
+            raise ValueError(
+                f"`signatures` has {name!r}, a name that `deltas` needs. Rename it."
+            )
+        functions[name] = function
 
 
 def _share(deltas: Any) -> float | None:
@@ -265,7 +225,7 @@ def _parts_maker(path: str | os.PathLike[str], table: int) -> Callable[..., Any]
 
 
 def _follower(
-    exported: _Exported, storages: Sequence[str], share: float
+    exported: Exported, storages: Sequence[str], share: float
 ) -> tuple[Follower, list[Source]]:
     """What applies deltas, and the sources of its tables in their order."""
     sources, stored, specs = [], [], []
@@ -301,164 +261,6 @@ def _follower(
     return Follower(Base(new_id(), tuple(specs)), stored, growing), sources
 
 
-@dataclasses.dataclass(frozen=True)
-class _Exported:
-    """Tables and features to export.
-
-    Attributes:
-      plan: The tables and features.
-      structure: Structure of the features.
-      tables: By index.
-      check_numerics: Whether weights must be finite.
-      inputs: The inputs that the source has had, or None if it does not know.
-      positions: See `FeatureLookup`.
-      whole: The tables of a model that is exported as a whole.
-    """
-
-    plan: Plan
-    structure: FeatureStructure
-    tables: list[Source]
-    check_numerics: bool = False
-    inputs: InputShapes | None = None
-    positions: Mapping[str, int | None] = dataclasses.field(default_factory=dict)
-    whole: WeightTables | None = None
-
-
-def _read_source(source: Any, feature_config: Any, invalid_ids: Any) -> _Exported:
-    whole = tables_of_weights(source)
-    kinds = (SavesTables, TPUEmbeddingForServing, TPUEmbeddingV0)
-    if whole is not None or isinstance(source, kinds):
-        if feature_config is not None:
-            raise ValueError(
-                "export takes `feature_config` only with a dict of tables: an "
-                "embedding has its own. Leave it out."
-            )
-        if invalid_ids is not None:
-            raise ValueError(
-                "export takes `invalid_ids` only with a dict of tables: an embedding "
-                "keeps the rule it was made with. Leave it out."
-            )
-        core: Any = source.core if whole is None else whole
-        if isinstance(source, TPUEmbeddingV0):
-            tables = _gathered(core.plan, source.embedding_tables)
-        else:
-            tables = []
-            for table in core.current_tables().values():
-                rows, ids = table.ids.served()
-                tables.append(Source(table.spec.name, rows, ids))
-        return _Exported(
-            core.plan,
-            core.structure,
-            tables,
-            core.check_numerics,
-            core.inputs,
-            whole=whole,
-        )
-    if not isinstance(source, Mapping):
-        raise TypeError(
-            "The first argument of export must be a TPUEmbedding, a TPUEmbeddingV2, a "
-            "TPUEmbeddingV0, a TPUEmbeddingForServing, a te.keras.TPUEmbedding, or, "
-            "together with `feature_config`, a dict of tables by TableConfig; or a "
-            "Keras model with te.keras.Embedding, which te.keras.convert makes of "
-            "keras.layers.Embedding. Of a Keras model with a te.keras.TPUEmbedding "
-            "pass its layer, and what follows it as `model`. "
-            f"Received: {source!r}."
-        )
-    if feature_config is None:
-        raise ValueError(
-            "export needs `feature_config` for a dict of tables: it says which feature "
-            "looks up which table."
-        )
-    plan = plan_of(convert_features(feature_config, invalid_ids))
-    structure = FeatureStructure(feature_config, plan.features)
-    return _Exported(plan, structure, _gathered(plan, source))
-
-
-def _with_known_shapes(exported: _Exported) -> _Exported:
-    """With the axes that build() or batches gave to features, after the batch.
-
-    `FeatureConfig.output_shape` goes before them, and ragged rows fill it. Of other
-    shapes a ragged row is a sample: with training's inputs [B, n, 1] it has n ids.
-    """
-    if exported.inputs is None:
-        return exported
-    features: list[FeatureSpec] = []
-    positions: dict[str, int | None] = {}
-    for spec in exported.plan.features:
-        config, inner = spec.config, exported.inputs.inner(spec.index)
-        declared = config.output_shape is not None and (
-            spec.shape_source == FeatureSpec.shape_source
-        )
-        if inner is None or len(inner) < 2 or declared or config.max_sequence_length:
-            features.append(spec)
-            continue
-        sizes = [size for size in inner if size]
-        known = inner[-1] == 1 and len(sizes) == len(inner)
-        positions[spec.path] = math.prod(sizes) if known else None
-        config = dataclasses.replace(config, output_shape=(None, *inner[:-1]))
-        source = "build() or the batches of training"
-        features.append(dataclasses.replace(spec, config=config, shape_source=source))
-    plan = dataclasses.replace(exported.plan, features=tuple(features))
-    return dataclasses.replace(exported, plan=plan, positions=positions)
-
-
-def _require_different_outputs(plan: Plan) -> None:
-    """Checks that no two features have one name where activations are outputs."""
-    taken: dict[str, str] = {}
-    for spec in plan.user_features:
-        name = input_name(spec.path)
-        if name in taken:
-            raise ValueError(
-                f"Both feature {taken[name]} and feature {spec.path} would be the "
-                f"output {name!r} of the exported model. Rename one of them in the "
-                "feature configuration, or pass a `model` that names its outputs."
-            )
-        taken[name] = spec.path
-
-
-def _gathered(plan: Plan, tables: Mapping[Any, Any]) -> list[Source]:
-    paths = [plan.features[spec.features[0]].path for spec in plan.tables]
-    return [
-        Source(spec.name, rows_of(find_table(spec, tables, path, arrays=True)))
-        for spec, path in zip(plan.tables, paths, strict=True)
-    ]
-
-
-def _make_signatures(
-    signatures: Sequence[str] | Mapping[str, Signature],
-    exported: _Exported,
-    weighted: Collection[str],
-    dense_inputs: Mapping[str, tf.TensorSpec],
-) -> dict[str, Signature]:
-    paths = [spec.path for spec in exported.plan.user_features]
-    unknown = [path for path in weighted if path not in paths]
-    if unknown:
-        raise _unknown_names("weighted", unknown, paths)
-    for name, spec in dense_inputs.items():
-        batched = isinstance(spec, tf.TensorSpec) and spec.shape.rank
-        if not batched or None in spec.shape.as_list()[1:] or spec.shape[0] is not None:
-            raise ValueError(
-                f"`dense_inputs[{name!r}]` must be a tf.TensorSpec whose first axis is "
-                "the batch, [None, ...], and whose other axes are known. Received: "
-                f"{spec!r}."
-            )
-    if not signatures:
-        raise ValueError("export needs at least one signature.")
-    if isinstance(signatures, Mapping):
-        for argument, value in (("weighted", weighted), ("dense_inputs", dense_inputs)):
-            if value:
-                raise ValueError(
-                    f"`{argument}` is for the signatures that export makes by itself. "
-                    "A Signature of your own has its weights and further inputs in its "
-                    f"Request: leave `{argument}` out."
-                )
-        return dict(signatures)
-    options = SignatureOptions(
-        exported.plan.user_features, exported.structure.pack, weighted, dense_inputs
-    )
-    return {kind: make_signature(kind, options) for kind in signatures}
-
-
 def _storages(plan: Plan, storage: str | Mapping[Any, str]) -> list[str]:
     """By index of the table."""
     names = {spec.key: spec.name for spec in plan.tables}
@@ -467,7 +269,7 @@ def _storages(plan: Plan, storage: str | Mapping[Any, str]) -> list[str]:
     named = [names.get(key, key) for key in storage]
     unknown = [repr(name) for name in named if name not in names.values()]
     if unknown:
-        raise _unknown_names("storage", unknown, names.values())
+        raise unknown_names("storage", unknown, names.values())
     by_name = dict(zip(named, storage.values(), strict=True))
     if len(by_name) < len(named):
         twice = {str(name) for name in named if named.count(name) > 1}
@@ -482,36 +284,6 @@ def _storages(plan: Plan, storage: str | Mapping[Any, str]) -> list[str]:
                 f"Unknown storage {value!r}. Known are {', '.join(STORAGES)}."
             )
     return chosen
-
-
-def _unknown_names(
-    argument: str, names: Iterable[str], known: Iterable[str]
-) -> ValueError:
-    return ValueError(
-        f"`{argument}` names {', '.join(names)}; known are {', '.join(known)}."
-    )
-
-
-def _signatures_of_model(
-    whole: WeightTables, signatures: Any, arguments: Mapping[str, Any]
-) -> dict[str, Signature]:
-    """Returns the signatures of the user, or one of the model's inputs."""
-    for name, value in arguments.items():
-        if value:
-            raise ValueError(
-                f"export does not support `{name}` for a whole Keras model with "
-                "te.keras.Embedding. Leave it out, or use a te.keras.TPUEmbedding."
-            )
-    if isinstance(signatures, Mapping):
-        return dict(signatures)
-    if tuple(signatures) != KINDS:
-        raise ValueError(
-            f"The signatures {', '.join(signatures)} are those of features, and the "
-            "signature of a Keras model is its inputs. Leave `signatures` out, or pass "
-            "a dict of te.serving.Signature."
-        )
-    inputs, pack = whole.inputs_of_model()
-    return {_SERVING_DEFAULT: Signature(inputs, lambda given: Request(pack(given)))}
 
 
 def _function(signature: Signature, compute: Callable[[Request], Any]) -> Any:
@@ -536,41 +308,3 @@ def _function(signature: Signature, compute: Callable[[Request], Any]) -> Any:
 
     with flush_before():
         return tf.function(serve).get_concrete_function(specs)
-
-
-@tf.autograph.experimental.do_not_convert
-def _outputs_of_model(
-    whole: WeightTables, tables: Mapping[str, Any], request: Request
-) -> Any:
-    return whole.call_model(request.features, tables)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Served:
-    """From the features of a request to outputs."""
-
-    exported: _Exported
-    lookup: FeatureLookup
-    model: Callable[..., Any] | None
-
-    def outputs(self, request: Request) -> Any:
-        """Returns the activations, or what the model makes of them."""
-        activations = self._look_up(request.features, request.weights)
-        if self.model is None:
-            return {
-                input_name(spec.path): activation
-                for spec, activation in zip(
-                    self.exported.plan.user_features,
-                    self.exported.structure.flatten("activations", activations),
-                    strict=True,
-                )
-            }
-        dense = [dict(request.dense)] if request.dense else []
-        return self.model(activations, *dense)
-
-    @tf.autograph.experimental.do_not_convert
-    def _look_up(self, features: Any, weights: Any) -> Any:
-        structure, specs = self.exported.structure, self.exported.plan.features
-        values = structure.for_plan(structure.flatten("features", features))
-        flat = structure.for_plan(structure.flatten_weights(weights))
-        return structure.pack_joined(self.lookup(specs, values, flat))
