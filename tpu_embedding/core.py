@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tpu_embedding import distribution, engines, errors
-from tpu_embedding.checkpoint.trackable import EngineTables
+from tpu_embedding.checkpoint.stored import EngineTables
 from tpu_embedding.config import DistributedOptions
 from tpu_embedding.distribution import Topology
 from tpu_embedding.engines import (

@@ -10,7 +10,8 @@ from tensorflow.python.checkpoint import checkpoint_context
 
 from tpu_embedding import distribution, errors
 from tpu_embedding.checkpoint import errors as checkpoint_errors
-from tpu_embedding.checkpoint.trackable import RestoresLayouts, VariableTables
+from tpu_embedding.checkpoint.stored import VariableTables
+from tpu_embedding.checkpoint.trackable import RestoresLayouts
 from tpu_embedding.core import do_not_convert
 from tpu_embedding.engines.cpu_base import refuse_layouts
 from tpu_embedding.layout.plan import Plan, TableSpec, make_plan, require_dtypes

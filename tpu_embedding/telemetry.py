@@ -23,7 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 from tpu_embedding import errors
-from tpu_embedding.checkpoint.trackable import tables_of_weights
+from tpu_embedding.checkpoint.stored import tables_of_weights
 from tpu_embedding.engines.telemetry import Counts, TableCounts
 
 ALL_TABLES = "*"  # The key of figures that belong to no single table.

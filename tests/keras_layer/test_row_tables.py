@@ -15,6 +15,7 @@ from keras_layer.version import keras
 
 import tpu_embedding as te
 from tpu_embedding import checkpoint
+from tpu_embedding.checkpoint.stored import core_of
 from tpu_embedding.keras import Embedding, RowSparseOptimizer
 from tpu_embedding.keras.keras_api import keras_api
 
@@ -57,7 +58,7 @@ def train(model: Any, epochs: int = 1) -> Any:
 
 
 def arrays(model: Any) -> dict[str, np.ndarray]:
-    tables = checkpoint.trackable.core_of(model).checkpoint_rows()
+    tables = core_of(model).checkpoint_rows()
     return {f"{t}/{a}": r.numpy() for t, own in tables.items() for a, r in own.items()}
 
 

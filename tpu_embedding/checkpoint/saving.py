@@ -19,7 +19,7 @@ from tpu_embedding.checkpoint.checkpoint_view import (
 )
 from tpu_embedding.checkpoint.hashed_tables import check_hashings
 from tpu_embedding.checkpoint.restoring import Job
-from tpu_embedding.checkpoint.trackable import SavesTables, core_of
+from tpu_embedding.checkpoint.stored import SavesTables, core_of
 from tpu_embedding.checkpoint.writing import (
     NoProgress,
     Progress,

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding.checkpoint.trackable import VariableTables
+from tpu_embedding.checkpoint.stored import VariableTables
 from tpu_embedding.distribution import Topology
 from tpu_embedding.keras.conversion import Features
 from tpu_embedding.keras.keras_api import keras_api

@@ -12,7 +12,8 @@ import tensorflow as tf
 from absl import logging
 
 from tpu_embedding import distribution
-from tpu_embedding.checkpoint.trackable import SavesTables
+from tpu_embedding.checkpoint.stored import SavesTables
+from tpu_embedding.checkpoint.trackable import RestoresLayouts
 from tpu_embedding.config import (
     DistributedOptions,
     FeatureConfig,
@@ -72,7 +73,7 @@ class _Built:
 
 
 @keras_api.register
-class TPUEmbedding(SavesTables, keras_api.Layer):
+class TPUEmbedding(SavesTables, RestoresLayouts, keras_api.Layer):
     """Embedding tables as a Keras layer; each table has its own optimizer.
 
     >>> import keras

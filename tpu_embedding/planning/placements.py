@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding import errors, tpu_generations
-from tpu_embedding.checkpoint.trackable import tables_of_weights
+from tpu_embedding.checkpoint.stored import tables_of_weights
 from tpu_embedding.config import (
     DistributedOptions,
     FeatureConfig,

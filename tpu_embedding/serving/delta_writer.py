@@ -13,8 +13,8 @@ import tensorflow as tf
 
 from tpu_embedding import errors
 from tpu_embedding.checkpoint.object_graph import variable_key
+from tpu_embedding.checkpoint.stored import StoredTables, tables_of_weights
 from tpu_embedding.checkpoint.tensorflow_format import Bundle
-from tpu_embedding.checkpoint.trackable import StoredTables, tables_of_weights
 from tpu_embedding.checkpoint.writing import (
     in_all_processes,
     require_alike,

@@ -9,7 +9,8 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding import distribution, errors
-from tpu_embedding.checkpoint.trackable import RestoresLayouts, VariableTables
+from tpu_embedding.checkpoint.stored import VariableTables
+from tpu_embedding.checkpoint.trackable import RestoresLayouts
 from tpu_embedding.lookup.feature_structure import FeatureStructure
 from tpu_embedding.nest_utils import flatten_with_paths
 from tpu_embedding.serving.growing_tables import RestoredGrowingTable

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding.checkpoint.trackable import (
+from tpu_embedding.checkpoint.stored import (
     SavesTables,
     StoredTables,
     WeightTables,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tpu_embedding.checkpoint.trackable import WeightTable, WeightTables
+from tpu_embedding.checkpoint.stored import WeightTable, WeightTables
 from tpu_embedding.combiners import COMBINERS
 from tpu_embedding.inputs import InputKind
 from tpu_embedding.keras.keras_api import keras_api

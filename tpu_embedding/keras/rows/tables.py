@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint
 from tpu_embedding.checkpoint.keras_format import plain_name
-from tpu_embedding.checkpoint.trackable import WeightTable, WeightTables
+from tpu_embedding.checkpoint.stored import WeightTable, WeightTables
 from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.inputs import InputKind
 from tpu_embedding.keras.keras_api import keras_api

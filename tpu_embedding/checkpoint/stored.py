@@ -1,0 +1,300 @@
+"""What checkpoints, exports, plans and telemetry take of an object with tables."""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from tpu_embedding.checkpoint import errors
+from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint
+from tpu_embedding.checkpoint.hashed_tables import HashingRecord, hashing_records
+from tpu_embedding.engines.base import Engine
+from tpu_embedding.layout.output_shapes import InputShapes
+from tpu_embedding.layout.partition import TableLayout
+from tpu_embedding.layout.plan import UPDATES, Plan
+from tpu_embedding.lookup.feature_structure import FeatureStructure
+from tpu_embedding.tables.rows import PARAMETERS, MutableTableRows
+from tpu_embedding.tables.table import Table, stored_table
+from tpu_embedding.tables.variables import TableVariables
+from tpu_embedding.tables.vocabularies import StoredVocabulary, Vocabulary
+
+
+class StoredTables(abc.ABC):
+    """What the rest of this package needs of an object with tables: its `core`.
+
+    Attributes:
+      plan: The tables and features.
+      structure: The user's structure of the features.
+      check_numerics: Whether weights and gradients must be finite.
+      resets_updates: Whether a checkpoint without a number of updates sets it to 0.
+    """
+
+    plan: Plan
+    structure: FeatureStructure
+    check_numerics: bool = False
+    resets_updates: bool = True
+
+    @property
+    def inputs(self) -> InputShapes | None:
+        """The inputs declared or looked up so far, or None if that is not noted."""
+        return None
+
+    @functools.cached_property
+    def hashing_records(self) -> dict[str, HashingRecord]:
+        """What checkpoints have of hashed tables, beside their rows, by name."""
+        return hashing_records(self.plan)
+
+    @abc.abstractmethod
+    def tables(self) -> dict[str, Table]:
+        """Each table by name; see `TableStore.tables`.
+
+        Their values may be old; changes nothing, but makes the tables.
+        """
+
+    def current_tables(self) -> dict[str, Table]:
+        """`tables` with today's values, after the pending update."""
+        return self.tables()
+
+    def growing(self) -> dict[str, Vocabulary]:
+        """The vocabularies of growing tables by name."""
+        if all(spec.config.vocabulary is None for spec in self.plan.tables):
+            return {}
+        tables = self.tables().items()
+        return {n: t.ids for n, t in tables if isinstance(t.ids, Vocabulary)}
+
+    def checkpoint_tables(self) -> dict[str, Table]:
+        """`tables`, if `tpu_embedding.checkpoint` has a place for all of them."""
+        return self.tables()
+
+    def checkpoint_targets(self) -> dict[str, dict[str, MutableTableRows]]:
+        """For each static table "parameters" and slots, as matrices of rows."""
+        tables = self.checkpoint_tables().items()
+        return {name: dict(table.rows) for name, table in tables if table.rows}
+
+    def checkpoint_rows(self) -> dict[str, dict[str, MutableTableRows]]:
+        """`checkpoint_targets` with today's values, after the pending update."""
+        return self.checkpoint_targets()
+
+    def checkpoint_updates(self) -> tf.Variable | None:
+        """The number of updates, if a rate or bfloat16 table needs it."""
+        return None
+
+    def completed(
+        self, source: LogicalCheckpoint, names: Mapping[str, str]
+    ) -> LogicalCheckpoint:
+        """Adds to a checkpoint what can be found in it only by these tables.
+
+        `names` has by table its name in the checkpoint.
+        """
+        del names
+        return source
+
+    def load_checkpoint_rows(self) -> None:
+        """To be called after any of `checkpoint_rows` was written."""
+        return  # Most rows are the tables themselves.
+
+    def changes(self, consumer: str) -> Any:
+        """See `TableStore.changes`."""
+        del consumer
+        raise NotImplementedError(
+            "Deltas have the rows that the tables' own optimizers change, and these "
+            "tables have none: use a layer without `trainable_tables=True`, or a "
+            "TPUEmbedding."
+        )
+
+    def tables_replaced(self) -> None:
+        """To be called where tables get other values than by an update."""
+        return  # Only deltas follow the tables.
+
+
+class VariableTables(StoredTables):
+    """Tables that are one variable each, or a copy in each replica."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        structure: FeatureStructure,
+        variables: Callable[[], Mapping[str, Mapping[str, Any]]],
+        vocabularies: Callable[[], Mapping[str, StoredVocabulary]] = dict,
+        *,
+        check_numerics: bool = False,
+    ) -> None:
+        """Takes `variables`, which makes and returns them by table and array name.
+
+        `vocabularies` has those of growing tables by name.
+        """
+        self.plan, self.structure = plan, structure
+        self.check_numerics = check_numerics
+        self._variables, self._vocabularies = variables, vocabularies
+        self._inputs = InputShapes(len(plan.features))
+
+    @property
+    def inputs(self) -> InputShapes:
+        """The inputs that were looked up so far."""
+        return self._inputs
+
+    def tables(self) -> dict[str, Table]:
+        made, vocabularies = self._variables(), self._vocabularies()
+        tables = {}
+        for spec in self.plan.tables:
+            arrays = {**made[spec.name]}
+            stored = TableVariables(arrays.pop(PARAMETERS), arrays)
+            ids = vocabularies.get(spec.name)
+            tables[spec.name] = stored_table(spec, [stored], vocabulary=ids)
+        return tables
+
+
+class EngineTables(StoredTables):
+    """Tables that an engine holds, as checkpoints see them; abstract."""
+
+    @property
+    @abc.abstractmethod
+    def layouts(self) -> tuple[TableLayout, ...]:
+        """The place of each table if its checkpoints hold stacks, else nothing."""
+
+    @abc.abstractmethod
+    def create_engine(self, *, to_restore: bool = False) -> Engine:
+        """The engine; created if it does not exist yet, perhaps to be restored."""
+
+    @abc.abstractmethod
+    def can_create_engine(self) -> bool:
+        """Whether the shapes that the engine needs are known."""
+
+    @abc.abstractmethod
+    def flush(self) -> None:
+        """Applies the pending update, if there is one."""
+
+    @abc.abstractmethod
+    def complete(self) -> None:
+        """Makes the first values that were left to a restore, if there is an engine."""
+
+    @abc.abstractmethod
+    def retrieve(self) -> None:
+        """Updates the variables that are saved, if there is an engine."""
+
+    def checkpoint_variables(self) -> dict[str, Any]:
+        """Tables, slots and counters by their names in checkpoints."""
+        engine = self.create_engine()
+        engine.complete()
+        engine.retrieve()
+        return engine.checkpoint_variables()
+
+    def checkpoint_updates(self) -> Any:
+        return self.create_engine().checkpoint_variables().get(UPDATES)
+
+    def tables(self) -> dict[str, Table]:
+        return self.create_engine().tables()
+
+    def current_tables(self) -> dict[str, Table]:
+        self.create_engine().retrieve()
+        return self.tables()
+
+    def checkpoint_rows(self) -> dict[str, dict[str, MutableTableRows]]:
+        self.create_engine().retrieve()
+        return self.checkpoint_targets()
+
+    def checkpoint_tables(self) -> dict[str, Table]:
+        self.create_engine()
+        for table in self.plan.tables:
+            combiner = table.config.custom_combiner
+            if combiner is not None and combiner.num_weights:
+                raise NotImplementedError(
+                    f"Table {table.name!r}: tpu_embedding.checkpoint has no place for "
+                    "the weights of a CustomCombiner. Use tf.train.Checkpoint, which "
+                    "saves them too."
+                )
+        return self.tables()
+
+    def load_checkpoint_rows(self) -> None:
+        self.create_engine().load()
+
+
+class SavesTables:
+    """An object that `checkpoint.save` and `restore`, and `serving.export` take."""
+
+    core: StoredTables
+
+
+class WeightTable:
+    """Base of a Keras layer whose table is a weight that Keras's optimizer trains."""
+
+    @classmethod
+    def core_of_model(cls, model: Any) -> WeightTables:
+        """Returns the tables of all such layers of a model, or of one layer."""
+        raise NotImplementedError
+
+
+class WeightTables(StoredTables):
+    """The tables of all `WeightTable`s of a Keras model.
+
+    Attributes:
+      feature_config: A FeatureConfig for each, by the name of the table.
+    """
+
+    feature_config: Mapping[str, Any]
+
+    @abc.abstractmethod
+    def engine_optimizer(self) -> Any:
+        """The optimizer of this package with the slots of the model's, or None.
+
+        Raises:
+          ValueError: If there is none.
+        """
+
+    @abc.abstractmethod
+    def inputs_of_model(self) -> tuple[dict[str, Any], Callable[[Any], Any]]:
+        """Returns the specs of the inputs by name, and what makes them one argument.
+
+        Raises:
+          ValueError: If the model has no inputs of its own, as a subclassed one.
+        """
+
+    @abc.abstractmethod
+    def call_model(self, inputs: Any, readers: Mapping[str, Any]) -> Any:
+        """Calls the model, which looks up `TableReader`s by table; in a tf.function."""
+
+    @abc.abstractmethod
+    def other_layers(self) -> list[Any]:
+        """Returns the layers that have no table."""
+
+
+def tables_of_weights(value: Any) -> WeightTables | None:
+    """Returns the tables of a model or layer whose tables are all weights, or None."""
+    found = _layers_with_tables(value)
+    if found and all(isinstance(layer, WeightTable) for layer in found):
+        return found[0].core_of_model(value)
+    return None
+
+
+def core_of(value: Any) -> StoredTables:
+    """Returns the tables of an embedding, a layer, or the layers of a Keras model.
+
+    Raises:
+      TypeError: If it has no tables.
+      ValueError: If a model has several layers with tables of their own engine.
+    """
+    if isinstance(value, SavesTables):
+        return value.core
+    tables = tables_of_weights(value)
+    if tables is not None:
+        return tables
+    found = _layers_with_tables(value)
+    if len(found) > 1:
+        names = ", ".join(getattr(layer, "name", "") for layer in found)
+        raise ValueError(
+            f"The model has several layers with tables: {names}. Pass one of them, "
+            "e.g. `model.get_layer(name)`."
+        )
+    if not found:
+        raise errors.not_an_embedding(value)
+    return found[0].core
+
+
+def _layers_with_tables(value: Any) -> list[Any]:
+    """Returns the layers with tables of a Keras model or layer."""
+    layers = value._flatten_layers() if hasattr(value, "_flatten_layers") else ()
+    return [x for x in layers if isinstance(x, (SavesTables, WeightTable))]
