@@ -131,6 +131,13 @@ def plan(
     if model is not None:
         optimizer = model.engine_optimizer() if optimizer is None else optimizer
         feature_config = model.feature_config
+    elif hasattr(feature_config, "_flatten_layers"):
+        raise TypeError(
+            "te.plan takes a Keras model whose tables are te.keras.Embedding layers, "
+            f"and {feature_config.name!r} has other layers or none. Pass "
+            "te.keras.convert(model), or the feature configuration of a "
+            "te.keras.TPUEmbedding."
+        )
     converted = convert_features(feature_config)
     own = make_plan(
         converted.paths,
