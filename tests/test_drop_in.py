@@ -122,7 +122,6 @@ def test_uninstall_gives_the_names_back(monkeypatch: pytest.MonkeyPatch):
     assert names() == before
 
 
-@pytest.mark.filterwarnings("ignore:__array__ impl:DeprecationWarning")  # Keras's.
 def test_load_model_of_keras_converts(
     tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ):

@@ -28,11 +28,9 @@ CASES = {
 }
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "checkpoints"
 
-# Keras asks its variables for arrays in a way that NumPy 2 deprecates.
+# Sequences carry a mask by now, which the Flatten of this model drops.
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:__array__ impl:DeprecationWarning",
-    # Sequences carry a mask by now, which the Flatten of this model drops.
-    "ignore:Layer .* was passed an input with a mask:UserWarning",
+    "ignore:Layer .* was passed an input with a mask:UserWarning"
 )
 
 

@@ -16,7 +16,6 @@ from tpu_embedding import checkpoint
 from tpu_embedding.keras import TPUEmbedding
 
 # Keras asks its variables for arrays in a way that NumPy 2 would rather not see.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ impl:DeprecationWarning")
 
 
 @pytest.mark.parametrize("replicas", [(1, 2), (2, 1)])

@@ -17,7 +17,6 @@ import tpu_embedding as te
 from tpu_embedding.keras import TPUEmbedding, translate_keras_optimizer
 
 # Keras asks its variables for arrays in a way that NumPy 2 would rather not see.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ impl:DeprecationWarning")
 
 
 def tables_of_all_kinds() -> list[Any]:

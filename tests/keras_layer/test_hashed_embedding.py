@@ -13,8 +13,6 @@ from reference import hashing as oracle
 
 import tpu_embedding as te
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ impl:DeprecationWarning")
-
 IDS = np.array([[5, -7, 0], [2**40, 5, 12]])
 LAYERS = [("concat", None), ("sum", None), ("concat", "mean"), ("sum", "sqrtn")]
 

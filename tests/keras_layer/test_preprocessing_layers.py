@@ -22,7 +22,6 @@ from tpu_embedding.testing import SoftwareTPUStrategy
 
 # Keras's own: of files, dicts in another order than sorted, and FeatureSpace.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:__array__ impl:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The structure of `inputs`:UserWarning"),
     pytest.mark.filterwarnings("ignore:When providing `inputs` as a dict:UserWarning"),
 ]

@@ -26,7 +26,6 @@ V, D = 20, 4
 IS_KERAS_3 = hasattr(keras, "ops")
 keras_3 = pytest.mark.skipif(not IS_KERAS_3, reason="tf_keras does not have it")
 # Keras's own.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ impl:DeprecationWarning")
 
 
 def both(**options: Any) -> tuple[Any, Any]:

@@ -23,7 +23,6 @@ V, D = 12, 4
 IS_KERAS_3 = hasattr(keras, "ops")
 keras_3 = pytest.mark.skipif(not IS_KERAS_3, reason="tf_keras does not have it")
 # Keras's own.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ impl:DeprecationWarning")
 
 
 def make(rows: int = V, optimizer: Any = "adam", cls: Any = Embedding) -> Any:

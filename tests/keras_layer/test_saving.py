@@ -23,7 +23,6 @@ import tpu_embedding as te
 from tpu_embedding import distribution
 
 # Keras asks its variables for arrays in a way that NumPy 2 would rather not see.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ impl:DeprecationWarning")
 
 
 def optimizer_state(model: Any) -> list[np.ndarray]:

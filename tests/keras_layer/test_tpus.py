@@ -25,7 +25,6 @@ HOST = tf.distribute.get_strategy()
 EmbeddingFeature = tf.tpu.experimental.HardwareFeature.EmbeddingFeature
 
 # Keras asks its variables for arrays in a way that NumPy 2 would rather not see.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ impl:DeprecationWarning")
 
 
 def make_tpu(generation: str) -> SoftwareTPUStrategy:

@@ -56,7 +56,6 @@ def test_trainable_tables_pass_gradients_through_quantization():
 
 
 # Keras asks its variables for arrays in a way that NumPy 2 would rather not see.
-@pytest.mark.filterwarnings("ignore:__array__ impl:DeprecationWarning")
 def test_trainable_tables_learn_as_the_model_says(tmp_path: pathlib.Path, seed: int):
     """SGD is the same rule wherever it is applied."""
     steps = models.batches(seed, 5)

@@ -330,7 +330,6 @@ def test_engines_without_tracking_say_so(tmp_path: pathlib.Path) -> None:
             te.serving.DeltaWriter(embedding, tmp_path / "base", "all")
 
 
-@pytest.mark.filterwarnings("ignore:__array__ impl:DeprecationWarning")
 def test_the_keras_layer(rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
     import keras
 
