@@ -53,8 +53,6 @@ WORDS = {
 }
 # The folders of a user, of temporary files, of a container's work tree.
 MACHINE_PATH = re.compile(r"/(home|root|tmp|work|usr/local)/")
-IMAGES = pathlib.Path("docs/images")  # The only binary files: screenshots.
-MAX_IMAGE_BYTES = 150_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,17 +188,9 @@ def check_p90() -> Iterator[Finding]:
 
 
 def check_text(path: pathlib.Path) -> Iterator[Finding]:
-    """Binary files, and paths that exist on one machine only.
-
-    Screenshots are the exception: PNG files of the documentation, of a limited size.
-    """
+    """Binary files, and paths that exist on one machine only."""
     name = path.relative_to(ROOT)
     content = path.read_bytes()
-    if name.parent == IMAGES and name.suffix == ".png":
-        if len(content) > MAX_IMAGE_BYTES:
-            message = f"{len(content):,} bytes (error above {MAX_IMAGE_BYTES:,})"
-            yield Finding(f"{name}:1", message, error=True)
-        return
     if b"\0" in content:
         yield Finding(f"{name}:1", "a binary file; git tracks only text", error=True)
         return
