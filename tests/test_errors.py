@@ -205,7 +205,7 @@ CALLS = [
     Case(
         lambda: tpu_generations.generation("v1"),
         ValueError,
-        "Unknown TPU generation 'v1'. Known are v2, v3, v4, v5e, v5p, v6e, 7x.",
+        "Unknown TPU generation 'v1'. Use one of v2, v3, v4, v5e, v5p, v6e, 7x.",
     ),
     Case(
         lambda: inputs.to_id_batch("a", THING),

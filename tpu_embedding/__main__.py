@@ -19,8 +19,11 @@ from collections.abc import Callable, Iterator, Sequence
 _AddArguments = Callable[[argparse.ArgumentParser], None]
 _CHECKPOINT_HELP = (
     "a TensorFlow checkpoint or its folder, a .keras or .weights.h5 file, a .npy or "
-    ".npz file or a folder of .npy files"
+    ".npz file, or a folder of .npy files"
 )
+
+_ARGUMENTS_HELP = "arguments that are passed to the program"
+_ROOT_HELP = "object of the checkpoint that holds the tables, if there are several"
 
 
 def _runs(parser: argparse.ArgumentParser, module: str, function: str) -> None:
@@ -34,51 +37,65 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
     )
     inspect.add_argument("path", help=_CHECKPOINT_HELP)
     _runs(inspect, "checkpoint", "inspect")
-    convert = commands.add_parser("convert", help="write a checkpoint as another kind")
+    convert = commands.add_parser(
+        "convert", help="write a checkpoint in another format"
+    )
     convert.add_argument("path", help=_CHECKPOINT_HELP)
-    convert.add_argument("destination", help="the new checkpoint")
+    convert.add_argument("destination", help="path of the new checkpoint")
     kinds = ("tensorflow", "sparse-core", "numpy")
-    convert.add_argument("--to", choices=kinds, default=kinds[0])
     convert.add_argument(
-        "--like", help="for sparse-core: a checkpoint whose layout is used"
+        "--to",
+        choices=kinds,
+        default=kinds[0],
+        help="format of the new checkpoint (default: %(default)s)",
+    )
+    convert.add_argument(
+        "--like",
+        metavar="CHECKPOINT",
+        help="checkpoint whose layout the new one gets; required by `--to sparse-core`",
     )
     convert.add_argument(
         "--rename",
         action="append",
         default=[],
         metavar="OLD=NEW",
-        help="give a table another name; may be repeated",
+        help="rename a table; may be repeated",
     )
-    convert.add_argument("--no-slots", action="store_true", help="leave the slots out")
     convert.add_argument(
-        "--new-root", help="name of the object in the new checkpoint (embedding)"
+        "--no-slots", action="store_true", help="convert tables without slots"
+    )
+    convert.add_argument(
+        "--new-root",
+        metavar="NAME",
+        help="name of the object that holds the tables in the new checkpoint (default: "
+        "embedding)",
     )
     _runs(convert, "checkpoint", "convert")
     for command in (inspect, convert):
-        command.add_argument("--root", help="the object that holds the tables")
+        command.add_argument("--root", metavar="OBJECT", help=_ROOT_HELP)
         command.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_delta(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     inspect = commands.add_parser(
-        "inspect", help="check a delta, and say what it holds"
+        "inspect", help="check a delta and print what it contains"
     )
-    inspect.add_argument("path", help="a delta")
+    inspect.add_argument("path", help="file of a delta")
     _runs(inspect, "delta", "inspect")
     apply = commands.add_parser("apply", help="write an export with deltas applied")
-    apply.add_argument("path", help="an export that takes deltas")
-    apply.add_argument("deltas", nargs="+", help="deltas, in their order")
-    apply.add_argument("--to", required=True, help="a new folder for the export")
+    apply.add_argument("path", help="folder of an export with `deltas=True`")
+    apply.add_argument("deltas", nargs="+", help="files of deltas, the oldest first")
+    apply.add_argument("--to", required=True, help="folder of the new export")
     _runs(apply, "delta", "apply")
 
 
 def _add_place(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", help="an export whose tables are mapped")
+    parser.add_argument("path", help="folder of an export with `mapped=True`")
     parser.add_argument(
         "--no-verify",
         action="store_true",
-        help="do not compare the files with their checksums, which reads them",
+        help="skip the checksums, for which all files are read",
     )
     _runs(parser, "place", "run")
 
@@ -86,9 +103,12 @@ def _add_place(parser: argparse.ArgumentParser) -> None:
 def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", help=_CHECKPOINT_HELP)
     parser.add_argument(
-        "--output", default="report.html", help="the page (%(default)s)"
+        "--output",
+        metavar="FILE",
+        default="report.html",
+        help="HTML file to write (default: %(default)s)",
     )
-    parser.add_argument("--root", help="the object that holds the tables")
+    parser.add_argument("--root", metavar="OBJECT", help=_ROOT_HELP)
     _runs(parser, "report", "run")
 
 
@@ -97,22 +117,23 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "--on",
         default="host",
         metavar="PLACE",
-        help="host (the default), mirrored:N, v4:N, v6e:N or another TPU generation",
+        help="what stands in for TPUStrategy: host, mirrored:N, or N devices of an "
+        "emulated TPU, such as v4:N or v6e:N (default: %(default)s)",
     )
     parser.add_argument(
         "-m",
         dest="module",
         action="store_true",
-        help="the program is a module, as for `python -m`",
+        help="SCRIPT is the name of a module, as for `python -m`",
     )
     parser.add_argument(
         "--keras",
         action="store_true",
-        help="the program is for Keras: its Embedding layers and optimizers work by "
-        "rows, as te.keras.Embedding and te.keras.RowSparseOptimizer",
+        help="replace keras.layers.Embedding by te.keras.Embedding, and wrap "
+        "optimizers in te.keras.RowSparseOptimizer",
     )
-    parser.add_argument("script", help="a Python program for TPUs or for Keras")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    parser.add_argument("script", help="Python program for TPUs or for Keras")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=_ARGUMENTS_HELP)
     _runs(parser, "run", "run")
 
 
@@ -121,10 +142,11 @@ def _add_try(parser: argparse.ArgumentParser) -> None:
         "--steps",
         type=int,
         default=0,
-        help="end each run after so many steps of `fit`; without it the script ends",
+        metavar="N",
+        help="end each run after N steps of `fit` (default: run the script to its end)",
     )
-    parser.add_argument("script", help="a Python program for Keras")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    parser.add_argument("script", help="Python program that calls `fit` of Keras")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=_ARGUMENTS_HELP)
     _runs(parser, "trial", "run")
 
 
@@ -134,136 +156,160 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
         "--processes",
         default="1",
         metavar="N[,N...]",
-        help="how many processes this host has: the first number at the first start, "
-        "the next after each restart (1)",
+        help="number of processes on this host; after each restart the next number of "
+        "the list (default: %(default)s)",
     )
     add(
         "--servers",
         type=int,
         default=0,
         metavar="K",
-        help="parameter servers of this host: then a chief runs the program, and "
-        "`--processes` is the number of workers (0)",
+        help="number of parameter servers on this host. If it is not 0, a chief runs "
+        "the program, and `--processes` is the number of workers (default: "
+        "%(default)s)",
     )
     add(
         "--hosts",
         default="1",
         metavar="M[:M]",
-        help="how many hosts run this command; the least and the most (1)",
+        help="number of hosts that run this command, or the least and the most, 2:4 "
+        "(default: %(default)s)",
     )
-    add("--address", metavar="HOST:PORT", help="where the hosts meet: one of them")
+    add(
+        "--address",
+        metavar="HOST:PORT",
+        help="one of the hosts, and a port of it that the others can reach",
+    )
     add(
         "--restarts",
         type=int,
         default=0,
         metavar="N",
-        help="start the job again after a process failed, at most so often (0)",
+        help="restart the job at most N times after a process failed (default: "
+        "%(default)s)",
     )
     add(
         "--timeout",
         type=float,
         metavar="SECONDS",
-        help="how long to wait for the other hosts (600)",
+        help="how long to wait for the other hosts (default: 600)",
     )
     add(
         "--exit-timeout",
         type=float,
         default=300.0,
         metavar="SECONDS",
-        help="how long processes may run after the first one ended with 0 "
-        "(%(default)g)",
+        help="how long the others may run after the first process ended with exit "
+        "code 0 (default: %(default)g)",
     )
-    add("--status", metavar="FILE", help="keep one line of JSON about the job there")
+    add("--status", metavar="FILE", help="write the state of the job to FILE, as JSON")
     add(
         "--status-interval",
         type=float,
         metavar="SECONDS",
-        help="how often to write it (60)",
+        help="time between two writes of FILE (default: 60)",
     )
-    add("-m", dest="module", action="store_true", help="the program is a module")
-    add("program", help="a Python program that reads TF_CONFIG")
-    add("arguments", nargs=argparse.REMAINDER, help="of the program")
+    add(
+        "-m",
+        dest="module",
+        action="store_true",
+        help="PROGRAM is the name of a module, as for `python -m`",
+    )
+    add("program", help="Python program that reads TF_CONFIG")
+    add("arguments", nargs=argparse.REMAINDER, help=_ARGUMENTS_HELP)
     _runs(parser, "launch", "run")
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config",
-        help="MODULE:ATTRIBUTE or FILE.py:ATTRIBUTE, a feature configuration or a "
-        "function without arguments that returns it, alone or with an optimizer; or a "
-        ".json file (docs/planning.md)",
+        help="MODULE:ATTRIBUTE or FILE.py:ATTRIBUTE, where the attribute is a feature "
+        "configuration, or a function that returns one, alone or with an optimizer; or "
+        "a .json file (docs/planning.md)",
     )
-    parser.add_argument("--batch-size", type=int, help="samples of a step, in all")
+    parser.add_argument("--batch-size", type=int, help="global batch size of a step")
     parser.add_argument(
         "--sample",
-        help="MODULE:ATTRIBUTE or FILE.py:ATTRIBUTE of a data set of batches",
+        metavar="NAME",
+        help="MODULE:ATTRIBUTE or FILE.py:ATTRIBUTE of an iterable of batches",
     )
     parser.add_argument(
-        "--sample-batches", type=int, default=16, help="how many are read (16)"
+        "--sample-batches",
+        type=int,
+        default=16,
+        metavar="N",
+        help="number of batches to read from the sample (default: %(default)s)",
     )
     parser.add_argument(
         "--topology",
         action="append",
         metavar="NAME",
-        help="for example v6e:2x2; may be repeated (the smallest that fits of each). "
-        "Then only these, and what --processes and --machine-gib ask for",
+        help="plan for this TPU, such as v6e:2x2, and for machines only if "
+        "`--processes` or `--machine-gib` is given; may be repeated (default: "
+        "machines, and the smallest TPU of each generation that fits)",
     )
     parser.add_argument(
         "--processes",
         type=int,
         action="append",
         metavar="N",
-        help="a number of machines; may be repeated (2, 4 and 8)",
+        help="plan for N machines; may be repeated (default: 2, 4 and 8)",
     )
     parser.add_argument(
         "--placement",
         choices=("auto", "rows", "whole"),
         default="auto",
-        help="of DistributedOptions, for several machines (auto)",
+        help="`placement` of DistributedOptions (default: %(default)s)",
     )
     parser.add_argument(
-        "--machine-gib", type=float, help="memory of one machine (this one's)"
+        "--machine-gib",
+        type=float,
+        metavar="GIB",
+        help="memory of one machine (default: that of this one)",
     )
     parser.add_argument(
         "--pipelined",
         action="store_true",
-        help="with pipeline_execution_with_tensor_core, on SparseCores",
+        help="count the memory of `pipeline_execution_with_tensor_core=True` on "
+        "SparseCores",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--svg", metavar="FILE", help="write a picture")
+    parser.add_argument("--svg", metavar="FILE", help="draw the plan into FILE")
     _runs(parser, "plan", "run")
 
 
 def _add_compile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "build",
-        help="MODULE:FUNCTION or FILE.py:FUNCTION of a function of a TPUStrategy that "
-        "returns a step and the specs of its arguments (docs/tpu_check.md)",
+        help="MODULE:FUNCTION or FILE.py:FUNCTION; the function takes a TPUStrategy "
+        "and returns a step and the specs of its arguments (docs/tpu_check.md)",
     )
     parser.add_argument(
         "--topology",
         action="append",
         metavar="NAME",
-        help="for example v5p:2x2x1; may be repeated (v6e:2x2)",
+        help="TPU to compile for, such as v5p:2x2x1; may be repeated (default: "
+        "v6e:2x2)",
     )
     parser.add_argument(
         "--python",
-        help="of an environment for it ($TPU_EMBEDDING_TPU_CHECK_PYTHON, or this one)",
+        metavar="FILE",
+        help="Python of the environment with libtpu (default: "
+        "$TPU_EMBEDDING_TPU_CHECK_PYTHON, or this Python)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     _runs(parser, "compile", "run")
 
 
 _COMMANDS: tuple[tuple[str, str, _AddArguments], ...] = (
-    ("checkpoint", "inspect and convert checkpoints", _add_checkpoint),
-    ("delta", "inspect deltas, and apply them to an export", _add_delta),
-    ("place", "tell an export with mapped tables where it is", _add_place),
+    ("try", "measure a Keras program as it is and by rows, and compare", _add_try),
+    ("run", "run a program for Keras or for TPUs without a change of it", _add_run),
     ("report", "draw a page of the tables of a checkpoint", _add_report),
-    ("run", "run a program written for TPUs or for Keras, unchanged", _add_run),
-    ("try", "run a Keras program as it is and by rows, and compare", _add_try),
+    ("checkpoint", "inspect and convert checkpoints", _add_checkpoint),
+    ("plan", "print where tables fit: memory, limits, traffic and balance", _add_plan),
     (
         "launch",
-        "run a program in several processes, and end them together",
+        "start a program in several processes, and end all when one fails",
         _add_launch,
     ),
     (
@@ -271,8 +317,9 @@ _COMMANDS: tuple[tuple[str, str, _AddArguments], ...] = (
         "run the parameter server or worker that TF_CONFIG names",
         lambda parser: _runs(parser, "server", "run"),
     ),
-    ("plan", "say where tables fit: memory, limits, traffic and balance", _add_plan),
-    ("compile", "compile a training step for a TPU that is not there", _add_compile),
+    ("delta", "inspect deltas, and apply them to an export", _add_delta),
+    ("place", "write the new path of an export with mapped tables", _add_place),
+    ("compile", "compile a training step for a TPU, without one", _add_compile),
 )
 # Their log is the user's: that of a program, and of a server.
 _LOGGING = ("run", "launch", "server")
@@ -315,7 +362,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tpu_embedding")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, help_, add_arguments in _COMMANDS:
-        add_arguments(commands.add_parser(name, help=help_))
+        add_arguments(commands.add_parser(name, help=help_, description=help_))
     parsed = parser.parse_args(arguments)
     module, function = parsed.run
     if "tensorflow" not in sys.modules and parsed.command not in _LOGGING:

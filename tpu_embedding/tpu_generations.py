@@ -251,7 +251,7 @@ def generation(name: str) -> Generation:
     found = GENERATIONS.get(name)
     if found is None:
         known = ", ".join(GENERATIONS)
-        raise ValueError(f"Unknown TPU generation {name!r}. Known are {known}.")
+        raise ValueError(f"Unknown TPU generation {name!r}. Use one of {known}.")
     return found
 
 

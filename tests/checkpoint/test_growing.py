@@ -257,7 +257,7 @@ def test_arrays_of_others(tmp_path: pathlib.Path) -> None:
     with pytest.raises(ValueError, match="has 2 numbers in 'hits'"):
         te.checkpoint.restore(embedding, path, tables=["films"])
     np.savez(path, films=np.ones([3, 5], np.float32), **{"films/ids": np.arange(3)})
-    with pytest.raises(ValueError, match=r"shape \[3, 5\], and this needs \[3, 2\]"):
+    with pytest.raises(ValueError, match=r"shape \[3, 5\], but .* needs \[3, 2\]"):
         te.checkpoint.restore(embedding, path, tables=["films"])
     assert all(np.array_equal(before[n], v) for n, v in _state(embedding).items())
 

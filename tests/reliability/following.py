@@ -537,7 +537,7 @@ class History:
         return known[rng.integers(len(known))].path.read_bytes() if known else None
 
 
-_DAMAGE = ("damaged", "truncated", "is no delta")
+_DAMAGE = ("damaged", "truncated", "is not a delta")
 _ORDER = ("where block", "no delta has begun", "truncated")
 BAD: dict[str, tuple[str, ...]] = {
     "flipped": _DAMAGE,

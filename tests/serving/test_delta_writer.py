@@ -264,8 +264,20 @@ def test_what_a_writer_refuses(
         (3, consumer.base, "x", TypeError, "`embedding` must be a TPUEmbedding"),
         (trainer.embedding, consumer.base, "", TypeError, "`consumer` must be a name"),
         (trainer.embedding, consumer.base, "all", ValueError, "has a DeltaWriter for"),
-        (trainer.embedding, tmp_path / "plain", "x", ValueError, "takes no deltas"),
-        (trainer.embedding, tmp_path, "x", tf.errors.NotFoundError, "is no export of"),
+        (
+            trainer.embedding,
+            tmp_path / "plain",
+            "x",
+            ValueError,
+            "does not take deltas",
+        ),
+        (
+            trainer.embedding,
+            tmp_path,
+            "x",
+            tf.errors.NotFoundError,
+            "is not an export of",
+        ),
     ):
         with pytest.raises(error, match=message):
             te.serving.DeltaWriter(embedding, base, name)

@@ -280,7 +280,7 @@ def test_truncated_files_are_named(
             continue  # A file without blocks: its reader gives none.
         with pytest.raises(tf.errors.DataLossError) as raised:
             read(path)
-        assert ("is truncated" if starts else "is no delta") in raised.value.message
+        assert ("is truncated" if starts else "is not a delta") in raised.value.message
 
 
 def test_a_damaged_file_is_named(written: Written, tmp_path: pathlib.Path) -> None:
@@ -298,7 +298,7 @@ def test_a_damaged_file_is_named(written: Written, tmp_path: pathlib.Path) -> No
 def test_a_model_that_takes_no_deltas(written: Written, tmp_path: pathlib.Path) -> None:
     written.trainer.export(tmp_path / "plain")
     model = tf.saved_model.load(str(tmp_path / "plain"))
-    with pytest.raises(ValueError, match="The model takes no deltas"):
+    with pytest.raises(ValueError, match="The model does not take deltas"):
         te.serving.apply_delta(model, written.path)
 
 

@@ -208,7 +208,7 @@ def test_an_export_without_checksums_is_read(
         (lambda text: text.replace("sums", "sumz"), r"tables\.json is damaged"),
         (lambda text: text.replace('"table"', '"tuble"'), "lacks the checksums of pa"),
         (lambda text: text.replace("]}}", ", 7]}}"), "damaged in its MiB 3"),
-        (lambda text: text.replace("]}}", ', "7"]}}'), "of table films is no integer"),
+        (lambda text: text.replace("]}}", ', "7"]}}'), "films is not an integer"),
         (lambda text: text.replace("{", "[", 1).replace("}}]", "}]]"), "is damaged"),
     ],
 )

@@ -167,7 +167,7 @@ def update_count(path: str, value: Any) -> int:
     """
     stored = np.asarray(value)
     if stored.shape or stored.dtype.kind not in "iu" or stored < 0:
-        raise errors.corrupted(path, f"{value!r} is no number of updates")
+        raise errors.corrupted(path, f"{value!r} is not a number of updates")
     return int(stored)
 
 
@@ -220,7 +220,9 @@ def parse_hashing(path: str, numbers: Any) -> Hashing:
         num_rows, hashes, combine, salt = np.asarray(numbers).tolist()
         return Hashing(num_rows, hashes, COMBINES[combine], salt)
     except (TypeError, ValueError, IndexError) as error:
-        raise errors.corrupted(path, f"{numbers!r} is no Hashing") from error
+        raise errors.corrupted(
+            path, f"{numbers!r} does not describe a Hashing"
+        ) from error
 
 
 def group_tables(

@@ -144,8 +144,8 @@ class Growth:
             if rows.shape != shape:
                 what = "the table" if name == PARAMETERS else name
                 raise self._refused(
-                    f"has {what} of shape {errors.shape_text(rows.shape)}, and this "
-                    f"needs {errors.shape_text(shape)}"
+                    f"has {what} of shape {errors.shape_text(rows.shape)}, but this "
+                    f"table needs {errors.shape_text(shape)}"
                 )
             dtype: Any = np.float32
             if name == PARAMETERS:

@@ -122,7 +122,7 @@ class _Weights:
         """A dataset of integers of rank 1 as int64."""
         with self.opened() as file:
             if file[name].dtype.kind not in "iu":
-                raise errors.corrupted(self.path, f"{name} has no integers")
+                raise errors.corrupted(self.path, f"{name} does not hold integers")
             return np.array(file[name], np.int64)
 
 

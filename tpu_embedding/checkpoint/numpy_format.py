@@ -72,7 +72,7 @@ def read_numpy(
         checksum = checksums.pop(where, None)
         array = _loaded(where, load)
         if not isinstance(array, np.ndarray):  # Anything may lie in an archive.
-            raise errors.corrupted(path, f"{name} is no array")
+            raise errors.corrupted(path, f"{name} is not an array")
         integers = np.issubdtype(array.dtype, np.signedinteger)
         if vector_owner(name) and array.ndim == 1 and integers:
             file = _File(where, load, checksum)
@@ -279,7 +279,7 @@ def _files(path: str) -> Iterator[pathlib.Path]:
         if seen > _MAX_FILES:
             raise ValueError(
                 f"{path} has more than {_MAX_FILES:,} files and folders below it, "
-                "which is no folder of tables. Name the checkpoint itself, or the "
+                "so it is not a folder of tables. Name the checkpoint itself, or the "
                 "folder of its .npy files."
             )
         yield from (pathlib.Path(folder, n) for n in names if n.endswith(_FILE))

@@ -112,7 +112,7 @@ class Bundle:
         """
         value = self.restore(key)
         if not isinstance(value, bytes):
-            raise errors.corrupted(self.index, f"{key} is no string")
+            raise errors.corrupted(self.index, f"{key} is not a string")
         return value
 
     def can_restore(self, key: str) -> bool:

@@ -83,8 +83,8 @@ def load_configuration(name: str) -> Configuration:
     path = pathlib.Path(name)
     if path.suffix in (".yaml", ".yml"):
         raise ValueError(
-            f"`plan` reads no YAML, as in {name}. Write a Python file in its place, "
-            f"for example\n{_CONFIGURATION}\nand pass FILE.py:features, or the same "
+            f"`plan` does not read YAML files such as {name}. Write a Python file, for "
+            f"example\n{_CONFIGURATION}\nand pass FILE.py:features, or the same "
             "keys as JSON."
         )
     if path.suffix == ".json":
@@ -103,15 +103,15 @@ def load_sample(name: str) -> Any:
     """The batches of a data set, MODULE:ATTRIBUTE."""
     if pathlib.Path(name).suffix == ".npz":
         raise ValueError(
-            f"`plan` reads no .npz file, as {name}, for a sample. Write a Python file "
-            "in its place, for example, for batches of 64 samples and an array of ids "
+            f"`plan` does not read a sample from .npz files such as {name}. Write a "
+            "Python file, for example, for batches of 64 samples and an array of ids "
             f"for each feature,\n{_SAMPLE.format(name)}\nand pass FILE.py:sample. "
-            "Ragged ids are a tf.RaggedTensor in the place of an array."
+            "For ragged ids use a tf.RaggedTensor instead of an array."
         )
     found = _attribute(name)
     if isinstance(found, str) or not hasattr(found, "__iter__"):
         raise ValueError(
-            f"{name} is a {type_name(found)}, and a sample is an iterable of "
+            f"{name} is a {type_name(found)}, but a sample must be an iterable of "
             "batches, for example a batched tf.data.Dataset."
         )
     return user_code.iterate(name, found)
@@ -136,12 +136,12 @@ def _json(name: str, text: str) -> Any:
 
 
 def _of_dict(given: Any) -> Configuration:
-    """Converts the content of a JSON or YAML file."""
+    """Converts the content of a JSON file."""
     lists = [given.get(key, []) for key in _LISTS] if isinstance(given, dict) else []
     if not lists or not lists[0] or not all(isinstance(own, list) for own in lists):
         raise ValueError(
-            "A configuration file is an object with `tables`, a list; and `features`, "
-            "a list, `optimizer` and `batch_size` if you like."
+            "A configuration file must be a JSON object with a list `tables`. A list "
+            "`features`, an `optimizer` and a `batch_size` are optional."
         )
     _check_keys("A configuration file", given, (*_LISTS, *_REST))
     tables: dict[str, TableConfig] = {}
@@ -177,7 +177,7 @@ def _of_dict(given: Any) -> Configuration:
 
 def _entry(where: str, entry: Any) -> dict[str, Any]:
     if not isinstance(entry, dict):
-        raise ValueError(f"`{where}`: an entry is an object. Received: {entry!r}.")
+        raise ValueError(f"`{where}` needs JSON objects. Received: {entry!r}.")
     return dict(entry)
 
 
@@ -224,5 +224,5 @@ def _check_keys(what: str, given: Iterable[str], known: Iterable[str]) -> None:
     unknown = sorted({*map(str, given)} - {*known})
     if unknown:
         raise ValueError(
-            f"{what} has the unknown key {unknown[0]!r}. Known are {', '.join(known)}."
+            f"{what} has the unknown key {unknown[0]!r}. Use one of {', '.join(known)}."
         )

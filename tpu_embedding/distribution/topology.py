@@ -471,7 +471,7 @@ def _of_processes(
     if _choose_engine(device) != "host":
         raise NotImplementedError(
             f"{name} over several processes requires the host engine, in each of "
-            f"them: {library.unavailable_reason() or f'{device} is no CPU, or '}"
+            f"them: {library.unavailable_reason() or f'{device} is not a CPU, or '}"
             f"{ENGINE_VARIABLE} asks for another. Unset the variable, and hide GPUs "
             'with tf.config.set_visible_devices([], "GPU").'
         )

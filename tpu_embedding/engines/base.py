@@ -128,7 +128,7 @@ class StepQueue(abc.ABC):
 
     @abc.abstractmethod
     def enqueue(self, batches: Sequence[Prepared], call: Call) -> None:
-        """Queues one batch of each replica, all or none, or one batch.
+        """Queues a batch for every replica (all of them or none), or for one.
 
         An evaluation batch (`call.training` is False) that is accepted first applies
         the pending update; a refused one leaves it pending.

@@ -224,9 +224,9 @@ def _check_sample(own: Plan, batches: Sequence[Batch], batch_size: int) -> None:
         if not _has_full_shape(spec.config) and found != batch_size:
             raise ValueError(
                 f"Feature {spec.path}: the batches of the sample have {found} samples, "
-                f"and `batch_size` is {batch_size}. A batch of the sample is that of "
-                "one step in all devices: batch it so, or leave `batch_size` out. A "
-                "feature of several axes needs an `output_shape`."
+                f"but `batch_size` is {batch_size}. Let each batch of the sample be "
+                "the global batch of a step, or leave `batch_size` out. A feature of "
+                "several axes needs an `output_shape`."
             )
 
 
@@ -439,8 +439,8 @@ class _Planner:
                 assert self.batch_size is not None
                 if self.batch_size % replicas:
                     raise ValueError(
-                        f"{replicas} devices do not divide the batch of "
-                        f"{self.batch_size}. Use a multiple."
+                        f"The batch of {self.batch_size} samples cannot be divided "
+                        f"among {replicas} devices. Use a multiple of {replicas}."
                     )
                 rows = self.batch_size // replicas
                 length = config.max_sequence_length

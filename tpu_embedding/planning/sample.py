@@ -61,7 +61,8 @@ def to_feature_ids(path: str, value: Any) -> FeatureIds:
         if hasattr(value.values, "row_splits"):
             raise ValueError(
                 f"Feature {path}: the sample has a RaggedTensor of several ragged "
-                "axes. Merge them with merge_dims: a row has the ids of a sample."
+                "axes. Merge them with merge_dims, so that each row has the ids of one "
+                "sample."
             )
         lengths = np.diff(np.asarray(value.row_splits, np.int64))
         ids = np.asarray(value.values).reshape(-1)
@@ -76,17 +77,19 @@ def to_feature_ids(path: str, value: Any) -> FeatureIds:
     else:
         dense = np.asarray(value)
         if dense.ndim == 0:
-            raise ValueError(f"Feature {path}: the sample has a scalar. Batch it.")
+            raise ValueError(f"Feature {path}: the sample is a scalar. Batch it.")
         *places, width = dense.shape if dense.ndim > 1 else (len(dense), 1)
         ids, count = dense.reshape(-1), math.prod(places)
         samples, positions = np.divmod(np.arange(len(ids)), max(width, 1))
     if ids.dtype.kind not in "iuf":
         raise ValueError(
-            f"Feature {path}: the sample has values of {ids.dtype}, and ids are "
+            f"Feature {path}: the sample has values of {ids.dtype}, but ids must be "
             "integers."
         )
     if ids.dtype.kind == "f" and (ids != np.floor(ids)).any():
-        raise ValueError(f"Feature {path}: the sample has ids that are not whole.")
+        raise ValueError(
+            f"Feature {path}: the sample has ids that are not whole numbers."
+        )
     ids, samples, positions = (a.astype(np.int64) for a in (ids, samples, positions))
     return FeatureIds(ids, samples, positions, count)
 

@@ -30,8 +30,8 @@ def apply_delta(model: Any, path: str | os.PathLike[str]) -> int:
       The number of the delta, which is now the one applied last.
 
     Raises:
-      ValueError: If the model takes no deltas.
-      tf.errors.DataLossError: If the file is no delta, or it is truncated.
+      ValueError: If the model does not take deltas.
+      tf.errors.DataLossError: If the file is not a delta or is truncated.
       tf.errors.InvalidArgumentError: If the delta was applied before, or one before it
         is missing, or it follows another export or another run of the trainer, or it
         is damaged. The model serves what it served before.
@@ -39,7 +39,7 @@ def apply_delta(model: Any, path: str | os.PathLike[str]) -> int:
     apply = getattr(model, "signatures", {}).get(APPLY)
     if apply is None:
         raise ValueError(
-            "The model takes no deltas. Export it with te.serving.export(..., "
+            "The model does not take deltas. Export it with te.serving.export(..., "
             "deltas=True), and pass what tf.saved_model.load returns."
         )
     state: dict[str, tf.Tensor] = {}
@@ -68,7 +68,7 @@ def apply_to_export(
       The number of the delta applied last.
 
     Raises:
-      ValueError: If `destination` exists, or the model takes no deltas.
+      ValueError: If `destination` exists, or the model does not take deltas.
       tf.errors.OpError: As `apply_delta`.
     """
     with one_writer(destination):

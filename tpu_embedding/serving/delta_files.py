@@ -226,12 +226,12 @@ def delta_blocks(path: str | os.PathLike[str]) -> Iterator[bytes]:
       The bytes of a block, at most a MiB unless a row is longer.
 
     Raises:
-      tf.errors.DataLossError: If it is no delta, or it is truncated.
+      tf.errors.DataLossError: If the file is not a delta or is truncated.
     """
     place = os.fspath(path)
     with tf.io.gfile.GFile(place, "rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
-            raise _damaged(f"{place} is no delta of this package.")
+            raise _damaged(f"{place} is not a delta of this package.")
         number = 0
         while length := file.read(8):
             size = struct.unpack("<q", length)[0] if len(length) == 8 else -1
@@ -253,7 +253,9 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         if number == 0:
             header = _header(block)
         elif kind == END and struct.unpack_from("<q", block, HEAD_BYTES)[0] != total:
-            raise _damaged(f"Blocks of delta {os.fspath(path)} were exchanged.")
+            raise _damaged(
+                f"The blocks of delta {os.fspath(path)} are in another order."
+            )
         total = chained(total, found[0])
     if header is None or kind != END:
         name = os.fspath(path)

@@ -97,8 +97,8 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
 
         Raises:
           TypeError: If an argument is of another type.
-          ValueError: If the export takes no deltas, or deltas were applied to it, or
-            its tables differ, or the name is in use.
+          ValueError: If the export does not take deltas, deltas were applied to it, its
+            tables differ, or the name is in use.
           tf.errors.NotFoundError: If there is no export.
           NotImplementedError: If the engine of the embedding does not track changes: on
             TPUs and on the portable engine, in a Keras layer with
@@ -439,12 +439,12 @@ def _read_base(path: str) -> tuple[Bundle, Base]:
         bundle = Bundle(f"{path}/variables/variables")
     except tf.errors.NotFoundError as error:
         raise tf.errors.NotFoundError(
-            None, None, f"{path} is no export of te.serving.export."
+            None, None, f"{path} is not an export of te.serving.export."
         ) from error
     key = variable_key("deltas", "description")
     if key not in bundle.shapes:
         raise ValueError(
-            f"{path} takes no deltas. Export it with te.serving.export(..., "
+            f"{path} does not take deltas. Export it with te.serving.export(..., "
             "deltas=True)."
         )
     if bundle.restore(variable_key("deltas", "sequence")):

@@ -281,7 +281,7 @@ def _storages(plan: Plan, storage: str | Mapping[Any, str]) -> list[str]:
     for value in chosen:
         if value not in STORAGES:
             raise ValueError(
-                f"Unknown storage {value!r}. Known are {', '.join(STORAGES)}."
+                f"Unknown storage {value!r}. Use one of {', '.join(STORAGES)}."
             )
     return chosen
 

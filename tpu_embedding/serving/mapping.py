@@ -91,7 +91,7 @@ class MappedTable:
     def __post_init__(self) -> None:
         sums = [value for part in self.checksums.values() for value in part]
         if not all(type(value) is int for value in sums):
-            raise TypeError(f"a checksum of table {self.name} is no integer")
+            raise TypeError(f"a checksum of table {self.name} is not an integer")
 
 
 def file_of(table: int, part: str) -> str:

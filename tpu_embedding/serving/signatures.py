@@ -94,8 +94,8 @@ def make_signature(kind: str, options: SignatureOptions) -> Signature:
     """Makes the signature "dense", "sparse", "ragged" or "examples"."""
     if kind not in _MAKERS:
         raise ValueError(
-            f"Unknown signature {kind!r}. Known are {', '.join(_MAKERS)}; pass a dict "
-            "of names and Signature objects for others."
+            f"Unknown signature {kind!r}. Use one of {', '.join(_MAKERS)}, or pass "
+            "a dict of names and Signature objects."
         )
     return _MAKERS[kind](options)
 

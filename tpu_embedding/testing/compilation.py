@@ -324,7 +324,7 @@ def _check_versions(executable: str, environment: dict[str, str]) -> bool:
     ]
     if wrong:
         raise RuntimeError(
-            f"{executable} is no environment for the check of TPU programs: "
+            f"{executable} is not an environment for the check of TPU programs: "
             f"{'; '.join(wrong)}. {_INSTALL}"
         )
     return found.get(_PACKAGE) is not None

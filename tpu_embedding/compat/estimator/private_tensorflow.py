@@ -1,6 +1,6 @@
 """The private TensorFlow names that the estimator uses, checked at import.
 
-TensorFlow 2.21 has them, but they are not part of its API. docs/architecture.md lists
+TensorFlow 2.21 has them, but they are not part of its API. CONTRIBUTING.md lists
 what other modules of this package import.
 """
 

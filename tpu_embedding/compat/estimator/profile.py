@@ -317,7 +317,7 @@ def _statistics(counts: dict[str, Any], num_shards: int) -> TableStatistics:
     found = dataclasses.replace(found, shard_ids=tuple(found.shard_ids))
     all_counts = (found.examples, found.ids, found.max_ids, *found.shard_ids)
     if not all(type(count) is int and count >= 0 for count in all_counts):
-        raise ValueError("its counts are no whole numbers >= 0")
+        raise ValueError("its counts are not whole numbers >= 0")
     if len(found.shard_ids) != num_shards or sum(found.shard_ids) != found.ids:
         raise ValueError("its shards do not add up")
     return found

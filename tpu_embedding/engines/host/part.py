@@ -88,7 +88,7 @@ class TablePart:
             PartWaits(self, table)
 
     def enqueue(self, batches: Sequence[tf.Tensor], call: Call) -> tf.Tensor:
-        """Queues one batch of each replica, or that of one; whether updates are due."""
+        """Queues a batch for every replica or for one; returns if updates are due."""
         with tf.device(self.device):
             return self._ops.tpu_embedding_enqueue(
                 queue=self.handle,

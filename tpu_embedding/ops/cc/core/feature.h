@@ -32,9 +32,8 @@ constexpr int64_t kMaxRows = std::numeric_limits<int32_t>::max();
 // alone would take 16 GiB.
 constexpr int64_t kMaxSamples = int64_t{1} << 31;
 
-// A shape is only a claim. Above the first of these it must be backed by ids:
-// each stands for the second of rows at most, so that the memory for rows is in
-// proportion to the input.
+// Limits the memory for rows that an input only claims to have: an input with
+// more rows than the first number needs an id for each `kMaxRowsPerId` rows.
 constexpr int64_t kMaxUnbackedRows = int64_t{1} << 24;
 constexpr int64_t kMaxRowsPerId = 64;
 
