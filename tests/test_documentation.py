@@ -58,6 +58,17 @@ def test_links_lead_somewhere(page: pathlib.Path):
         assert not anchor or anchor in anchors(path), target
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_blocks_of_a_page_are_whole(page: pathlib.Path):
+    assert re.findall(r"^ +```.*", page.read_text(), re.MULTILINE) == []
+    lines = ["", *prose(page).splitlines(), ""]
+    for before, line, after in zip(lines, lines[1:], lines[2:], strict=False):
+        if line.startswith("#"):
+            assert not before, line
+        elif line.startswith("|") and not before.startswith("|"):
+            assert after.startswith(("|--", "| --")), line
+
+
 @pytest.mark.parametrize("page", PAGES + READMES, ids=lambda page: page.name)
 def test_files_that_pages_name_exist(page: pathlib.Path):
     names = re.findall(r"(?<![\w*<>{}./-])[\w/]+\.(?:py|cc|h|yml)\b", page.read_text())
