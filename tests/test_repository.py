@@ -12,6 +12,7 @@ import importlib.util
 import itertools
 import pathlib
 import re
+import tomllib
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,15 @@ import tpu_embedding
 from tpu_embedding import optimizers
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+def test_files_of_a_release_have_one_version_and_one_description():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {project['version']}\n" in citation
+    assert f": {project['description'].lower()}" in citation.lower()
+    headings = re.findall("^## (.*)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0].split()[0] == project["version"]
 
 
 def test_what_is_used_of_private_tensorflow_is_listed():
