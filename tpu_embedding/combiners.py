@@ -95,7 +95,7 @@ class CustomCombiner:
     def compute(
         self, valency: Any, vectors: Any, *weights: Any, table: str | None = None
     ) -> Any:
-        """The activation of one sample, [D], by the user's function.
+        """Returns the activation of one sample, [D], by the user's function.
 
         Args:
           valency: int32 scalar.

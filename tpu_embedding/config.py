@@ -336,10 +336,10 @@ class FeatureConfig(_ChangeableUntilUsed):
 class DistributedOptions:
     """Says how the processes of a MultiWorkerMirroredStrategy share tables.
 
-    Options of one process alone, in which nothing travels, have no effect. Under
-    ParameterServerStrategy, `placement` is that over the servers, `wire_dtype` is for
-    what travels to and from them, and another `timeout_seconds` raises
-    NotImplementedError.
+    In a single process, where nothing travels, the options have no effect. Under
+    ParameterServerStrategy, `placement` is the one over the servers, `wire_dtype` is
+    for what travels to and from them, and a `timeout_seconds` other than the default
+    raises NotImplementedError.
 
     >>> DistributedOptions(wire_dtype="bfloat16").placement
     'auto'

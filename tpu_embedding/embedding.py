@@ -153,7 +153,7 @@ class TPUEmbedding(EmbeddingBase):
         per_replica_input_shapes: Any = None,
         per_replica_batch_size: int | None = None,
     ) -> None:
-        """Makes the tables and slots; called by the first enqueue if not before.
+        """Creates the tables and slots; the first enqueue calls it if needed.
 
         Args:
           per_replica_input_shapes: The input shapes of the features, in their
@@ -198,7 +198,7 @@ class TPUEmbedding(EmbeddingBase):
             numbers of a floating point dtype): tf.Tensor [B] or [..., k],
             tf.SparseTensor [..., k] or tf.RaggedTensor [B, None],
             in any mix. Outside of strategy.run, distributed values or one value
-            for all replicas. Or what `te.pack` made of them, of one replica.
+            for all replicas. Or what `te.pack` made of the features of one replica.
           weights: None, or the same structure with floating point weights of each
             feature's own layout, or None for features without. `weight_gradients`
             returns their gradients.
@@ -290,7 +290,7 @@ class TPUEmbedding(EmbeddingBase):
 
         Raises:
           TypeError: If a container is of the wrong type.
-          ValueError: If the structure differs, or a gradient is no tf.Tensor or has
+          ValueError: If the structure differs, or a gradient is not a tf.Tensor or has
             the wrong static shape.
           RuntimeError: If called before build, without an optimizer, or outside of
             strategy.run where there are several replicas.
@@ -306,9 +306,9 @@ class TPUEmbedding(EmbeddingBase):
 
     @do_not_convert
     def weight_gradients(self, gradients: Any, features: Any, weights: Any) -> Any:
-        """The gradients of the weights of the batch dequeued last.
+        """Returns the gradients of the weights of the batch dequeued last.
 
-        A batch passes through the queue without its gradients, so it is given again.
+        The queue does not keep features and weights, so pass them again.
         Call this after dequeue and before apply_gradients: it reads the tables as they
         are now.
 
@@ -328,7 +328,7 @@ class TPUEmbedding(EmbeddingBase):
         Args:
           gradients: As for apply_gradients.
           features: What was passed to enqueue; inside of strategy.run the replica's.
-          weights: Of the same.
+          weights: What was passed to enqueue, likewise.
 
         Returns:
           In the structure of `feature_config` for each feature the gradient of its

@@ -103,7 +103,7 @@ class TPUEmbeddingV0(RestoresLayouts):
 
     @do_not_convert
     def build(self) -> None:
-        """Makes the tables and slots; called by the first lookup if not before."""
+        """Creates the tables and slots; the first lookup calls it if needed."""
         if self._variables:
             return
         strategy = self._topology.strategy
@@ -132,7 +132,7 @@ class TPUEmbeddingV0(RestoresLayouts):
 
     @property
     def variables(self) -> dict[Any, dict[str, Any]]:
-        """As `embedding_tables`, with a dict of "parameters" and slots for each."""
+        """For each TableConfig a dict of its "parameters" and slots by name."""
         made = self._built()
         return {spec.key: made[spec.name] for spec in self._plan.tables}
 

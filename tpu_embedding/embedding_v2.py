@@ -140,7 +140,7 @@ class TPUEmbeddingV2(EmbeddingBase):
 
     @do_not_convert
     def build(self) -> None:
-        """Makes the tables and slots; called by the first lookup if not before."""
+        """Creates the tables and slots; the first lookup calls it if needed."""
         self.core.create_engine()
 
     @do_not_convert
@@ -205,7 +205,7 @@ class TPUEmbeddingV2(EmbeddingBase):
     def preprocess_features(
         self, features: Any, weights: Any = None
     ) -> PreprocessedFeatures:
-        """Checks one replica's batch and lays it out; what enqueue does.
+        """Checks the batch of one replica and lays it out, as enqueue does.
 
         It touches no table and no queue, so that it can run in tf.data.Dataset.map.
 
@@ -263,7 +263,7 @@ class TPUEmbeddingV2(EmbeddingBase):
           partitioned_tensors: What `enqueue` or `preprocess_features` returned.
 
         Returns:
-          As `embedding_lookup`.
+          What `embedding_lookup` returns.
 
         Raises:
           TypeError: If `partitioned_tensors` is something else.
@@ -320,8 +320,8 @@ class TPUEmbeddingV2(EmbeddingBase):
 
         Raises:
           TypeError: If a container is of the wrong type.
-          ValueError: If a structure differs, or a gradient is no tf.Tensor or has the
-            wrong static shape.
+          ValueError: If a structure differs, or a gradient is not a tf.Tensor or has
+            the wrong static shape.
           RuntimeError: If called before build, without an optimizer, or outside of
             strategy.run where there are several replicas.
           tf.errors.InvalidArgumentError: If gradients and preserved outputs do not
@@ -349,7 +349,7 @@ class TPUEmbeddingV2(EmbeddingBase):
         optimizer: Any = None,
         sparse_core_embedding_config: Any = None,
     ) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
-        """What max_ids_per_table and max_unique_ids_per_table a batch needs.
+        """Computes the max_ids_per_table and max_unique_ids_per_table of a batch.
 
         Args:
           features: One replica's batch, as for embedding_lookup.
@@ -386,7 +386,7 @@ class TPUEmbeddingV2(EmbeddingBase):
         optimizer: Any = None,
         sparse_core_embedding_config: Any = None,
     ) -> statistics.SparseCoreRequirements:
-        """As compute_sparse_core_stats, with the size of the id buffer.
+        """Computes what compute_sparse_core_stats does, and the size of the id buffer.
 
         >>> import tpu_embedding as te
         >>> films = te.TableConfig(64, 8, name="films")
@@ -422,7 +422,7 @@ class TPUEmbeddingV2(EmbeddingBase):
 
     @property
     def embedding_table_shards(self) -> dict[Any, list[tuple[str, tf.Tensor]]]:
-        """For each table (device, value) of each part, without padding.
+        """The parts of each table as pairs (device, value), without padding.
 
         Keyed by the TableConfig that the user passed. SparseCores have one for each
         device, the host engine one part, the whole table.
@@ -433,7 +433,7 @@ class TPUEmbeddingV2(EmbeddingBase):
 
     @property
     def stacked_tables(self) -> dict[str, tuple[tf.Variable, ...]]:
-        """By name of the stack the variables that store it, in order of its rows.
+        """The variables that store each stack, in the order of its rows, by its name.
 
         On SparseCores the part of each device; on the host engine the tables of the
         stack themselves.
@@ -450,7 +450,7 @@ class TPUEmbeddingV2(EmbeddingBase):
 
     @property
     def embedding_layouts(self) -> dict[str, Any]:
-        """By name of the table, as a SparseCoreTableLayout, where it is in its stack.
+        """The place of each table in its stack, a SparseCoreTableLayout, by its name.
 
         On the host engine one shard holds the whole stack, without padding.
         """

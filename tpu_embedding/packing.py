@@ -25,7 +25,7 @@ class PackedFeatures(NamedTuple):
         row_splits[f, b] to row_splits[f, b + 1] of those of the feature.
       weights: float32 [n], or None if no feature has weights.
       names: A dict whose only key has the paths of the features, and whose value is
-        empty: it is no tensor, but passes wherever these do.
+        empty: it is not a tensor, but passes wherever these do.
     """
 
     values: tf.Tensor
@@ -38,9 +38,9 @@ class PackedFeatures(NamedTuple):
 def pack(features: Any, weights: Any = None) -> PackedFeatures:
     """Packs the features of a batch into two tensors, or three with weights.
 
-    A tf.function needs longer to take 26 ragged tensors as arguments than a lookup of a
-    small batch takes. Call it in tf.data, and pass the result, in the place of features
-    and weights, to `TPUEmbedding.enqueue` or to a call of TPUEmbeddingV2,
+    For a small batch, passing 26 ragged tensors to a tf.function costs more than the
+    lookup. Call `te.pack` in tf.data, and pass its result instead of features and
+    weights to `TPUEmbedding.enqueue` or to a call of TPUEmbeddingV2,
     TPUEmbeddingV0 or `te.keras.TPUEmbedding`. The numbers are the same:
 
     >>> import tensorflow as tf
@@ -57,9 +57,10 @@ def pack(features: Any, weights: Any = None) -> PackedFeatures:
     >>> embedding.dequeue()["liked"].numpy().tolist()
     [[8.0, 8.0], [0.0, 0.0]]
 
-    Not in a TPU program: there pass the features themselves, or, to TPUEmbeddingV2,
-    what `preprocess_features` makes of the packed batch. Keras takes a tuple for
-    (x, y, sample_weight): a dataset for `predict` yields `(te.pack(features),)`.
+    A TPU program does not take packed batches: pass it the features themselves, or, to
+    TPUEmbeddingV2, what `preprocess_features` makes of the packed batch. Keras takes
+    a tuple for (x, y, sample_weight), so a dataset for `predict` must yield
+    `(te.pack(features),)`.
 
     Args:
       features: In the structure of `feature_config` for each feature its ids: a
@@ -71,8 +72,8 @@ def pack(features: Any, weights: Any = None) -> PackedFeatures:
 
     Raises:
       TypeError: If ids or weights are of another dtype.
-      ValueError: If a feature is no tensor, of another rank, or of another batch size
-        than the first one, as far as shapes are known while tracing.
+      ValueError: If a feature is not a tensor, or has another rank, or another batch
+        size than the first one, as far as shapes are known while tracing.
       tf.errors.InvalidArgumentError: If batch sizes differ, ids of a sparse feature
         have gaps, or splits or weights do not fit the ids.
     """

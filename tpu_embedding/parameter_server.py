@@ -94,7 +94,7 @@ class ClusterCoordinator(_Base):
           A tf.distribute.experimental.coordinator.RemoteValue.
 
         Raises:
-          TypeError: If `fn` is no tf.function.
+          TypeError: If `fn` is not a tf.function.
           Exception: One that a function raised which was scheduled before.
         """
         kinds = tf.types.experimental

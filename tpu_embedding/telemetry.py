@@ -51,8 +51,8 @@ class Figure(NamedTuple):
 class Telemetry:
     """Counts the ids, rows, gradients and updates of each table.
 
-    Every n-th update is counted, while it is applied. So a step that was refused or
-    discarded is not counted, nor are evaluation batches; with pipelining an update is
+    Every n-th update is counted while it is applied, so steps that were rejected or
+    discarded, and evaluation batches, are not counted. With pipelining an update is
     counted one step later, and the replicas of a strategy count as one batch. Nothing
     is counted before this object is made, and nothing of it is saved in checkpoints.
     docs/telemetry.md explains each figure.
@@ -109,9 +109,9 @@ class Telemetry:
         return self._core.telemetry is self
 
     def read(self) -> dict[str, dict[str, Figure]]:
-        """The figures, by name of the table and name of the figure.
+        """Returns the figures, by name of the table and name of the figure.
 
-        Those that belong to no single table are under "*". Call it eagerly.
+        Figures that belong to no single table are under "*". Call it eagerly.
 
         Raises:
           RuntimeError: In a tf.function, after `stop`, or if a later Telemetry counts
@@ -170,7 +170,7 @@ class Telemetry:
             _write_rows(tag, table, step, note)
 
     def stop(self) -> None:
-        """Counts nothing any more, and frees the memory of the counts.
+        """Stops counting, and frees the memory of the counts.
 
         Raises:
           RuntimeError: As `read`.

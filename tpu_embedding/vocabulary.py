@@ -167,7 +167,7 @@ class Hashing:
             raise errors.argument_value("combine", self.combine, f"one of {COMBINES}")
 
     def width(self, dim: int) -> int:
-        """The columns of the table where the value of an id has `dim` of them.
+        """Returns the number of columns of a table whose ids have values of `dim`.
 
         Raises:
           ValueError: If rows side by side cannot have so many columns.

@@ -46,7 +46,7 @@ class Vector:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LogicalTable:
-    """One table.
+    """Holds one table of a checkpoint.
 
     Attributes:
       name: Name of the table in the checkpoint.
@@ -96,7 +96,7 @@ class NumberedSlots:
 
 
 class LogicalCheckpoint(Mapping[str, LogicalTable]):
-    """All tables of a checkpoint by name. Values are read on request.
+    """Holds all tables of a checkpoint by name. Values are read on request.
 
     Attributes:
       path: Path of the checkpoint.

@@ -34,7 +34,7 @@ def read(
     root: str | None = None,
     tables: Collection[str] = (),
 ) -> LogicalCheckpoint:
-    """The tables of a checkpoint of any kind.
+    """Returns the tables of a checkpoint of any kind.
 
     Names and shapes are read now, values on request.
 
@@ -63,7 +63,7 @@ def read(
 
 
 def read_layouts(path: str | os.PathLike[str]) -> list[TableLayout]:
-    """The layout record of the first object of a SparseCore checkpoint that has one.
+    """Returns the layouts of the first object of a checkpoint that has a record.
 
     Args:
       path: The prefix of a TensorFlow checkpoint, or its folder for the latest one.

@@ -189,7 +189,7 @@ def restore(
         there and is static here without `ids`, if a growing table has too few rows and
         no eviction, if a model is not built, or if the processes of a job pass
         different arguments.
-      TypeError: If a stored value has no floating point dtype, `embedding` is not an
+      TypeError: If a stored value is not floating point, `embedding` is not an
         embedding, or another argument has the wrong type.
       NotImplementedError: If `ids` or another number of rows is for a hashed table.
       tf.errors.NotFoundError: If no checkpoint is there.
@@ -278,7 +278,7 @@ def _chosen_ids(
     """`ids` as int64 vectors.
 
     Raises:
-      TypeError: If `ids` has the wrong type, or ids are no integers.
+      TypeError: If `ids` has the wrong type, or ids are not integers.
       ValueError: If ids are no vector, or their table is not restored.
     """
     if ids is None:

@@ -67,7 +67,7 @@ class TelemetryCallback(keras_api.Callback):
         self._batches = self._batches_before_epoch = 0
 
     def read(self) -> dict[str, dict[str, Any]]:
-        """By name of the layer what its `Telemetry.read` returns."""
+        """Returns what `Telemetry.read` gives, by the name of the layer."""
         return {name: each.read() for name, each in self._telemetry.items()}
 
     def on_train_begin(self, logs: Any = None) -> None:

@@ -90,7 +90,7 @@ class Partition:
 
 @dataclasses.dataclass(frozen=True)
 class TableLayout:
-    """The place of one table; the fields of TensorFlow's SparseCoreTableLayout.
+    """Describes the place of one table, as TensorFlow's SparseCoreTableLayout.
 
     Attributes:
       table_name: The table.

@@ -38,6 +38,7 @@ class AdagradOptions(base.Optimizer):
 class Adagrad(AdagradOptions):
     """Updates rows by Adagrad: a += G^2; T -= lr * G / sqrt(a).
 
+    Duchi, Hazan and Singer, 2011, https://jmlr.org/papers/v12/duchi11a.html.
     Arguments, their order and defaults are those of
     tf.tpu.experimental.embedding.Adagrad.
     """

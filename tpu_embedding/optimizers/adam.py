@@ -13,15 +13,16 @@ from tpu_embedding.optimizers.idle import Idle
 
 @dataclasses.dataclass(frozen=True)
 class Adam(base.Optimizer):
-    """Adam without bias correction, which TPU hardware does not have.
+    """Updates rows by Adam without bias correction, as TPU hardware does.
 
       m = beta_1 * m + (1 - beta_1) * G;  v = beta_2 * v + (1 - beta_2) * G^2
       T -= lr * m / sqrt(v + epsilon^2) if sum_inside_sqrt,
            lr * m / (sqrt(v) + epsilon) otherwise
 
-    A callable learning rate can apply the correction. `base.Optimizer`
-    describes the other attributes. Arguments, their order and defaults are those
-    of tf.tpu.experimental.embedding.Adam.
+    Kingma and Ba, 2014, https://arxiv.org/abs/1412.6980. A callable learning rate
+    can apply the correction. `base.Optimizer` describes the other attributes.
+    Arguments, their order and defaults are those of
+    tf.tpu.experimental.embedding.Adam.
 
     Attributes:
       beta_1: The share of m that is kept, in [0, 1).
@@ -29,8 +30,8 @@ class Adam(base.Optimizer):
       epsilon: Keeps the divisor above 0. With `sum_inside_sqrt` at least 1.1e-19:
         the square of a smaller number is 0 in float32.
       lazy_adam: Update only the rows that entries name. With False each step
-        updates all rows of the table; `idle` says where a row makes up for the
-        steps without an entry of it when it is read or updated again.
+        updates all rows of the table, where possible only when a row is next read
+        or updated (docs/semantics.md, section 3).
       sum_inside_sqrt: Selects the formula of the divisor.
     """
 

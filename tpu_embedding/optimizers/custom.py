@@ -118,7 +118,7 @@ class CustomOptimizer(base.Optimizer):
         return self.hyperparameters
 
     def with_hyperparameters(self, values: Sequence[Any]) -> CustomOptimizer:
-        """The same update rule with hyperparameters that are already evaluated."""
+        """Returns the rule with hyperparameters that are already evaluated."""
         callables = tuple((lambda value=value: value) for value in values)
         return dataclasses.replace(self, hyperparameters=callables)
 

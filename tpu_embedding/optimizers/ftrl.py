@@ -19,6 +19,7 @@ class FTRL(base.Optimizer):
       T = 0 if |linear| <= l1 or quadratic == 0, else
         (sign(linear) * l1 - linear) / quadratic;  a = a'
 
+    McMahan et al., 2013, "Ad click prediction: a view from the trenches".
     `base.Optimizer` describes the other attributes. Arguments, their order and
     defaults are those of tf.tpu.experimental.embedding.FTRL.
 

@@ -214,7 +214,7 @@ def _block(kind: int, number: int, *parts: bytes | np.ndarray) -> bytes:
 
 
 def delta_blocks(path: str | os.PathLike[str]) -> Iterator[bytes]:
-    """The blocks of a delta, which `apply_delta` of a served model takes in order.
+    """Yields the blocks of a delta, which a served model takes in this order.
 
     A client of a server sends each one as the input "block" of the signature
     "apply_delta". Only the lengths are read here: the model checks the rest.

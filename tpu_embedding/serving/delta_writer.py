@@ -208,7 +208,7 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Goes on from the delta that the served models applied last.
+        """Continues from the delta that the served models applied last.
 
         For a trainer that went back to a checkpoint. Unless that delta is the last one
         of this writer, too, the next delta has all rows, and deletes the ids of growing
@@ -219,7 +219,7 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
 
         Raises:
           RuntimeError: In a tf.function, or after `stop`.
-          TypeError: If `state` is no mapping.
+          TypeError: If `state` is not a mapping.
           ValueError: If it is the state of another export, or lacks a part of it.
         """
         self._require_active()
@@ -259,7 +259,7 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
                     self._changes.mark(self._rows_of(index, ids))
 
     def stop(self) -> None:
-        """Notes nothing any more, and frees the memory of the marks.
+        """Stops noting rows, and frees the memory of the marks.
 
         Raises:
           RuntimeError: In a tf.function, or after `stop`.

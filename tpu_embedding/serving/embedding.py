@@ -42,7 +42,7 @@ class _Tables:
 
 
 class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrackable):
-    """Embedding tables that are looked up by TensorFlow's ops, without training steps.
+    """Looks embedding tables up by TensorFlow's ops, without training them.
 
     A drop-in replacement for tf.tpu.experimental.embedding.TPUEmbeddingForServing, with
     the numbers of docs/semantics.md. It restores the checkpoints of every class:
@@ -176,14 +176,14 @@ class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrack
     def embedding_tables(self) -> dict[Any, tf.Variable]:
         """The table variables [vocabulary_size, dim], by the TableConfig passed.
 
-        Of a growing table with n ids [n + 1, dim]: in the order of ids, and then the
-        row of ids that have none.
+        A growing table of n ids is [n + 1, dim]: the rows in the order of the ids, and
+        then what an id without a row looks up.
         """
         return {key: table["parameters"] for key, table in self.variables.items()}
 
     @property
     def variables(self) -> dict[Any, dict[str, tf.Variable]]:
-        """As `embedding_tables`, with a dict of "parameters" and slots for each."""
+        """For each TableConfig a dict of its "parameters" and slots by name."""
         arrays = self._arrays()
         return {spec.key: arrays[spec.name] for spec in self._plan.tables}
 

@@ -9,7 +9,7 @@ from tpu_embedding.text import aligned
 
 @dataclasses.dataclass(frozen=True)
 class TableReport:
-    """One exported table.
+    """Holds the size and errors of one exported table.
 
     Attributes:
       name: Name of the table.
@@ -43,7 +43,7 @@ def unchanged(name: str, shape: tuple[int, int]) -> TableReport:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """All exported tables.
+    """Holds the sizes and errors of all exported tables.
 
     >>> films = TableReport("films", 1000, 16, "int8", 64000, 20000, 2e-3, 1e-3, 2e-3)
     >>> print(Report((films,)))

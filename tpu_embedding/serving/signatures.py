@@ -17,7 +17,7 @@ Tensors = dict[str, tf.Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The inputs of one call of an exported model.
+    """Holds the inputs of one call of an exported model.
 
     Attributes:
       features: Ids in the structure of the feature configuration.
@@ -32,7 +32,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """One way to call an exported model.
+    """Describes one way to call an exported model.
 
     Attributes:
       inputs: By name the tensors that a caller passes.

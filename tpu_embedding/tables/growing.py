@@ -165,8 +165,8 @@ class FrozenTable:
       config: A static TableConfig whose rows start as those of the ids, in order; the
         last row is what an id without a row looks up.
       ids: int64 [n], ascending.
-      slots: By name what the slots are, float32 [n + 1, D] or [n + 1, 1]; the last row
-        is at its initial value, or that of the shared row.
+      slots: The values of each slot by its name, float32 [n + 1, D] or [n + 1, 1];
+        the last row has the initial value, or that of the shared row.
     """
 
     config: TableConfig
@@ -174,13 +174,14 @@ class FrozenTable:
     slots: Mapping[str, np.ndarray]
 
     def rows_of(self, ids: Any) -> Any:
-        """The rows of ids, by TensorFlow's ops: in tf.data, or in a served model.
+        """Returns the rows of ids, by TensorFlow's ops: in tf.data or a served model.
 
         Args:
           ids: A tf.Tensor, tf.SparseTensor or tf.RaggedTensor of int32 or int64.
 
         Returns:
-          The same with int64 rows of the table; n for ids without one.
+          A tensor of the same kind with the int64 row of each id; n for an id
+          without a row.
         """
         if not isinstance(ids, tf.Tensor):
             return ids.with_values(self.rows_of(ids.values))

@@ -89,7 +89,7 @@ class LocalServers:
             )
 
     def log(self, job: str, task: int) -> pathlib.Path:
-        """The file with what a task has printed.
+        """Returns the path of the file with what a task has printed.
 
         Args:
           job: "worker" or "ps".
@@ -98,7 +98,7 @@ class LocalServers:
         return self._logs / f"{job}{task}.log"
 
     def resolver(self) -> Any:
-        """What tf.distribute.ParameterServerStrategy takes."""
+        """Returns the cluster resolver that ParameterServerStrategy takes."""
         return tf.distribute.cluster_resolver.SimpleClusterResolver(
             tf.train.ClusterSpec(self.cluster), rpc_layer="grpc"
         )

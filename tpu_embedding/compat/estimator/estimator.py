@@ -171,7 +171,7 @@ class TPUEstimator:
         return self._model_fn
 
     def eval_dir(self, name: str | None = None) -> str:
-        """Where the metrics of an evaluation are written for TensorBoard.
+        """Returns the folder of the metrics of an evaluation, for TensorBoard.
 
         Args:
           name: The `name` that `evaluate` got.
@@ -179,7 +179,7 @@ class TPUEstimator:
         return sessions.event_folder(self._model_dir, name)
 
     def latest_checkpoint(self) -> str | None:
-        """The prefix of the latest checkpoint, or None where none was written.
+        """Returns the prefix of the latest checkpoint, or None if none was written.
 
         Raises:
           tf.errors.NotFoundError: If the folder names one that is not there.
@@ -188,11 +188,11 @@ class TPUEstimator:
         return latest_checkpoint(self._model_dir)
 
     def get_variable_names(self) -> list[str]:
-        """The names in the latest checkpoint."""
+        """Returns the names in the latest checkpoint."""
         return sorted(self._reader().get_variable_to_shape_map())
 
     def get_variable_value(self, name: str) -> Any:
-        """A variable of the latest checkpoint.
+        """Returns a variable of the latest checkpoint.
 
         Args:
           name: One of `get_variable_names`.

@@ -159,7 +159,7 @@ class EmbeddingProfiler:
         Raises:
           ValueError: If the spec has no such feature, an id is outside of its table, an
             example outside of the batch, or there are more of one than of the other.
-          TypeError: If ids or examples are no integers.
+          TypeError: If ids or examples are not integers.
         """
         if feature not in self._table_of:
             raise ValueError(
@@ -214,7 +214,7 @@ class EmbeddingProfiler:
             self._found[table] = self._nothing()
 
     def load(self) -> dict[str, TableStatistics]:
-        """The stored statistics by table; tables without a file are left out."""
+        """Returns the stored statistics by table, without tables that have no file."""
         loaded = {table: self._read(table) for table in self._tables}
         return {table: found for table, found in loaded.items() if found is not None}
 

@@ -142,7 +142,7 @@ def import_estimator_checkpoint(
       NotImplementedError: If the spec has columns of the tensor core.
       ValueError: If there is no checkpoint, it cannot be read, a table has no
         variable or more than one, a shape does not fit, or an argument is wrong.
-      TypeError: If `spec` is no EmbeddingConfigSpec.
+      TypeError: If `spec` is not an EmbeddingConfigSpec.
     """
     require_spec(spec)
     if type(num_hosts) is not int or num_hosts < 1:

@@ -173,20 +173,20 @@ class EmbeddingConfigSpec(collections.namedtuple("EmbeddingConfigSpec", _FIELDS)
         return type(self)(**{**arguments, **changes})
 
     def table_to_config(self) -> dict[str, TableConfig]:
-        """The tables by their keys; columns' tables are called "tbl_<variable>".
+        """Returns the tables by their keys; those of columns are "tbl_<variable>".
 
         Columns without a TPU table are left out.
         """
         return self._configs()[0]
 
     def feature_to_config(self) -> dict[str, FeatureConfig]:
-        """The features by the keys of their ids."""
+        """Returns the features by the keys of their ids."""
         return self._configs()[1]
 
     def adapt(
         self, global_step: Any = None, *, invalid_ids: str = "error"
     ) -> spec_conversion.AdaptedSpec:
-        """The spec in the classes of this package.
+        """Converts the spec into the classes of this package.
 
         Args:
           global_step: What the learning rate functions get: a variable, or None for
@@ -198,13 +198,13 @@ class EmbeddingConfigSpec(collections.namedtuple("EmbeddingConfigSpec", _FIELDS)
 
         Raises:
           NotImplementedError: If a column of the tensor core cannot be converted.
-          TypeError: If a feature or table has a key that is no str.
+          TypeError: If a feature or table has a key that is not a str.
           ValueError: If the spec has no tables, or an argument contradicts it.
         """
         return spec_conversion.adapt(self, global_step, invalid_ids=invalid_ids)
 
     def to_tpu_embedding(self, global_step: Any = None, **options: Any) -> Any:
-        """A `tpu_embedding.TPUEmbedding` of the spec.
+        """Returns a `tpu_embedding.TPUEmbedding` of the spec.
 
         Args:
           global_step: What the learning rate functions get: a variable, or None for

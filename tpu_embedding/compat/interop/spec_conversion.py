@@ -53,7 +53,7 @@ class AdaptedSpec:
     other_columns: tuple[Any, ...]
 
     def weights(self, features: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The weights for TPUEmbedding.enqueue, out of all of a batch's features.
+        """Returns the weights for TPUEmbedding.enqueue, from all features of a batch.
 
         Args:
           features: The features of a TensorFlow 1 model, the weights among them.
@@ -83,15 +83,15 @@ class AdaptedSpec:
         return list(self.feature_config)
 
     def scale(self, gradients: Mapping[str, Any], step: Any) -> dict[str, Any]:
-        """The gradients times `experimental_gradient_multiplier_fn(step)`.
+        """Returns the gradients times `experimental_gradient_multiplier_fn(step)`.
 
         Args:
           gradients: For each feature a tensor or None.
           step: The global step before the update.
 
         Raises:
-          TypeError: If the function returns no number.
-          ValueError: If it returns no scalar.
+          TypeError: If the function does not return a number.
+          ValueError: If it does not return a scalar.
         """
         multiplier = self.gradient_multiplier
         if multiplier is None:

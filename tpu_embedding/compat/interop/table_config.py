@@ -94,8 +94,8 @@ class FeatureConfig:
       weight_key: The key of the feature that holds the weights, or None.
 
     Raises:
-      ValueError: If `max_sequence_length` is no int of at least 0.
-      TypeError: If `table_id` or `weight_key` is no str.
+      ValueError: If `max_sequence_length` is not an int of at least 0.
+      TypeError: If `table_id` or `weight_key` is not a str.
     """
 
     table_id: str

@@ -125,7 +125,7 @@ def load_model(path: Any, lazy: bool = False, **options: Any) -> Any:
 def unconvert(model: Any) -> Any:
     """Makes the Embedding layers and the optimizer of a model those of Keras again.
 
-    `model.save` needs it not: files of both name the classes of Keras.
+    `model.save` does not need it: files of both models name the classes of Keras.
 
     Args:
       model: A model with layers or an optimizer of `te.keras`.
@@ -135,8 +135,8 @@ def unconvert(model: Any) -> Any:
 
     Raises:
       TypeError: If it is not a model of Keras.
-      ValueError: If a layer has a combiner or a Hashing, which Keras has not. Then
-        nothing has changed.
+      ValueError: If a layer has a combiner or a Hashing, which Keras does not have.
+        Then nothing has changed.
     """
     layers = _layers(model, Embedding, OwnEmbedding)
     bags = [x.name for x in layers if x.combiner is not None or x.hashing is not None]
