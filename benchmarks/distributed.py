@@ -38,7 +38,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from benchmarks import options, run
+from benchmarks import machine, options, run
 from benchmarks.peers.job import Job
 from benchmarks.scenarios import Scenario
 
@@ -275,6 +275,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{rows} rows": (flags.systems[0], rows, drawn)
             for rows in sorted(flags.vocabularies)
         }
+    print(machine.describe(), flush=True)
     found: dict[str, list[Figures]] = {name: [] for name in kinds}
     failed: dict[str, str] = {}
     for number in range(flags.rounds):

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 from benchmarks import (
     distributed,
+    machine,
     measures,
     options,
     overview,
@@ -95,7 +96,8 @@ def join(folder: pathlib.Path) -> str:
     done = {target, folder / "overview.md", *folder.glob("measures-*-*.md")}
     tables = [p.read_text() for p in sorted(folder.glob("*.md")) if p not in done]
     tables.sort(key=lambda table: "**missed**" not in table)
-    target.write_text("\n".join([first, *tables] if first else tables))
+    tables = [machine.describe() + "\n", *filter(None, [first]), *tables]
+    target.write_text("\n".join(tables))
     return target.read_text()
 
 

@@ -26,7 +26,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks import picture
+from benchmarks import machine, picture
 
 PICTURE = pathlib.Path("docs/images/keras_rows.svg")
 BATCH = 2048
@@ -142,6 +142,7 @@ def main() -> None:
     if arguments.child is not None:
         print(json.dumps(measure(arguments)))
         return
+    print(machine.describe() + "\n")
     print("| rows | | CPU ms | wall ms | peak MiB | loss |\n|---|---|---|---|---|---|")
     for_a_row: dict[str, float] = {}  # MiB, at the size before.
     for rows in arguments.rows:

@@ -9,6 +9,8 @@ import pathlib
 import tempfile
 from collections.abc import Iterator, Sequence
 
+from benchmarks import machine
+
 DEFAULT_OUT = "build/bench"
 _LOCK = ".running"
 _held: set[pathlib.Path] = set()
@@ -46,7 +48,7 @@ def positive(text: str) -> int:
 def alone(folder: pathlib.Path) -> Iterator[None]:
     """Locks the folder, so that another run cannot overwrite the files.
 
-    A run may start another one of the same process.
+    A run may start another one of the same process. The first prints the machine.
     """
     folder = folder.resolve()
     if folder in _held:
@@ -60,6 +62,7 @@ def alone(folder: pathlib.Path) -> Iterator[None]:
                 f"Another benchmark runs and writes into {folder}."
             ) from None
         _held.add(folder)
+        print(machine.describe(), flush=True)
         try:
             yield
         finally:
