@@ -15,6 +15,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 _AddArguments = Callable[[argparse.ArgumentParser], None]
 _CHECKPOINT_HELP = (
@@ -22,7 +23,15 @@ _CHECKPOINT_HELP = (
     ".npz file, or a folder of .npy files"
 )
 
-_ARGUMENTS_HELP = "arguments that are passed to the program"
+_MODULE: dict[str, Any] = {
+    "dest": "module",
+    "action": "store_true",
+    "help": "run a module instead of a file, as `python -m`",
+}
+_ARGUMENTS: dict[str, Any] = {
+    "nargs": argparse.REMAINDER,
+    "help": "arguments that are passed to the program",
+}
 _ROOT_HELP = "object of the checkpoint that holds the tables, if there are several"
 
 
@@ -120,12 +129,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         help="what stands in for TPUStrategy: host, mirrored:N, or N devices of an "
         "emulated TPU, such as v4:N or v6e:N (default: %(default)s)",
     )
-    parser.add_argument(
-        "-m",
-        dest="module",
-        action="store_true",
-        help="SCRIPT is the name of a module, as for `python -m`",
-    )
+    parser.add_argument("-m", **_MODULE)
     parser.add_argument(
         "--keras",
         action="store_true",
@@ -133,7 +137,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "optimizers in te.keras.RowSparseOptimizer",
     )
     parser.add_argument("script", help="Python program for TPUs or for Keras")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=_ARGUMENTS_HELP)
+    parser.add_argument("arguments", **_ARGUMENTS)
     _runs(parser, "run", "run")
 
 
@@ -146,7 +150,7 @@ def _add_try(parser: argparse.ArgumentParser) -> None:
         help="end each run after N steps of `fit` (default: run the script to its end)",
     )
     parser.add_argument("script", help="Python program that calls `fit` of Keras")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=_ARGUMENTS_HELP)
+    parser.add_argument("arguments", **_ARGUMENTS)
     _runs(parser, "trial", "run")
 
 
@@ -156,17 +160,15 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
         "--processes",
         default="1",
         metavar="N[,N...]",
-        help="number of processes on this host; after each restart the next number of "
-        "the list (default: %(default)s)",
+        help="number of processes on this host, at each start (default: %(default)s)",
     )
     add(
         "--servers",
         type=int,
         default=0,
         metavar="K",
-        help="number of parameter servers on this host. If it is not 0, a chief runs "
-        "the program, and `--processes` is the number of workers (default: "
-        "%(default)s)",
+        help="number of parameter servers on this host, beside `--processes` workers "
+        "and a chief that runs the program (default: %(default)s)",
     )
     add(
         "--hosts",
@@ -185,8 +187,7 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="restart the job at most N times after a process failed (default: "
-        "%(default)s)",
+        help="restart a failed job at most N times (default: %(default)s)",
     )
     add(
         "--timeout",
@@ -209,14 +210,9 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="time between two writes of FILE (default: 60)",
     )
-    add(
-        "-m",
-        dest="module",
-        action="store_true",
-        help="PROGRAM is the name of a module, as for `python -m`",
-    )
+    add("-m", **_MODULE)
     add("program", help="Python program that reads TF_CONFIG")
-    add("arguments", nargs=argparse.REMAINDER, help=_ARGUMENTS_HELP)
+    add("arguments", **_ARGUMENTS)
     _runs(parser, "launch", "run")
 
 
