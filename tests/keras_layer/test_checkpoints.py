@@ -15,8 +15,6 @@ import tpu_embedding as te
 from tpu_embedding import checkpoint
 from tpu_embedding.keras import TPUEmbedding
 
-# Keras asks its variables for arrays in a way that NumPy 2 would rather not see.
-
 
 @pytest.mark.parametrize("replicas", [(1, 2), (2, 1)])
 def test_checkpoints_fit_under_any_strategy(

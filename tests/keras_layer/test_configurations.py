@@ -16,8 +16,6 @@ from keras_layer import models
 import tpu_embedding as te
 from tpu_embedding.keras import TPUEmbedding, translate_keras_optimizer
 
-# Keras asks its variables for arrays in a way that NumPy 2 would rather not see.
-
 
 def tables_of_all_kinds() -> list[Any]:
     stock = tf.tpu.experimental.embedding

@@ -216,7 +216,6 @@ def test_serving_config_under_a_tape_trains_nothing():
     assert layer.embedding_tables[table].numpy()[5, 0] == 5
 
 
-# Keras asks its variables for arrays in a way that NumPy 2 would rather not see.
 def test_serving_config_in_a_functional_model_is_saved(tmp_path: pathlib.Path):
     one = te.TableConfig(9, 2, te.RowIdInitializer(), name="one")
     two = te.TableConfig(9, 3, te.RowIdInitializer(50), name="two")

@@ -14,7 +14,6 @@ from serving import exported
 
 import tpu_embedding as te
 
-# Keras asks its variables for arrays in a way that NumPy 2 would rather not see.
 IDS = np.array([5, -7, 2**62, 5, 11, -7, 3, 5], np.int64)
 LABELS = np.arange(8, dtype=np.float32) % 2
 

@@ -15,7 +15,6 @@ from keras_layer.optimizer_contract import make_layer, step
 import tpu_embedding as te
 from tpu_embedding.keras import TPUEmbedding, translate_keras_optimizer
 
-# Keras asks its variables for arrays in a way that NumPy 2 would rather not see.
 each_class = pytest.mark.parametrize("name", contract.CARRIED)
 REFUSED_ALIKE = {**contract.REFUSED_ALIKE, **contract.REFUSED_IN_KERAS_3}
 

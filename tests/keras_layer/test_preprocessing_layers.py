@@ -20,7 +20,7 @@ import tpu_embedding as te
 from tpu_embedding.keras import TPUEmbedding
 from tpu_embedding.testing import SoftwareTPUStrategy
 
-# Keras's own: of files, dicts in another order than sorted, and FeatureSpace.
+# Warnings of Keras: of dicts in another order than sorted, and of FeatureSpace.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The structure of `inputs`:UserWarning"),
     pytest.mark.filterwarnings("ignore:When providing `inputs` as a dict:UserWarning"),

@@ -25,7 +25,6 @@ from tpu_embedding.ops import library
 V, D = 20, 4
 IS_KERAS_3 = hasattr(keras, "ops")
 keras_3 = pytest.mark.skipif(not IS_KERAS_3, reason="tf_keras does not have it")
-# Keras's own.
 
 
 def both(**options: Any) -> tuple[Any, Any]:

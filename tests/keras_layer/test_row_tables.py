@@ -22,7 +22,6 @@ from tpu_embedding.keras.keras_api import keras_api
 V, D = 12, 4
 IS_KERAS_3 = hasattr(keras, "ops")
 keras_3 = pytest.mark.skipif(not IS_KERAS_3, reason="tf_keras does not have it")
-# Keras's own.
 
 
 def make(rows: int = V, optimizer: Any = "adam", cls: Any = Embedding) -> Any:

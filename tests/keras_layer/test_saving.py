@@ -22,8 +22,6 @@ from keras_layer.trained import (
 import tpu_embedding as te
 from tpu_embedding import distribution
 
-# Keras asks its variables for arrays in a way that NumPy 2 would rather not see.
-
 
 def optimizer_state(model: Any) -> list[np.ndarray]:
     return [variable.numpy() for variable in model.optimizer.variables]

@@ -24,8 +24,6 @@ GENERATIONS = ["v6e", "v4"]
 HOST = tf.distribute.get_strategy()
 EmbeddingFeature = tf.tpu.experimental.HardwareFeature.EmbeddingFeature
 
-# Keras asks its variables for arrays in a way that NumPy 2 would rather not see.
-
 
 def make_tpu(generation: str) -> SoftwareTPUStrategy:
     return SoftwareTPUStrategy(generation, tpu_models.REPLICAS)

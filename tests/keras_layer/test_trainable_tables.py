@@ -55,7 +55,6 @@ def test_trainable_tables_pass_gradients_through_quantization():
     np.testing.assert_array_equal(tf.convert_to_tensor(of_table), [[0], [1], [0]])
 
 
-# Keras asks its variables for arrays in a way that NumPy 2 would rather not see.
 def test_trainable_tables_learn_as_the_model_says(tmp_path: pathlib.Path, seed: int):
     """SGD is the same rule wherever it is applied."""
     steps = models.batches(seed, 5)
