@@ -26,7 +26,7 @@ PAGES = [
 ]
 PROGRAMS = [page for page in PAGES if documented_pages.program(page)]
 FIRST_TIER = ("README.md", "tutorial.md")
-READMES = [*ROOT.glob("tests/golden/**/README.md"), *ROOT.glob("tpu_embedding/**/*.md")]
+READMES = [*ROOT.glob("tests/**/README.md"), *ROOT.glob("tpu_embedding/**/*.md")]
 
 
 def prose(page: pathlib.Path) -> str:
@@ -86,6 +86,13 @@ def test_quoted_errors_are_raised():
     text = re.sub(r'"\s*,?\s*f?"', "", "\n".join(code))
     assert len(quoted) > len(cells) > 10
     assert [words for words in quoted if words not in text] == []
+
+
+def test_each_folder_of_tests_is_described():
+    text = (ROOT / "tests" / "README.md").read_text()
+    folders = {path.parent for path in ROOT.glob("tests/*/*") if path.is_file()}
+    names = {folder.name for folder in folders} - {"__pycache__"}
+    assert {name for name in names if f"`{name}`" not in text} == set()
 
 
 def test_every_page_is_reached_from_the_questions():
