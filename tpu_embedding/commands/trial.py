@@ -32,7 +32,7 @@ _LAYER = re.compile(r"layer .* \((\d+) x (\d+)\)")  # Of which rows are updated.
 _MOST_FILES = 20_000  # That are looked at for what the first run wrote.
 _REASON = """\
 Where ids repeat in a batch, optimizers of Keras 3 square and clip the gradient of each
-occurrence; by rows the gradients of a row are summed before, as Keras does with dense
+occurrence; by rows the gradients of a row are summed first, as Keras does with dense
 gradients (docs/keras_embedding.md). Compare the validation loss of whole runs: if it is
 worse by rows, change the learning rate, or keep the script as it is."""
 
@@ -95,7 +95,9 @@ def compare(plain: Run, rows: Run, wrote: Sequence[str] = ()) -> str:
             if any(not why for _, why in rows.notes):
                 lines.append(_REASON)
     else:
-        lines.append("No losses and step times: the script does not call `fit`.")
+        lines.append(
+            "There are no losses and step times: the script does not call `fit`."
+        )
     shares = _shares(rows.notes) if steps > 1 else {}
     for what, why in rows.notes:
         lines.append(f"left as it is: {what}: {why}" if why else f"by rows: {what}")
@@ -107,11 +109,13 @@ def compare(plain: Run, rows: Run, wrote: Sequence[str] = ()) -> str:
         more = ", ..." if len(wrote) > 5 else ""
         lines.append(
             f"The first run wrote {', '.join(wrote[:5])}{more}. If the script reads\n"
-            "what it wrote, the second run began elsewhere: try it in a copy of its "
-            "folder."
+            "these files, the runs did not start alike: remove the files, and run `try` "
+            "in\na copy of the folder."
         )
     if not rows.notes:
-        lines.append("Nothing was replaced: no Embedding and no optimizer was built.")
+        lines.append(
+            "Nothing was replaced: the script built no Embedding and no optimizer."
+        )
     return "\n".join(lines)
 
 

@@ -39,9 +39,9 @@ class Routed(NamedTuple):
     """A batch that was divided over the owners of its rows.
 
     Attributes:
-      own: What this process needs of it, to combine rows and to send gradients.
-      parts: By part of the tables what was asked of it.
-      ready: Tensors that exist once no owner can refuse it any more.
+      own: What this process needs of the batch to combine rows and send gradients.
+      parts: For each part of the tables, what was asked of it.
+      ready: Tensors that exist once no owner can reject the batch any more.
     """
 
     own: tf.Tensor
@@ -81,7 +81,7 @@ class HostEngine(Engine):
           options: See `Engine`.
           parts: The parts of the tables that ops of this process work on.
           transport: The way to the owners of all parts.
-          reach: Where the tables are, for what is no step.
+          reach: Where the tables are, for calls that are not a part of a step.
         """
         super().__init__(options)
         self._ops = library.load()
@@ -111,13 +111,13 @@ class HostEngine(Engine):
     def prepare(
         self, batches: Sequence[Sequence[IdBatch]], call: Call
     ) -> list[Prepared]:
-        """See `Steps.prepare`: errors in values are raised by what takes it."""
+        """See `Steps.prepare`; the op that takes a batch raises errors of its values."""
         prepare, training = self._batches.prepare, self._trains(call, call.tensors)
         prepared = [Prepared(prepare(batch, training=training)) for batch in batches]
         return [self._with_tensors(p) for p in prepared] if call.tensors else prepared
 
     def _trains(self, call: Call, tensors: Any) -> bool:
-        """Whether an update may take the batch itself, not its tensors.
+        """Returns whether an update may take the batch itself, not its tensors.
 
         Growing tables must know of both that a lookup is for training.
         """
