@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -33,7 +34,7 @@ from tpu_embedding.layout.plan import (
     require_dtypes,
     require_options,
 )
-from tpu_embedding.layout.stacking import make_layout
+from tpu_embedding.layout.stacking import Stack, make_layout
 from tpu_embedding.lookup.feature_structure import FeatureStructure
 from tpu_embedding.planning.machines import Machines
 from tpu_embedding.planning.report import PlannedPlacement, PlanReport, table_arrays
@@ -117,27 +118,8 @@ def plan(
         configuration; ValueError for an unknown topology, a number below 1, a missing
         batch size and a sample without batches.
     """
-    check_batch_size("batch_size", batch_size)
-    for argument, number in (
-        ("machine_bytes", 1 if machine_bytes is None else machine_bytes),
-        ("sample_batches", sample_batches),
-        *(("processes", count) for count in processes),
-    ):
-        check_batch_size(argument, number)
-    if max(processes, default=0) > _MOST_PROCESSES:
-        allowed = f"at most {_MOST_PROCESSES:,}"
-        raise errors.argument_value("processes", max(processes), allowed)
-    model = tables_of_weights(feature_config)
-    if model is not None:
-        optimizer = model.engine_optimizer() if optimizer is None else optimizer
-        feature_config = model.feature_config
-    elif hasattr(feature_config, "_flatten_layers"):
-        raise TypeError(
-            "te.plan takes a Keras model whose tables are te.keras.Embedding layers, "
-            f"and {feature_config.name!r} has other layers or none. Pass "
-            "te.keras.convert(model), or the feature configuration of a "
-            "te.keras.TPUEmbedding."
-        )
+    _check_numbers(batch_size, machine_bytes, sample_batches, processes)
+    feature_config, optimizer = _of_model(feature_config, optimizer)
     converted = convert_features(feature_config)
     own = make_plan(
         converted.paths,
@@ -146,17 +128,11 @@ def plan(
         convert_optimizer(optimizer),
         custom=True,
     )
-    read = None if sample is None else _read(feature_config, own, sample)
     counts = None
-    if read is not None:
-        batches = [batch for _, batch in zip(range(sample_batches), read, strict=False)]
-        if not batches:
-            raise ValueError("`sample` has no batches.")
+    if sample is not None:
+        batches = _read(feature_config, own, itertools.islice(sample, sample_batches))
+        batch_size = _batch_size_of(own, batches, batch_size)
         counts = Sample.of(own, batches)
-        if batch_size is None:
-            batch_size = max(f.num_samples for f in batches[0])
-        else:
-            _check_sample(own, batches, batch_size)
     if batch_size is None:
         for spec in own.features:
             if not _has_full_shape(spec.config):
@@ -200,14 +176,59 @@ def plan(
     )
 
 
-def _read(feature_config: Any, own: Plan, sample: Iterable[Any]) -> Iterator[list[Any]]:
+def _check_numbers(
+    batch_size: Any, machine_bytes: Any, sample_batches: Any, processes: Sequence[Any]
+) -> None:
+    check_batch_size("batch_size", batch_size)
+    for argument, number in (
+        ("machine_bytes", 1 if machine_bytes is None else machine_bytes),
+        ("sample_batches", sample_batches),
+        *(("processes", count) for count in processes),
+    ):
+        check_batch_size(argument, number)
+    if max(processes, default=0) > _MOST_PROCESSES:
+        allowed = f"at most {_MOST_PROCESSES:,}"
+        raise errors.argument_value("processes", max(processes), allowed)
+
+
+def _of_model(feature_config: Any, optimizer: Any) -> tuple[Any, Any]:
+    """The features and the optimizer, where the first argument is a Keras model."""
+    model = tables_of_weights(feature_config)
+    if model is not None:
+        own = model.engine_optimizer() if optimizer is None else optimizer
+        return model.feature_config, own
+    if hasattr(feature_config, "_flatten_layers"):
+        raise TypeError(
+            "te.plan takes a Keras model whose tables are te.keras.Embedding layers, "
+            f"and {feature_config.name!r} has other layers or none. Pass "
+            "te.keras.convert(model), or the feature configuration of a "
+            "te.keras.TPUEmbedding."
+        )
+    return feature_config, optimizer
+
+
+def _read(feature_config: Any, own: Plan, sample: Iterable[Any]) -> list[Batch]:
     structure = FeatureStructure(feature_config, own.features)
+    found = []
     for batch in sample:
         values = structure.for_plan(structure.flatten("sample", batch))
-        yield [
-            _to_rows(spec, to_feature_ids(spec.path, value))
-            for spec, value in zip(own.features, values, strict=True)
-        ]
+        found.append(
+            [
+                _to_rows(spec, to_feature_ids(spec.path, value))
+                for spec, value in zip(own.features, values, strict=True)
+            ]
+        )
+    if not found:
+        raise ValueError("`sample` has no batches.")
+    return found
+
+
+def _batch_size_of(own: Plan, batches: Sequence[Batch], batch_size: int | None) -> int:
+    """The size of the sample's batches, which must be `batch_size` if that is given."""
+    if batch_size is None:
+        return max(feature.num_samples for feature in batches[0])
+    _check_sample(own, batches, batch_size)
+    return batch_size
 
 
 def _to_rows(spec: FeatureSpec, feature: FeatureIds) -> FeatureIds:
@@ -375,58 +396,40 @@ class _Planner:
         except (ValueError, NotImplementedError) as error:
             by_table = {n: -(-s // devices) for n, s in self._bytes.items()}
             return _place(name, generation, devices, by_table, unsupported=str(error))
-        by_table: dict[str, int] = {}
-        buffers = program = padding = 0
-        for stack in layout.stacks:
-            buffers += limits.buffer_bytes(
-                partitioning, stack, pipelined=self.pipelined
-            )
-            bare, padded = (
+        stacks, pipelined = layout.stacks, self.pipelined
+
+        def program(*, padded: bool) -> int:
+            return sum(
                 limits.program_bytes(
-                    partitioning, stack, pipelined=self.pipelined, padded=padded
+                    partitioning, stack, pipelined=pipelined, padded=padded
                 )
-                for padded in (False, True)
+                for stack in stacks
             )
-            program += padded
-            padding += padded - bare
-            spec = own.tables[stack.tables[0]]
-            size = limits.array_bytes(stack) * limits.num_arrays(spec)
-            heights = [
-                place.end - place.sparse_core_shard_row_offset
-                for place in stack.layouts
-            ]
-            for index, height in zip(stack.tables, heights, strict=True):
-                share = size * height // stack.rows_per_shard
-                by_table[own.tables[index].name] = share
+
         needs, per_sample, not_counted, note = [], None, "", ""
+        where = (own, layout, partitioning, generation)
         if self.sample is None:
             note = without_sample(partitioning, generation)
         else:
-            needs, per_sample, not_counted = self.sample.limits(
-                own, layout, partitioning, generation
-            )
+            needs, per_sample, not_counted = self.sample.limits(*where)
         return _place(
             name,
             generation,
             devices,
-            by_table,
-            buffer_bytes=buffers,
-            program_bytes=program,
-            padding_bytes=padding,
+            _bytes_of_stacks(own, stacks),
+            buffer_bytes=sum(
+                limits.buffer_bytes(partitioning, stack, pipelined=pipelined)
+                for stack in stacks
+            ),
+            program_bytes=program(padded=True),
+            padding_bytes=program(padded=True) - program(padded=False),
             limits=tuple(needs),
             max_ids_per_chip_per_sample=per_sample,
             not_counted=not_counted,
             note=note,
             excesses=(
-                *limits.sparse_core_excesses(
-                    own,
-                    layout,
-                    partitioning,
-                    generation,
-                    pipelined=self.pipelined,
-                    padded=True,
-                ),
-                *limits.combiner_excesses(own, layout, partitioning, generation),
+                *limits.sparse_core_excesses(*where, pipelined=pipelined, padded=True),
+                *limits.combiner_excesses(*where),
             ),
         )
 
@@ -451,6 +454,18 @@ class _Planner:
                 )
             features.append(dataclasses.replace(spec, config=config))
         return dataclasses.replace(self.plan, features=tuple(features))
+
+
+def _bytes_of_stacks(own: Plan, stacks: Iterable[Stack]) -> dict[str, int]:
+    """By table its part of the stack, and of the slots, on one device."""
+    found = {}
+    for stack in stacks:
+        spec = own.tables[stack.tables[0]]
+        size = limits.array_bytes(stack) * limits.num_arrays(spec)
+        for index, place in zip(stack.tables, stack.layouts, strict=True):
+            height = place.end - place.sparse_core_shard_row_offset
+            found[own.tables[index].name] = size * height // stack.rows_per_shard
+    return found
 
 
 def _has_full_shape(config: FeatureConfig) -> bool:
