@@ -109,8 +109,8 @@ def compare(plain: Run, rows: Run, wrote: Sequence[str] = ()) -> str:
         more = ", ..." if len(wrote) > 5 else ""
         lines.append(
             f"The first run wrote {', '.join(wrote[:5])}{more}. If the script reads\n"
-            "these files, the runs did not start alike: remove the files, and run `try` "
-            "in\na copy of the folder."
+            "these files, the runs did not start alike. Remove them, and run `try` in\n"
+            "a copy of the folder."
         )
     if not rows.notes:
         lines.append(

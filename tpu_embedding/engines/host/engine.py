@@ -111,7 +111,7 @@ class HostEngine(Engine):
     def prepare(
         self, batches: Sequence[Sequence[IdBatch]], call: Call
     ) -> list[Prepared]:
-        """See `Steps.prepare`; the op that takes a batch raises errors of its values."""
+        """See `Steps.prepare`; the op that takes a batch raises errors in values."""
         prepare, training = self._batches.prepare, self._trains(call, call.tensors)
         prepared = [Prepared(prepare(batch, training=training)) for batch in batches]
         return [self._with_tensors(p) for p in prepared] if call.tensors else prepared
