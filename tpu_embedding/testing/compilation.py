@@ -38,8 +38,8 @@ ENVIRONMENT = {
 }
 UNKNOWN = (
     "the time of a step",
-    "the layout of tables that TensorFlow's runtime chooses; row by row is assumed",
-    "transfers between host and TPU: what the host computes is an argument here",
+    "the layout of tables that TensorFlow's runtime chooses (assumed: row by row)",
+    "transfers between host and TPU (what the host computes is an argument here)",
     "what else is in the memory of the TPU",
 )
 _PACKAGE = "tpu_embedding"
