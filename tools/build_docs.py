@@ -36,6 +36,8 @@ PUBLIC_PACKAGES = (
 
 # Its `__all__` is a part of the outermost package's.
 OPTIMIZERS = "tpu_embedding.optimizers"
+# The class with the options of all of them; the docstring of each names it.
+OPTIONS = "tpu_embedding.optimizers.base.Optimizer"
 # What a name of the outermost package is for; its optimizers are those of OPTIMIZERS.
 TASKS = {
     "Configuration": (
@@ -145,6 +147,10 @@ def reference_index() -> str:
             own = name.rpartition(".")[2]
             words = summary(name).replace("|", "\\|")
             lines += [f"| [`{own}`]({name}.md) | {words} |"]
+        if task == "Optimizers":
+            lines += [
+                f"| [`optimizers.base.Optimizer`]({OPTIONS}.md) | {summary(OPTIONS)} |"
+            ]
         lines += [""]
     return "\n".join(lines)
 
@@ -185,6 +191,8 @@ def write_sources() -> None:
             # Methods of optimizers are for engines; users set their attributes.
             page = reference_page(name, members=task != "Optimizers")
             (SOURCE / "api" / f"{name}.md").write_text(page)
+    page = reference_page(OPTIONS, members=False)
+    (SOURCE / "api" / f"{OPTIONS}.md").write_text(page)
     index = SOURCE / "docs" / "index.md"
     text = index.read_text()
     words = "API reference: `make docs` builds it."

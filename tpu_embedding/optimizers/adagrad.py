@@ -10,13 +10,7 @@ from tpu_embedding.optimizers import base
 
 @dataclasses.dataclass(frozen=True)
 class AdagradOptions(base.Optimizer):
-    """The arguments of Adagrad and RowwiseAdagrad: those of TensorFlow's Adagrad.
-
-    `base.Optimizer` describes the other attributes.
-
-    Attributes:
-      initial_accumulator_value: Initial value of a, positive.
-    """
+    """The arguments of Adagrad and RowwiseAdagrad: those of TensorFlow's Adagrad."""
 
     learning_rate: base.Rate = 0.001
     initial_accumulator_value: float = 0.1
@@ -39,8 +33,11 @@ class Adagrad(AdagradOptions):
     """Updates rows by Adagrad: a += G^2; T -= lr * G / sqrt(a).
 
     Duchi, Hazan and Singer, 2011, https://jmlr.org/papers/v12/duchi11a.html.
-    Arguments, their order and defaults are those of
-    tf.tpu.experimental.embedding.Adagrad.
+    `optimizers.base.Optimizer` describes the other attributes. Arguments, their order
+    and defaults are those of tf.tpu.experimental.embedding.Adagrad.
+
+    Attributes:
+      initial_accumulator_value: Initial value of a, positive.
     """
 
     rule: ClassVar[str] = "adagrad"
@@ -64,7 +61,11 @@ class RowwiseAdagrad(AdagradOptions):
 
     The rule is a += mean over D of G^2; T -= lr * G / sqrt(a), where a has the shape
     [V, 1]: 1/D of the slot memory of Adagrad. TensorFlow has no such class; the
-    arguments are those of Adagrad.
+    arguments are those of Adagrad. `optimizers.base.Optimizer` describes the other
+    attributes.
+
+    Attributes:
+      initial_accumulator_value: Initial value of a, positive.
     """
 
     rule: ClassVar[str] = "rowwise_adagrad"

@@ -20,8 +20,8 @@ class AdagradMomentum(base.Optimizer):
       p = G * (a + epsilon)^(-1 / exponent);  m = momentum * m + p
       T -= lr * (momentum * m + p if use_nesterov else m)
 
-    `base.Optimizer` describes the other attributes. Arguments, their order and
-    defaults are those of tf.tpu.experimental.embedding.AdagradMomentum.
+    `optimizers.base.Optimizer` describes the other attributes. Arguments, their order
+    and defaults are those of tf.tpu.experimental.embedding.AdagradMomentum.
 
     Attributes:
       momentum: In [0, 1]; 0 gives Adagrad without momentum.

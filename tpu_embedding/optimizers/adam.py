@@ -20,8 +20,8 @@ class Adam(base.Optimizer):
            lr * m / (sqrt(v) + epsilon) otherwise
 
     Kingma and Ba, 2014, https://arxiv.org/abs/1412.6980. A callable learning rate
-    can apply the correction. `base.Optimizer` describes the other attributes.
-    Arguments, their order and defaults are those of
+    can apply the correction. `optimizers.base.Optimizer` describes the other
+    attributes. Arguments, their order and defaults are those of
     tf.tpu.experimental.embedding.Adam.
 
     Attributes:

@@ -147,7 +147,7 @@ class KeywordOptions:
 
 
 class Optimizer(KeywordOptions, abc.ABC):
-    """The interface of every optimizer; each subclass is a frozen dataclass.
+    """Holds the options of every optimizer; each subclass is a frozen dataclass.
 
     Attributes:
       learning_rate: A number, or a callable that is evaluated once per update. The

@@ -20,8 +20,8 @@ class FTRL(base.Optimizer):
         (sign(linear) * l1 - linear) / quadratic;  a = a'
 
     McMahan et al., 2013, "Ad click prediction: a view from the trenches".
-    `base.Optimizer` describes the other attributes. Arguments, their order and
-    defaults are those of tf.tpu.experimental.embedding.FTRL.
+    `optimizers.base.Optimizer` describes the other attributes. Arguments, their order
+    and defaults are those of tf.tpu.experimental.embedding.FTRL.
 
     Attributes:
       learning_rate_power: At most 0; with 0 the learning rate does not decay.

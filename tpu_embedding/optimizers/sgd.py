@@ -12,7 +12,7 @@ from tpu_embedding.optimizers import base
 class SGD(base.Optimizer):
     """Updates rows by gradient descent: T -= lr * G.
 
-    `base.Optimizer` describes the attributes. Arguments, their order and
+    `optimizers.base.Optimizer` describes the attributes. Arguments, their order and
     defaults are those of tf.tpu.experimental.embedding.SGD.
     """
 

@@ -21,8 +21,9 @@ class Momentum(base.KeywordOptimizer):
       m = momentum * m + G;  T -= lr * (momentum * m + G if use_nesterov else m)
 
     Sutskever et al., 2013, https://proceedings.mlr.press/v28/sutskever13.html.
-    `base.Optimizer` describes the other attributes. The order of `learning_rate`,
-    `momentum` and `use_nesterov` is that of TensorFlow 1's MomentumParameters.
+    `optimizers.base.Optimizer` describes the other attributes. The order of
+    `learning_rate`, `momentum` and `use_nesterov` is that of TensorFlow 1's
+    MomentumParameters.
 
     Attributes:
       momentum: The share of m that is kept, in [0, 1].
@@ -61,15 +62,7 @@ class Momentum(base.KeywordOptimizer):
 
 @dataclasses.dataclass(frozen=True)
 class RMSPropOptions(base.KeywordOptimizer):
-    """The arguments of RMSProp and CenteredRMSProp, in the order of RMSPropParameters.
-
-    `base.Optimizer` describes the other attributes.
-
-    Attributes:
-      rho: The share of the mean square that is kept, in [0, 1).
-      momentum: The share of the previous step that is kept, in [0, 1].
-      epsilon: Added to the mean square, positive.
-    """
+    """The arguments of both RMSProps, in the order of RMSPropParameters."""
 
     hyperparameter_names: ClassVar[tuple[str, ...]] = ("rho", "momentum", "epsilon")
 
@@ -94,7 +87,12 @@ class RMSProp(RMSPropOptions):
 
     Hinton, https://www.cs.toronto.edu/~tijmen/csc321/slides/lecture_slides_lec6.pdf.
     Both slots start at 0, as on TPUs; in TensorFlow 1's RMSPropOptimizer ms starts
-    at 1.
+    at 1. `optimizers.base.Optimizer` describes the other attributes.
+
+    Attributes:
+      rho: The share of the mean square that is kept, in [0, 1).
+      momentum: The share of the previous step that is kept, in [0, 1].
+      epsilon: Added to the mean square, positive.
     """
 
     rule: ClassVar[str] = "rms_prop"
@@ -123,7 +121,7 @@ class CenteredRMSProp(RMSPropOptions):
       mom = momentum * mom + lr * G / sqrt(ms - mg^2 + epsilon);  T -= mom
 
     A variance ms - mg^2 that rounding makes negative counts as 0; the op returns NaN.
-    All slots start at 0.
+    All slots start at 0. The attributes are those of RMSProp.
     """
 
     rule: ClassVar[str] = "centered_rms_prop"
@@ -156,8 +154,8 @@ class Adadelta(base.KeywordOptimizer):
       step = G * sqrt(u + epsilon) / sqrt(a + epsilon)
       u = rho * u + (1 - rho) * step^2;  T -= lr * step
 
-    Zeiler, 2012, https://arxiv.org/abs/1212.5701. `base.Optimizer` describes the other
-    attributes. The defaults are those of Keras.
+    Zeiler, 2012, https://arxiv.org/abs/1212.5701. The defaults are those of Keras.
+    `optimizers.base.Optimizer` describes the other attributes.
 
     Attributes:
       rho: The share of both averages that is kept, in [0, 1).
@@ -201,8 +199,8 @@ class ProximalAdagrad(base.KeywordOptimizer):
       T = sign(z) * max(|z| - c * l1, 0) / (1 + c * l2)
 
     Duchi and Singer, 2009, https://jmlr.org/papers/v10/duchi09a.html. If a stays 0, T
-    does not change. `base.Optimizer` describes the other attributes. The order of the
-    arguments is that of TensorFlow 1's ProximalAdagradParameters.
+    does not change. `optimizers.base.Optimizer` describes the other attributes. The
+    order of the arguments is that of TensorFlow 1's ProximalAdagradParameters.
 
     Attributes:
       initial_accumulator_value: Initial value of a, positive.
@@ -259,9 +257,9 @@ class ProximalYogi(base.KeywordOptimizer):
     The first three lines are algorithm 2 of Zaheer et al., 2018,
     https://papers.nips.cc/paper/8186-adaptive-methods-for-nonconvex-optimization.
     There is no bias correction, as in `Adam`; a callable learning rate can apply it.
-    Google has not published how TPUs compute this rule in detail. `base.Optimizer`
-    describes the other attributes. The order and defaults of the arguments are those
-    of TensorFlow 1's ProximalYogiParameters.
+    Google has not published how TPUs compute this rule in detail.
+    `optimizers.base.Optimizer` describes the other attributes. The order and defaults
+    of the arguments are those of TensorFlow 1's ProximalYogiParameters.
 
     Attributes:
       beta_1: The share of m that is kept, in [0, 1).
@@ -343,7 +341,7 @@ class FrequencyEstimator(base.KeywordOptimizer):
     The table has dim 1; initialize it with `max_delta`. The gradient is not used, and
     `learning_rate` is the step. TensorFlow's optimization_parameters.proto documents
     these three lines, but not where `weight_exponent` acts: only TPUs accept another
-    value than 0. `base.Optimizer` describes the other attributes.
+    value than 0. `optimizers.base.Optimizer` describes the other attributes.
 
     Attributes:
       learning_rate: A callable that returns the global step; the default returns the
