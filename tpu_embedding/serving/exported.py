@@ -141,8 +141,6 @@ class _FeatureModel(Exported):
             _check_dense_input(name, spec)
         if not named:
             raise ValueError("export needs at least one signature.")
-        if options.model is None:
-            _require_different_outputs(features)
         if isinstance(named, Mapping):
             for argument in ("weighted", "dense_inputs"):
                 if getattr(options, argument):
@@ -151,11 +149,15 @@ class _FeatureModel(Exported):
                         "itself. A Signature of your own has its weights and further "
                         f"inputs in its Request: leave `{argument}` out."
                     )
-            return dict(named)
-        made = SignatureOptions(
-            features, self.structure.pack, weighted, options.dense_inputs
-        )
-        return {kind: make_signature(kind, made) for kind in named}
+            made = dict(named)
+        else:
+            asked = SignatureOptions(
+                features, self.structure.pack, weighted, options.dense_inputs
+            )
+            made = {kind: make_signature(kind, asked) for kind in named}
+        if options.model is None:
+            _require_different_outputs(features)
+        return made
 
     def compute(self, options: ModelOptions, served: Mapping[str, Any]) -> Compute:
         lookup = FeatureLookup(
