@@ -149,7 +149,7 @@ def child_first_step(peer: str) -> dict[str, float]:
 
 
 def child_growing(ids: str) -> dict[str, float]:
-    """A table that grows to so many ids, is looked up, and gives up a tenth of them.
+    """A table that grows to so many ids, is looked up, and evicts a tenth of them.
 
     Processor nanoseconds of a lookup for each occurrence, beside those of a static
     table; those of the longest step that evicts, over the median; bytes over those of

@@ -7,7 +7,7 @@ users and films there are. Tables of te.GrowingVocabulary give them rows as they
 and evict users that were not seen for long, and films that were seen least. Beside
 them stand tables of fixed size, as much memory, in which an id has the row of its hash.
 Every rating is predicted before it is trained on. The example writes growing.json and
-growing.png into --out: rows, what was admitted and given up, and the AUC of both models
+growing.png into --out: rows, what was admitted and evicted, and the AUC of both models
 over time.
 """
 
@@ -101,7 +101,7 @@ class Model:
         return {
             "rows": sum(len(table.ids) for table in found),
             "admitted": sum(table.admitted for table in found),
-            "given up": sum(table.evicted for table in found),
+            "evicted": sum(table.evicted for table in found),
         }
 
 
@@ -143,7 +143,7 @@ def plot(results: dict[str, Any], paths: Sequence[Path]) -> None:
     figure, (above, below) = plt.subplots(
         2, figsize=(7, 5), layout="constrained", sharex=True
     )
-    for what, line in (("admitted", "--"), ("given up", ":"), ("rows", "-")):
+    for what, line in (("admitted", "--"), ("evicted", ":"), ("rows", "-")):
         above.plot(results["ratings"], results[what], line, label=what)
     above.set_ylabel("ids of users and films")
     above.legend()
@@ -163,10 +163,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     shutil.rmtree(options.out, ignore_errors=True)
     options.out.mkdir(parents=True)
     results = run(stream.find(options.data, BUILD / "data"), options)
-    print("ratings    rows  admitted  given up  AUC growing  AUC hashed")
+    print("ratings    rows  admitted   evicted  AUC growing  AUC hashed")
     for number, ratings in enumerate(results["ratings"]):
         rows, admitted, evicted = (
-            results[what][number] for what in ("rows", "admitted", "given up")
+            results[what][number] for what in ("rows", "admitted", "evicted")
         )
         growing, hashed = (results["auc"][name][number] for name in MODELS)
         print(

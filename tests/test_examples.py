@@ -154,10 +154,10 @@ def test_tables_grow_and_forget(tmp_path: pathlib.Path):
     run(GROWING, "--users", "150", "--out", tmp_path)
     found = json.loads((tmp_path / "growing.json").read_text())
     for rows, admitted, evicted in zip(
-        found["rows"], found["admitted"], found["given up"], strict=True
+        found["rows"], found["admitted"], found["evicted"], strict=True
     ):
         assert rows == admitted - evicted <= 150 + 1000
-    assert found["given up"][-1] > 0
+    assert found["evicted"][-1] > 0
     growing, hashed = (np.mean(found["auc"][m]) for m in ("growing", "hashed"))
     assert growing > hashed
     assert (tmp_path / "growing.png").stat().st_size > 0

@@ -200,9 +200,9 @@ void TestFailedInput() {
   queue.FailEnqueue(1, kRun);
   int batch = 0;
   CheckRefused(queue.Dequeue(0, kRun, Accept, &batch),
-               "dequeue: this step was given up");
+               "dequeue: this step was discarded");
   // The last replica of the same step learns of it, and leaves nothing behind.
-  CheckRefused(Enqueue(&queue, 2, 1), "enqueue: this step was given up");
+  CheckRefused(Enqueue(&queue, 2, 1), "enqueue: this step was discarded");
   for (int r = 0; r < 3; ++r) CheckOk(Enqueue(&queue, r, 10 + r));
   for (int r = 0; r < 3; ++r) CHECK_EQ(Dequeue(&queue, r), 10 + r);
   // A step before the failed one is kept; the failed one is discarded by a
@@ -240,7 +240,7 @@ void TestFailedGradients() {
   CheckOk(Enqueue(&two, 0, 6));
   CHECK_EQ(Dequeue(&two, 0), 6);
   two.FailOwed(0);  // replica 1 has not even enqueued
-  CheckRefused(Enqueue(&two, 1, 7), "enqueue: this step was given up");
+  CheckRefused(Enqueue(&two, 1, 7), "enqueue: this step was discarded");
   CheckOk(EnqueueAll(&two, {8, 9}, true));
   CHECK_EQ(Dequeue(&two, 0), 8);
   CHECK_EQ(Dequeue(&two, 1), 9);
@@ -288,7 +288,7 @@ void TestStepsThatAJobLeaves() {
   // One batch for each dequeue: nothing is left, also by the run that ended.
   EnqueueInJob(&queue, 4, 4);
   CHECK_EQ(DequeueInJob(&queue, 4), 3);
-  // Another run's training batch gives up the gradients that are owed.
+  // Another run's training batch discards the gradients that are owed.
   EnqueueInJob(&queue, 5, 5);
   CHECK_EQ(DequeueInJob(&queue, 5), 4);
   SubmitOwed(&queue, 0, 4);
@@ -302,16 +302,16 @@ void TestStepsThatAJobLeaves() {
   EnqueueInJob(&queue, 8, 8, /*dequeues=*/false);
   queue.RefuseNext();
   CHECK_EQ(DequeueInJob(&queue, 9), 8);  // Repeated.
-  queue.GiveUpOwed();
+  queue.DiscardOwed();
   // Another process has left the step that is looked up.
   EnqueueInJob(&queue, 9, 9);
-  queue.GiveUpNext();
+  queue.DiscardNext();
   EnqueueInJob(&queue, 10, 10);
   CHECK_EQ(DequeueInJob(&queue, 10), 10);
   // Outside of runs nothing is left.
   EnqueueInJob(&queue, 11, Queue::kOutside);
   EnqueueInJob(&queue, 12, 12);
-  queue.GiveUpOwed();
+  queue.DiscardOwed();
   CHECK_EQ(DequeueInJob(&queue, 12), 11);
 }
 
@@ -335,7 +335,7 @@ void TestAnotherRun() {
   SubmitOwed(&queue, 0, 40);
   CheckSubmitOwedRefused(&queue, 0, "apply_gradients: no dequeued batch");
   SubmitOwed(&queue, 1, 50);
-  // The pending update outlives a step that is given up.
+  // The pending update outlives a step that is discarded.
   CheckOk(EnqueueAll(&queue, {6, 7}, true));
   CHECK_EQ(Dequeue(&queue, 0, 5), 6);
   CHECK_TRUE(!queue.LookupsAreDone());
@@ -373,7 +373,7 @@ void TestRefusedByTheCaller() {
 void TestOutsideOfRuns() {
   Queue queue(2, kCapacity, /*pipelined=*/false);
   const int64_t outside = Queue::kOutside;
-  // What a failed run left is given up, once.
+  // What a failed run left is discarded, once.
   CheckOk(Enqueue(&queue, 0, 9, true, 1));
   for (int r : {1, 1, 0, 0, 0, 1}) {
     CheckOk(Enqueue(&queue, r, r, true, outside));
@@ -399,7 +399,7 @@ void TestReset() {
   const int64_t late = Begin(&queue, 0);
   CHECK_EQ(queue.Reset(), 1);
   CheckRefused(queue.Submit(0, 2, 2, late, NoCount, &apply_now),
-               "The gradients belong to a step that was given up");
+               "The gradients belong to a step that was discarded");
   CHECK_EQ(queue.Reset(), 0);
   Submit(&queue, 0, 3, Begin(&queue, 0));
   CHECK_TRUE(queue.Flush());
@@ -442,18 +442,18 @@ void TestFailedSubmissions() {
   Queue queue(2, kCapacity, /*pipelined=*/true);
   bool apply_now = false;
   for (int r : {0, 1}) Submit(&queue, r, 1, Begin(&queue, r, 1));
-  // Replica 1 fails and says so: its part and that of replica 0 are given up.
+  // Replica 1 fails and says so: its part and that of replica 0 are discarded.
   Submit(&queue, 0, 2, Begin(&queue, 0, 2));
   int64_t late = Begin(&queue, 1, 2);
   queue.FailLookup();
   CheckRefused(queue.Submit(1, 2, 2, late, NoCount, &apply_now),
-               "The gradients belong to a step that was given up");
+               "The gradients belong to a step that was discarded");
   // It fails without a word, and its gradients come too late.
   Submit(&queue, 0, 3, Begin(&queue, 0, 3));
   late = Begin(&queue, 1, 3);
   Submit(&queue, 0, 4, Begin(&queue, 0, 4));
   CheckRefused(queue.Submit(1, 3, 3, late, NoCount, &apply_now),
-               "The gradients belong to a step that was given up");
+               "The gradients belong to a step that was discarded");
   // What was complete stays pending, and is due when the next step is.
   CHECK_TRUE(!queue.TakeDue());
   CHECK_TRUE(Submit(&queue, 1, 4, Begin(&queue, 1, 4)));

@@ -108,7 +108,7 @@ def test_a_step_that_one_process_has_left_is_refused_at_once(two: Job) -> None:
         assert f"process {1 - turn} called apply_gradients" in text
         if replicated:  # The process that has begun another step goes on.
             assert (left_kind, left_text) == ("", "")
-            assert "This step is given up in all processes" in text
+            assert "This step is discarded in all processes" in text
         else:
             assert left_text.partition("The ")[2] == text.partition("The ")[2]
         assert table == others_table
@@ -136,7 +136,7 @@ def test_after_a_rate_that_raises_the_next_step_trains_its_own_batch(two: Job) -
                 assert kind == "InvalidArgumentError", text
             if place == 2 and not is_culprit:
                 assert kind == "FailedPreconditionError", text
-                assert "This step is given up in all processes" in text
+                assert "This step is discarded in all processes" in text
 
 
 def test_a_call_alone_is_refused_where_the_others_run_a_function(two: Job) -> None:

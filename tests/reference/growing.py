@@ -272,7 +272,7 @@ class Vocabulary:
         return before - len(self.rows)
 
     def _evict_first(self, held: set[int | None]) -> None:
-        """Gives up the rows that come first, while more than `min_rows` are left."""
+        """Evicts the rows that come first, while more than `min_rows` are left."""
         field = "hits" if self.options.eviction == "lfu" else "last"
         old = [n for n in self.rows if self._is_evictable(n, held)]
         old.sort(key=lambda n: (getattr(self.rows[n], field), n))
@@ -280,7 +280,7 @@ class Vocabulary:
             self._evict(number)
 
     def _search(self, start: int, held: set[int | None]) -> None:
-        """Gives up old rows from `start` on, while more than `min_rows` are left."""
+        """Evicts old rows from `start` on, while more than `min_rows` are left."""
         if len(self.rows) <= self.options.min_rows:
             return
         for number in range(start, self.num_rows):

@@ -48,7 +48,7 @@ from tpu_embedding.tables.variables import (
 )
 
 _GIVEN_UP = (
-    "The gradients belong to a step that was given up: it failed in some replica, or "
+    "The gradients belong to a step that was discarded: it failed in some replica, or "
     "reset was called after its lookup. Run the step again."
 )
 

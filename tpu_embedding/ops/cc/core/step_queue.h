@@ -10,15 +10,15 @@
 // update is due at once, or with pipelining once it is one step old. No call
 // waits.
 //
-// A step that failed in one replica is given up in all. The queue learns of it
+// A step that failed in one replica is discarded in all. The queue learns of it
 // in one of three ways: the failing op says so (Fail...), or a replica begins
 // anew in another run (of strategy.run or of a tf.function) while it, or a
 // replica after it, has its part in a step that others lack: replicas act in
-// ascending order. Complete updates are never given up, except by Reset.
+// ascending order. Complete updates are never discarded, except by Reset.
 //
 // In a job of several processes each has a queue of one replica, and all queues
 // are at the same step. There the exchanges between the processes say what is
-// given up, in all of them (Left, BeginRun, BeginDequeue, GiveUp...,
+// discarded, in all of them (Left, BeginRun, BeginDequeue, Discard...,
 // Refuse...).
 //
 // All methods are thread-safe. An error leaves the queue as it was, unless said
@@ -60,7 +60,7 @@ class StepQueue {
   // The run of calls outside of strategy.run, with one replica's batch each.
   static constexpr int64_t kOutside = 0;
 
-  // What gradients past the queue belonged to that are given up. It must not
+  // What gradients past the queue belonged to that are discarded. It must not
   // call the queue.
   using GivenUp = std::function<void(const Batch&)>;
 
@@ -108,13 +108,13 @@ class StepQueue {
     } else if (failed_) {
       if (!HasArrived(replica)) {
         arrived_.push_back(replica);
-        return "enqueue: this step was given up because another replica's "
+        return "enqueue: this step was discarded because another replica's "
                "input failed its checks. Fix that input and run the step "
                "again.";
       }
       DiscardFailedStep();
     }
-    if (IsNewRun(&enqueue_runs_, replica, run)) GiveUpQueued(replica);
+    if (IsNewRun(&enqueue_runs_, replica, run)) DiscardQueued(replica);
     if (Error error = CheckEnqueue(replica, training)) return error;
     Put(replica, std::move(batch), training);
     *apply_now = !training && SetDue(updates_.size());
@@ -141,13 +141,13 @@ class StepQueue {
   // stays in the queue.
   Error Dequeue(int replica, int64_t run, const Accept& accept, Batch* batch) {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (IsNewRun(&dequeue_runs_, replica, run)) GiveUpDequeued(replica);
+    if (IsNewRun(&dequeue_runs_, replica, run)) DiscardDequeued(replica);
     const Step* owed = OwedStep(replica);
     if (owed && owed->refused) Remove(owed->number);
     const int64_t number = next_dequeue_[replica];
     Step* step = Find(number);
     if (failed_ && number >= *failed_) {
-      return "dequeue: this step was given up because a replica's input "
+      return "dequeue: this step was discarded because a replica's input "
              "failed its checks. Fix that input and run the step again.";
     }
     if (!step || step->replicas[replica].state != State::kQueued) {
@@ -255,10 +255,10 @@ class StepQueue {
       if (next_enqueue_[r] > number) arrived.push_back(r);
     }
     if (static_cast<int>(arrived.size()) == num_replicas()) {
-      GiveUp(number);
+      Discard(number);
       return;
     }
-    // A replica has not come to the step yet: it is given up as if an input
+    // A replica has not come to the step yet: it is discarded as if an input
     // had failed, else the replicas would be at different steps for ever.
     Remove(number);
     failed_ = std::min(failed_.value_or(number), number);
@@ -276,7 +276,7 @@ class StepQueue {
     return std::clamp<int64_t>(excess_, 0, queued);
   }
 
-  // In a job, before a batch of `run` is queued: gives up the newest `left`.
+  // In a job, before a batch of `run` is queued: discards the newest `left`.
   // `dequeues`: whether the run is known to dequeue what it enqueues.
   void BeginRun(int64_t run, bool dequeues, int64_t left) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -289,7 +289,7 @@ class StepQueue {
   }
 
   // In a job, before a training batch is looked up: gradients that an earlier
-  // run owes are given up.
+  // run owes are discarded.
   void BeginDequeue(int64_t run) {
     std::lock_guard<std::mutex> lock(mutex_);
     const bool is_new = run != dequeue_run_ && run != kOutside;
@@ -302,15 +302,15 @@ class StepQueue {
   }
 
   // In a job: another process has left the step that is to be looked up.
-  void GiveUpNext() {
+  void DiscardNext() {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!Find(next_dequeue_[0])) return;
-    GiveUp(next_dequeue_[0]);
+    Discard(next_dequeue_[0]);
     --excess_;
   }
 
   // In a job: another process has left the step that owes its gradients.
-  void GiveUpOwed() {
+  void DiscardOwed() {
     std::lock_guard<std::mutex> lock(mutex_);
     if (const Step* step = OwedStep(0)) Remove(step->number);
   }
@@ -338,11 +338,11 @@ class StepQueue {
     for (const Submissions& step : partial_) {
       for (int r = replica; r < num_replicas(); ++r) {
         if (!step[r]) continue;
-        GiveUpSubmissions();
+        DiscardSubmissions();
         *epoch = epoch_;
         if (new_run) return std::nullopt;
         return "Gradients of the step before came from some replicas only, so "
-               "it was given up. Put the loop over steps outside of "
+               "it was discarded. Put the loop over steps outside of "
                "strategy.run, and in each step look up all batches before "
                "gradients are applied.";
       }
@@ -351,10 +351,10 @@ class StepQueue {
   }
 
   // A lookup or gradients of `replica` past the queue failed their checks:
-  // the step is given up in every replica.
+  // the step is discarded in every replica.
   void FailLookup() {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (num_replicas() > 1) GiveUpSubmissions();
+    if (num_replicas() > 1) DiscardSubmissions();
   }
 
   // Takes a batch together with its gradients. The n-th ones of all replicas
@@ -366,14 +366,14 @@ class StepQueue {
     std::lock_guard<std::mutex> lock(mutex_);
     *apply_now = false;
     if (epoch && *epoch != epoch_) {
-      return "The gradients belong to a step that was given up: it failed in "
+      return "The gradients belong to a step that was discarded: it failed in "
              "some replica, or reset was called after its lookup. Run the step "
              "again.";
     }
     const size_t index = next_submit_[replica];
     if (index == partial_.size()) {
       if (replica > 0) {
-        GiveUpSubmissions();
+        DiscardSubmissions();
         return "The gradients belong to a step for which the replica before "
                "has applied none. Put the loop over steps outside of "
                "strategy.run.";
@@ -415,7 +415,7 @@ class StepQueue {
     std::fill(next_enqueue_.begin(), next_enqueue_.end(), next);
     std::fill(next_dequeue_.begin(), next_dequeue_.end(), next);
     std::fill(last_was_training_.begin(), last_was_training_.end(), true);
-    GiveUpSubmissions();
+    DiscardSubmissions();
     enqueue_run_ = dequeue_run_ = kOutside;
     excess_ = 0;
     refused_ = false;
@@ -506,7 +506,7 @@ class StepQueue {
     return due_ > 0;
   }
 
-  // Before a batch from outside of runs: what a failed run left is given up.
+  // Before a batch from outside of runs: what a failed run left is discarded.
   void EndRun() {
     const auto in_run = [](const std::optional<int64_t>& run) {
       return run.value_or(kOutside) != kOutside;
@@ -613,9 +613,9 @@ class StepQueue {
     for (int64_t& next : next_dequeue_) next = std::min(next, number);
   }
 
-  // Gives up the steps that `replica`, or one after it, has queued in an
+  // Discards the steps that `replica`, or one after it, has queued in an
   // earlier run and that another replica has not.
-  void GiveUpQueued(int replica) {
+  void DiscardQueued(int replica) {
     for (const Step& step : steps_) {
       bool queued = false;
       bool awaited = false;
@@ -631,9 +631,9 @@ class StepQueue {
     }
   }
 
-  // Gives up the steps that `replica`, or one after it, has dequeued in an
+  // Discards the steps that `replica`, or one after it, has dequeued in an
   // earlier run and that are not at the same state in all replicas.
-  void GiveUpDequeued(int replica) {
+  void DiscardDequeued(int replica) {
     std::vector<int64_t> numbers;
     for (const Step& step : steps_) {
       bool begun = false;
@@ -644,18 +644,18 @@ class StepQueue {
         numbers.push_back(step.number);
       }
     }
-    for (const int64_t number : numbers) GiveUp(number);
+    for (const int64_t number : numbers) Discard(number);
   }
 
-  // Gives up a step that every replica has queued: those that have not dequeued
+  // Discards a step that every replica has queued: those that have not dequeued
   // it will not.
-  void GiveUp(int64_t number) {
+  void Discard(int64_t number) {
     Remove(number);
     for (int64_t& next : next_dequeue_) next = std::max(next, number + 1);
     for (int64_t& next : next_enqueue_) next = std::max(next, number + 1);
   }
 
-  void GiveUpSubmissions() {
+  void DiscardSubmissions() {
     for (const Submissions& step : partial_) {
       for (const std::optional<Part>& part : step) {
         if (part) given_up_(part->batch);
@@ -677,11 +677,11 @@ class StepQueue {
   std::vector<size_t> next_submit_;      // by replica: an index into partial_
   std::deque<Update> updates_;           // complete, the oldest first
   size_t due_ = 0;                       // how many of them are to be applied
-  int64_t epoch_ = 0;                    // how often submissions were given up
+  int64_t epoch_ = 0;                    // how often submissions were discarded
   std::vector<bool> last_was_training_;  // by replica: of the last dequeue
   // By replica the run in which it began last.
   Runs enqueue_runs_, dequeue_runs_, lookup_runs_;
-  std::optional<int64_t> failed_;  // a step given up
+  std::optional<int64_t> failed_;  // a step discarded
   std::vector<int> arrived_;       // replicas that have begun it
   // Of a job: the run that enqueued last, how many more batches it has enqueued
   // than dequeued, whether it dequeues them, and whether its lookup was

@@ -1,6 +1,6 @@
 // Counts of updates: how often rows are named, and the norms of gradients and
 // of changes. Every n-th update is counted while it is applied, so a step that
-// was refused or given up is never counted.
+// was refused or discarded is never counted.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_TELEMETRY_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_TELEMETRY_H_

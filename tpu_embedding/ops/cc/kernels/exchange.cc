@@ -92,7 +92,7 @@ the next one, the op fails in those that are still in the step, and the others
 wait for them.
 
 queues: none, or the step queue of this process: steps that are refused, or that
-  some process has left, are noted there or given up.
+  some process has left, are noted there or discarded.
 runs: none in graphs; eagerly a number of this run of strategy.run, 0 outside;
   after it, where there is one, a run that an exception has ended.
 messages: for each process, of multiples of 64 bytes. That for this process
@@ -464,14 +464,14 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     return text.empty() ? kPhases[Field(process, kPhase)] : text;
   }
 
-  // The step is given up everywhere. Those that begin another one wait for the
+  // The step is discarded everywhere. Those that begin another one wait for the
   // others.
   void LeaveStep() {
     const int begins = FirstWith(kBegins), continues = FirstWith(kContinues);
     if (queue_) {
       const int64_t phase = Field(continues, kPhase);
-      if (phase == kLookupPhase) queue_->queue.GiveUpNext();
-      if (phase == kUpdatePhase) queue_->queue.GiveUpOwed();
+      if (phase == kLookupPhase) queue_->queue.DiscardNext();
+      if (phase == kUpdatePhase) queue_->queue.DiscardOwed();
     }
     if (role_ == kBegins) {
       StopTimers();
@@ -486,7 +486,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
         "The processes called the embedding differently: process ", continues,
         " called ", CallOf(continues), ", but process ", begins, " called ",
         CallOf(begins),
-        ", which begins another step. This step is given up in all processes: "
+        ", which begins another step. This step is discarded in all processes: "
         "nothing of it is applied, and the next one trains.")));
   }
 
@@ -501,7 +501,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     }
   }
 
-  // What one process has left is given up in all.
+  // What one process has left is discarded in all.
   void BeginRun() {
     const bool in_steps = lane_ == kStepLane;
     int64_t left = 0;
