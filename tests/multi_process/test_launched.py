@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 
+import documented_pages
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -15,15 +16,14 @@ from multi_process import launched_program
 
 import tpu_embedding as te
 
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "distributed.md"
 PACKAGE = pathlib.Path(te.__file__).parents[1]
 
 
-@pytest.mark.second_tier
-def test_a_kill_and_another_number_keep_the_bits(tmp_path: pathlib.Path) -> None:
-    command = [sys.executable, "-P", "-m", "tpu_embedding", "launch"]
-    command += ["--processes", "2,3", "--restarts", "1"]
+def launch(*arguments: str) -> str:
+    """Runs `python -m tpu_embedding launch`; what it printed."""
     done = subprocess.run(
-        [*command, launched_program.__file__, str(tmp_path), "4:2"],
+        [sys.executable, "-P", "-m", "tpu_embedding", "launch", *arguments],
         env={
             **os.environ,
             "PYTHONPATH": str(PACKAGE),
@@ -35,8 +35,15 @@ def test_a_kill_and_another_number_keep_the_bits(tmp_path: pathlib.Path) -> None
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.second_tier
+def test_a_kill_and_another_number_keep_the_bits(tmp_path: pathlib.Path) -> None:
+    restarts = ["--processes", "2,3", "--restarts", "1"]
+    printed = launch(*restarts, launched_program.__file__, str(tmp_path), "4:2")
     for begin in ("0 of 2", "3 of 3"):
-        assert f"begins at {begin}" in done.stdout
+        assert f"begins at {begin}" in printed
     expected = np.ones([50, 8], np.float32)
     for step in range(launched_program.STEPS):
         ids, factors = launched_program.batch(step)
@@ -45,3 +52,16 @@ def test_a_kill_and_another_number_keep_the_bits(tmp_path: pathlib.Path) -> None
     names = [name for name, _ in tf.train.list_variables(path)]
     (name,) = [name for name in names if re.search("films.*VARIABLE_VALUE", name)]
     np.testing.assert_array_equal(tf.train.load_variable(path, name), expected)
+
+
+@pytest.mark.third_tier
+def test_the_loop_instead_of_fit_trains_in_two_processes(
+    tmp_path: pathlib.Path,
+) -> None:
+    """The page's program, whose data end in one process before the other."""
+    program = tmp_path / "page.py"
+    program.write_text(documented_pages.program(PAGE))
+    printed = launch("--processes", "2", str(program))
+    found = re.findall(r"\{'loss': \[.*\]\}", printed)
+    assert len(found) == 2
+    assert found[0] == found[1]
