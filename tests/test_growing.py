@@ -393,7 +393,7 @@ def test_weight_gradients_have_the_row_that_the_lookup_read() -> None:
         embedding.apply_gradients(gradients)
 
 
-def test_rows_that_were_not_used_are_given_up() -> None:
+def test_rows_that_were_not_used_are_evicted() -> None:
     vocabulary = te.GrowingVocabulary(4, eviction="lru", min_rows=2)
     embedding, table = _embedding(vocabulary)
     for ids in ([1], [2], [3], [1, 4], [5]):
@@ -401,12 +401,14 @@ def test_rows_that_were_not_used_are_given_up() -> None:
     contents = embedding.vocabularies[table]
     assert {1, 4, 5} <= set(contents.ids.tolist())
     assert contents.evicted > 0
+    assert contents.rows_of(contents.ids).tolist() == contents.rows.tolist()
+    assert contents.rows_of([[9, 5]]).tolist() == [[-1, contents.rows[-1]]]
     last = dict(zip(contents.ids.tolist(), contents.last_updates, strict=True))
     assert (last[1], last[4], last[5]) == (4, 4, 5)
     assert _step(embedding, [2]) == [1]  # It is a new one.
 
 
-def test_rows_are_given_up_by_hand() -> None:
+def test_rows_are_evicted_by_hand() -> None:
     vocabulary = te.GrowingVocabulary(9, eviction="age", max_age=2)
     embedding, table = _embedding(vocabulary, pipeline_execution_with_tensor_core=True)
     for ids in ([1], [2], [3], [4]):
@@ -429,6 +431,95 @@ def test_rows_are_given_up_by_hand() -> None:
         static.evict(table)
     with pytest.raises(ValueError, match="Growing tables: films"):
         embedding.evict(table)
+
+
+@pytest.mark.parametrize("kind", [te.TPUEmbedding, te.TPUEmbeddingV2])
+def test_rows_age_by_the_clock_of_the_user(kind: Any, tmp_path: pathlib.Path) -> None:
+    vocabulary = te.GrowingVocabulary(9, eviction="age", max_age=60, clock=True)
+    films = te.TableConfig(vocabulary, 2, "ones", name="films")
+
+    def make() -> Any:
+        return kind({"film": te.FeatureConfig(films)}, te.SGD(0.5))
+
+    def step(embedding: Any, ids: Any, clock: Any) -> None:
+        if kind is te.TPUEmbedding:
+            embedding.enqueue({"film": ids})
+            activations, preserved = embedding.dequeue(), ()
+        else:
+            activations, *preserved = embedding({"film": ids})
+        ones = {"film": tf.ones_like(activations["film"])}
+        embedding.apply_gradients(ones, *preserved, clock=clock)
+
+    embedding = make()
+    step(embedding, tf.constant([1]), 1000)
+    traced = tf.function(lambda ids, clock: step(embedding, ids, clock))
+    traced(tf.constant([2]), tf.constant(1060))
+    assert embedding.vocabularies[films].ids.tolist() == [1, 2]
+    contents = embedding.vocabularies[films]
+    assert contents.last_updates.tolist() == [1000, 1060]
+    before = embedding.embedding_tables[films].numpy()
+    for clock, error, text in (
+        (1059, tf.errors.InvalidArgumentError, "clock goes back from 1060 to 1059"),
+        (-1, tf.errors.InvalidArgumentError, "the clock is -1"),
+        (None, ValueError, "rows of table 'films' age by a clock. Pass `clock=`"),
+        (2000.5, TypeError, "`clock` must be an integer"),
+        (True, TypeError, "`clock` must be an integer"),
+    ):
+        with pytest.raises(error, match=text):
+            step(embedding, tf.constant([3]), clock)
+        if kind is te.TPUEmbedding:
+            embedding.reset()
+    assert np.array_equal(embedding.embedding_tables[films].numpy(), before)
+    paths = (
+        te.checkpoint.save(embedding, tmp_path / "ours"),
+        tf.train.Checkpoint(embedding=embedding).write(str(tmp_path / "theirs")),
+    )
+    for path in paths:
+        restored = make()
+        te.checkpoint.restore(restored, path)
+        with pytest.raises(tf.errors.InvalidArgumentError, match="goes back from 1060"):
+            step(restored, tf.constant([3]), 0)
+        if kind is te.TPUEmbedding:
+            restored.reset()
+        step(restored, tf.constant([3]), 1061)  # 1 is older than 60.
+        assert restored.vocabularies[films].ids.tolist() == [2, 3]
+    step(embedding, tf.constant([3]), np.int64(1120))
+    assert embedding.vocabularies[films].ids.tolist() == [2, 3]
+    assert embedding.evict(films) == 0
+    step(embedding, tf.constant([3]), 1121)
+    assert embedding.vocabularies[films].ids.tolist() == [3]
+    without = te.TableConfig(te.GrowingVocabulary(9), 2, name="films")
+    other = te.TPUEmbedding({"film": te.FeatureConfig(without)}, te.SGD(0.5))
+    with pytest.raises(ValueError, match="has clock=False, but only one of it"):
+        te.checkpoint.restore(other, paths[0])
+    with pytest.raises(ValueError, match="`clock` was passed, but no table has"):
+        other.apply_gradients({"film": None}, clock=3)
+    with pytest.raises(NotImplementedError, match="'films' has a clock, which a train"):
+        te.keras.TPUEmbedding({"film": te.FeatureConfig(films)}, te.SGD(0.5))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_pending_update_keeps_its_clock(replicas: int) -> None:
+    strategy = tf.distribute.MirroredStrategy([f"CPU:{r}" for r in range(replicas)])
+    vocabulary = te.GrowingVocabulary(9, eviction="age", max_age=5, clock=True)
+    with strategy.scope():
+        embedding, films = _embedding(
+            vocabulary, pipeline_execution_with_tensor_core=True
+        )
+
+    def step(ids: tf.Tensor, clock: tf.Tensor) -> None:
+        embedding.enqueue({"film": ids})
+        ones = {"film": tf.ones_like(embedding.dequeue()["film"])}
+        embedding.apply_gradients(ones, clock=clock)
+
+    for ids, clock in ([1], 10), ([2], 15), ([3], 16):
+        strategy.run(step, args=(tf.constant(ids), tf.constant(clock)))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="goes back from 16 to 15"):
+        strategy.run(step, args=(tf.constant([4]), tf.constant(15)))
+    embedding.flush()
+    contents = embedding.vocabularies[films]
+    assert contents.ids.tolist() == [2, 3]
+    assert contents.last_updates.tolist() == [15, 16]
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -547,6 +638,8 @@ def test_values_that_are_assigned_are_trained_on() -> None:
         ({"max_rows": 5, "eviction": "fifo"}, "`eviction` must be one of"),
         ({"max_rows": 5, "eviction": "age"}, "`max_age` must be given with"),
         ({"max_rows": 5, "eviction": "lru", "max_age": 3}, "`max_age` must be given"),
+        ({"max_rows": 5, "clock": True}, "`clock` must be False, or eviction"),
+        ({"max_rows": 5, "clock": 1}, "`clock` must be a bool"),
         ({"max_rows": 5, "unknown": "mean"}, "`unknown` must be one of"),
         ({"max_rows": 5, "when_full": "drop"}, "`when_full` must be"),
         ({"max_rows": 5, "when_full": "shared_row"}, '`unknown` must be "shared_row"'),

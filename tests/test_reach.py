@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tpu_embedding.layout.placement import ALL_PROCESSES, Placement
+from tpu_embedding.layout.placement import ALL_PROCESSES, BY_ID, Placement
 from tpu_embedding.tables.reach import ALONE, InJob, Reach, ReachedRows
 from tpu_embedding.tables.variables import VariableRows
 
@@ -53,7 +53,7 @@ def in_both(owner: int, call: Callable[[ReachedRows, InJob], Any]) -> list[Any]:
 
     def run(rank: int) -> Any:
         placement = Placement(rank, 2, (owner,))
-        local = VALUES[list(placement.rows_of(0, 5))]
+        local = VALUES if owner == BY_ID else VALUES[list(placement.rows_of(0, 5))]
         reach = InJob(placement, Group(rank, board, barrier))
         # A part without rows is a variable of one row.
         return call(rows_of(local if len(local) else VALUES[:1] * 0.0, reach), reach)
@@ -81,16 +81,26 @@ def test_both_processes_read_and_write_a_whole_table(owner: int) -> None:
 
 
 def test_both_processes_get_the_arrays_of_the_owner() -> None:
-    def call(rows: ReachedRows, reach: InJob) -> tuple[bool, dict[str, np.ndarray]]:
+    def call(rows: ReachedRows, reach: InJob) -> tuple[bool, list[Any]]:
         del rows
         local = {"a": np.full([2, 1], reach.rank), "b": np.array(reach.rank + 0.5)}
-        return reach.has(0), reach.from_owner(0, local, "reading")
+        return reach.has(0), reach.from_owners(0, [local], "reading")
 
     (first, arrays), (second, others) = in_both(1, call)
     assert (first, second) == (False, True)
-    for found in (arrays, others):
+    for (found,) in (arrays, others):
         np.testing.assert_array_equal(found["a"], [[1], [1]])
         assert found["b"] == 1.5
+
+
+def test_parts_of_a_growing_table_come_by_process() -> None:
+    def call(rows: ReachedRows, reach: InJob) -> list[Any]:
+        del rows
+        assert reach.has(0)
+        return reach.from_owners(0, [{"a": np.full([2], reach.rank)}], "reading")
+
+    for found in in_both(BY_ID, call):
+        assert [part["a"].tolist() for part in found] == [[0, 0], [1, 1]]
 
 
 def test_alone_a_table_is_its_variable() -> None:

@@ -208,9 +208,10 @@ class TableConfig(_ChangeableUntilUsed):
             raise errors.argument_value(
                 "placement", self.placement, 'None, "rows" or "whole"'
             )
-        if self.vocabulary is not None and self.placement == "rows":
+        shares = self.vocabulary is not None and self.vocabulary.unknown == "shared_row"
+        if shares and self.placement == "rows":
             raise errors.argument_value(
-                "placement", self.placement, 'None or "whole" of a table that grows'
+                "placement", self.placement, 'None or "whole" with a shared row'
             )
         self.quantization_config = _quantization(self.quantization_config)
 

@@ -340,9 +340,7 @@ class Core(EngineTables):
     def evict(self, table: Any) -> int:
         """See `TPUEmbedding.evict`."""
         spec, ids = self._growing_table(table)
-        vocabulary = spec.config.vocabulary
-        assert vocabulary is not None
-        if vocabulary.eviction is None:
+        if spec.growth.eviction is None:
             raise ValueError(
                 f"Table {spec.name!r} has eviction=None: no row is less needed than "
                 "another one. Set `eviction` in its GrowingVocabulary."
@@ -435,6 +433,36 @@ class Core(EngineTables):
 
     def check_gradients(self, gradients: Sequence[Any]) -> list[tf.Tensor | None]:
         return [self._check_gradient(i, g) for i, g in enumerate(gradients)]
+
+    def check_clock(self, clock: Any) -> tf.Tensor | None:
+        """Returns the clock that a user passed as an int64 scalar, or None.
+
+        Raises:
+          ValueError: If a table needs a clock and there is none, or none needs it.
+          TypeError: If it is no integer scalar.
+        """
+        tables = self.plan.tables_with_clock
+        if (clock is not None) != bool(tables):
+            if clock is not None:
+                raise ValueError(
+                    "apply_gradients: `clock` was passed, but no table has a clock. "
+                    'Set `clock=True` and `eviction="age"` in the GrowingVocabulary of '
+                    "a table, or leave `clock` out."
+                )
+            if tables:
+                raise ValueError(
+                    f"apply_gradients: the rows of table {tables[0]!r} age by a clock. "
+                    "Pass `clock=`, an integer that never goes back."
+                )
+        if clock is None:
+            return None
+        is_bool = isinstance(clock, bool)
+        time = tf.convert_to_tensor(clock)
+        if is_bool or not time.dtype.is_integer or time.shape.rank not in (None, 0):
+            raise errors.argument_type(
+                "clock", clock, "an integer or an integer scalar tensor"
+            )
+        return tf.cast(time, tf.int64)
 
     def _check_gradient(self, feature: int, gradient: Any) -> tf.Tensor | None:
         if gradient is None:

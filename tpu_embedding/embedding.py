@@ -277,7 +277,9 @@ class TPUEmbedding(EmbeddingBase):
         return self._structure.pack_joined(activations)
 
     @do_not_convert
-    def apply_gradients(self, gradients: Any, name: str | None = None) -> None:
+    def apply_gradients(
+        self, gradients: Any, name: str | None = None, *, clock: Any = None
+    ) -> None:
         """Updates the tables with the gradients of the batch dequeued last.
 
         The gradients of all entries of a row, of all features and replicas, are
@@ -287,11 +289,18 @@ class TPUEmbedding(EmbeddingBase):
           gradients: In the structure of `feature_config` a tf.Tensor of the shape of
             the activation, or None, which counts as zeros.
           name: A name for the ops.
+          clock: With tables of `GrowingVocabulary(clock=True)` the time of the update,
+            an integer or an integer scalar tensor that never goes back. Of several
+            processes the largest counts; on servers an earlier one than the last
+            counts as that.
 
         Raises:
-          TypeError: If a container is of the wrong type.
-          ValueError: If the structure differs, or a gradient is not a tf.Tensor or has
-            the wrong static shape.
+          TypeError: If a container is of the wrong type, or the clock is no integer.
+          ValueError: If the structure differs, or a gradient is no tf.Tensor or has
+            the wrong static shape; or if a table has a clock and none is passed, or
+            one is passed and no table has it.
+          tf.errors.InvalidArgumentError: If the clock goes back, or a growing table
+            is full; nothing has changed.
           RuntimeError: If called before build, without an optimizer, or outside of
             strategy.run where there are several replicas.
           tf.errors.FailedPreconditionError: If no dequeued batch owes gradients.
@@ -300,8 +309,9 @@ class TPUEmbedding(EmbeddingBase):
         with self.core.refusing("update"):
             self.core.require_optimizers("apply_gradients")
             checked = self.core.check_gradients(self._structure.split(gradients))
+            time = self.core.check_clock(clock)
         with tf.name_scope(name or "embedding_apply_gradients"):
-            call = Call(replica=replica, name=name)
+            call = Call(replica=replica, name=name, clock=time)
             engine.queue.apply_gradients(checked, call)
 
     @do_not_convert

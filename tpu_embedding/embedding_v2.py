@@ -307,6 +307,8 @@ class TPUEmbeddingV2(EmbeddingBase):
         self,
         gradients: Any,
         preserved_outputs: Mapping[str, PartitionedCsrFormatTensor],
+        *,
+        clock: Any = None,
     ) -> None:
         """Updates the tables with the gradients of one lookup.
 
@@ -317,6 +319,7 @@ class TPUEmbeddingV2(EmbeddingBase):
           gradients: In the structure of `feature_config` a tf.Tensor of the shape of
             the activation, or None, which counts as zeros.
           preserved_outputs: The second output of that lookup.
+          clock: As for `TPUEmbedding.apply_gradients`.
 
         Raises:
           TypeError: If a container is of the wrong type.
@@ -336,8 +339,9 @@ class TPUEmbeddingV2(EmbeddingBase):
                 checked = self.core.check_gradients(self._structure.split(gradients))
                 tables: Any = preserved_outputs
                 given = PreprocessedFeatures(tables, (), {}, {})
+                time = self.core.check_clock(clock)
                 looked_up = engine.from_tensors(given, looked_up=True)
-            engine.update(looked_up, checked, Call(replica=replica))
+            engine.update(looked_up, checked, Call(replica=replica, clock=time))
 
     @classmethod
     def compute_sparse_core_stats(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,9 +20,10 @@ _MAX_SEED = 2**63 - 1
 PARTS_OF_IDS = ("ids", "rows", "hits", "last_updates")
 PARTS_OF_CANDIDATES = ("candidates", "candidate_hits")
 PARTS = (*PARTS_OF_IDS, *PARTS_OF_CANDIDATES, "state")
-STATE_SIZE, NUM_ROWS, UPDATES_BEGUN = 11, 0, 1
+STATE_SIZE, NUM_ROWS, UPDATES_BEGUN = 12, 0, 1
 COUNTS = slice(2, 6)  # Of the state: unknown, admitted, refused and evicted.
 SWEEP = slice(7, 11)  # Of the state: which rows are about to be evicted.
+CLOCK = 11  # Of the state: the clock of the last update and 1; 0 without a clock.
 MIXING = 0xD6E8FEB86659FD93  # Of MixBits in core/id_map.h.
 COMBINES: tuple[str, ...] = ("concat", "sum")
 _MOST_HASHES = 16
@@ -48,9 +49,11 @@ class GrowingVocabulary:
         counts; the oldest is forgotten. None: `max_rows`.
       eviction: Which rows are evicted for new ones: None for none; "lru": those whose
         last update is the longest ago; "lfu": those with the fewest occurrences;
-        "age": those without an update for more than `max_age` updates. An id that
-        comes back is a new one.
-      max_age: With eviction="age" the number of updates.
+        "age": those without an update for more than `max_age`. An id that comes back
+        is a new one.
+      max_age: With eviction="age" a number of updates, or of units of the clock.
+      clock: With eviction="age", whether rows age by the `clock` that you pass to
+        apply_gradients, not by the number of updates.
       min_rows: Number of ids whose rows evictions leave. None: nine tenths of
         `max_rows`, so that an update can take a tenth of them for new ids; in small
         tables all but one; 0 with eviction="age".
@@ -71,6 +74,7 @@ class GrowingVocabulary:
     max_candidates: int | None = dataclasses.field(default=None, kw_only=True)
     eviction: str | None = dataclasses.field(default=None, kw_only=True)
     max_age: int | None = dataclasses.field(default=None, kw_only=True)
+    clock: bool = dataclasses.field(default=False, kw_only=True)
     min_rows: int | None = dataclasses.field(default=None, kw_only=True)
     unknown: str = dataclasses.field(default="zeros", kw_only=True)
     when_full: str = dataclasses.field(default="error", kw_only=True)
@@ -86,6 +90,8 @@ class GrowingVocabulary:
             _check_int("min_rows", self.min_rows, 0, self.max_rows)
         if self.max_age is not None:
             _check_int("max_age", self.max_age, 1, _MAX_SEED)
+        if not isinstance(self.clock, bool):
+            raise errors.argument_value("clock", self.clock, "a bool")
         if self.eviction not in EVICTIONS:
             raise errors.argument_value(
                 "eviction", self.eviction, f"one of {EVICTIONS}"
@@ -117,6 +123,10 @@ class GrowingVocabulary:
             raise errors.argument_value(
                 "max_age", self.max_age, 'given with eviction="age", and only with it'
             )
+        if self.clock and self.eviction != "age":
+            raise errors.argument_value(
+                "clock", self.clock, 'False, or eviction must be "age"'
+            )
         if self.max_candidates is not None and self.min_count == 1:
             raise errors.argument_value(
                 "max_candidates", self.max_candidates, "None with min_count=1"
@@ -131,6 +141,23 @@ class GrowingVocabulary:
             return 0
         most_ids = self.max_rows - (self.unknown == "shared_row")
         return min(self.max_rows * 9 // 10, most_ids - 1)
+
+    def part(self, parts: int) -> GrowingVocabulary:
+        """What each of so many parts of a table that is divided by rows has.
+
+        >>> GrowingVocabulary(10, eviction="lru", min_rows=4).part(3).max_rows
+        4
+        """
+
+        def share(number: int | None) -> int | None:
+            return None if number is None else -(-number // parts)
+
+        return dataclasses.replace(
+            self,
+            max_rows=-(-self.max_rows // parts),
+            min_rows=share(self.min_rows),
+            max_candidates=share(self.max_candidates),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,7 +237,7 @@ class VocabularyContents(NamedTuple):
       rows: The row of each in the table, int64 [n].
       hits: How often updates named each, int64 [n]; 0 without `eviction`.
       last_updates: The number, from 1, of the last update that named each, int64 [n];
-        0 without `eviction`.
+        0 without `eviction`. With a clock, the clock of that update.
       unknown: How many ids without a row updates named, each once for an update.
       admitted: How many of those got a row.
       refused: How many did not.
@@ -225,6 +252,14 @@ class VocabularyContents(NamedTuple):
     admitted: int
     refused: int
     evicted: int
+
+    def rows_of(self, ids: Any) -> np.ndarray:
+        """Returns the row of each id, int64 of the shape of `ids`; -1 without one."""
+        ids = np.asarray(ids, np.int64)
+        if not len(self.ids):
+            return np.full(ids.shape, -1)
+        places = np.searchsorted(self.ids, ids).clip(max=len(self.ids) - 1)
+        return np.where(self.ids[places] == ids, self.rows[places], -1)
 
 
 def _check_int(argument: str, value: object, least: int, most: int) -> None:

@@ -42,11 +42,10 @@ const TableMap kTables = {{0, 2, 0, 1, 3}, kRows};
 // Whether each table grows: none, or the last one.
 const std::vector<bool> kGrowing[] = {{}, {false, false, false, true}};
 
-std::vector<int> RandomOwners(int size, const std::vector<bool>& growing) {
+std::vector<int> RandomOwners(int size) {
   std::vector<int> owners;
   for (size_t t = 0; t < kRows.size(); ++t) {
-    const bool whole = !growing.empty() && growing[t];
-    owners.push_back(whole ? Random(size) : Random(size + 1) - 1);
+    owners.push_back(Random(size + 1) - 1);
   }
   return owners;
 }
@@ -95,9 +94,11 @@ std::vector<Entry> Expected(const FeatureCsr& csr, const Placement& placement,
   std::vector<Entry> found;
   for (int64_t s = 0; s < csr.num_samples(); ++s) {
     for (int64_t i = csr.offsets[s]; i < csr.offsets[s + 1]; ++i) {
-      const bool there = placement.by_rows(table)
-                             ? csr.rows[i] % placement.size == owner
-                             : placement.owners[table] == owner;
+      const bool there =
+          placement.by_rows(table)
+              ? (csr.ids.size() ? OwnerOf(csr.ids[i], placement.size)
+                                : csr.rows[i] % placement.size) == owner
+              : placement.owners[table] == owner;
       const int64_t row = csr.ids.size() ? csr.ids[i] : csr.rows[i];
       if (there) found.push_back({s, row, csr.gain(s, i)});
     }
@@ -163,7 +164,7 @@ void CheckDamage(const std::vector<int32_t>& words, const Read& read) {
 
 void CheckJob(int size, bool training, const ParallelFor& parallel_for) {
   const std::vector<bool>& growing = kGrowing[Random(2)];
-  const std::vector<int> owners = RandomOwners(size, growing);
+  const std::vector<int> owners = RandomOwners(size);
   std::vector<PreparedBatch> batches(size);
   std::vector<RoutedBatch> routed(size);
   for (int p = 0; p < size; ++p) {
@@ -203,19 +204,21 @@ void CheckJob(int size, bool training, const ParallelFor& parallel_for) {
     for (size_t f = 0; f < kTables.feature_tables.size(); ++f) {
       const int t = kTables.feature_tables[f];
       if (!placement.by_rows(t)) continue;
-      std::vector<int32_t> arriving;
+      std::vector<int64_t> arriving;
       for (int owner = 0; owner < size; ++owner) {
-        const Buffer<int32_t>& rows = routed[p].sent[owner].rows[t];
-        for (int64_t i = 0; i < rows.size(); ++i) {
-          arriving.push_back(rows[i] * size + owner);
+        const Wanted& wanted = routed[p].sent[owner].wanted[t];
+        for (int64_t i = 0; i < wanted.rows.size(); ++i) {
+          arriving.push_back(int64_t{wanted.rows[i]} * size + owner);
         }
+        arriving.insert(arriving.end(), wanted.ids.data(),
+                        wanted.ids.data() + wanted.ids.size());
       }
       CHECK_TRUE(static_cast<int64_t>(arriving.size()) ==
                  routed[p].NumArriving(t));
       const FeatureCsr& csr = batches[p].features[f];
-      for (int64_t i = 0; i < csr.rows.size(); ++i) {
+      for (int64_t i = 0; i < csr.num_entries(); ++i) {
         CHECK_TRUE(arriving[routed[p].batch.features[f].rows[i]] ==
-                   csr.rows[i]);
+                   (csr.ids.size() ? csr.ids[i] : csr.rows[i]));
       }
     }
     const int sender = Random(size);
@@ -230,7 +233,7 @@ void CheckJob(int size, bool training, const ParallelFor& parallel_for) {
 // What a worker, which owns nothing, asks of servers.
 void CheckServers(int size, bool training, const ParallelFor& parallel_for) {
   const std::vector<bool>& growing = kGrowing[Random(2)];
-  const std::vector<int> owners = RandomOwners(size, growing);
+  const std::vector<int> owners = RandomOwners(size);
   PreparedBatch batch;
   for (size_t f = 0; f < kTables.feature_tables.size(); ++f) {
     batch.features.push_back(
@@ -258,10 +261,15 @@ void CheckServers(int size, bool training, const ParallelFor& parallel_for) {
     CHECK_TRUE(served.requests.size() == 1);
     for (size_t t = 0; t < kRows.size(); ++t) {
       if (!placement.by_rows(t)) continue;
-      const Buffer<int32_t>& rows = served.requests[0].rows[t];
-      CHECK_TRUE(rows.size() == routed.sent[s].rows[t].size());
-      for (int64_t i = 0; i < rows.size(); ++i) {
-        CHECK_TRUE(rows[i] == routed.sent[s].rows[t][i]);
+      const Wanted& wanted = served.requests[0].wanted[t];
+      const Wanted& sent = routed.sent[s].wanted[t];
+      CHECK_TRUE(wanted.rows.size() == sent.rows.size());
+      CHECK_TRUE(wanted.ids.size() == sent.ids.size());
+      for (int64_t i = 0; i < wanted.rows.size(); ++i) {
+        CHECK_TRUE(wanted.rows[i] == sent.rows[i]);
+      }
+      for (int64_t i = 0; i < wanted.ids.size(); ++i) {
+        CHECK_TRUE(wanted.ids[i] == sent.ids[i]);
       }
     }
     CHECK_TRUE(served.batch.tables.size() == (training ? kRows.size() : 0));

@@ -42,12 +42,13 @@ class Table {
       }
     };
     Decision decision;
-    if (Error error = vocabulary.Decide(unknown, IdMap(0), hold, &decision)) {
+    if (Error error =
+            vocabulary.Decide(unknown, IdMap(0), hold, 0, &decision)) {
       return error;
     }
     std::vector<int32_t> taken;
     created.clear();
-    vocabulary.Take(unknown, decision, hold, &taken, &created);
+    vocabulary.Take(unknown, decision, hold, 0, &taken, &created);
     RowGroups groups;
     groups.rows.Resize(ids.size());
     groups.starts.Resize(ids.size() + 1);
@@ -127,10 +128,10 @@ void TestLookupsPromiseRows() {
   const auto hold = [](RowSet*) {};
   // An update leaves the row that is promised, or takes it for this id.
   CHECK_TRUE(
-      !table.vocabulary.Decide({{2, 3}, {1, 1}}, promised, hold, &decision));
+      !table.vocabulary.Decide({{2, 3}, {1, 1}}, promised, hold, 0, &decision));
   CHECK_TRUE(decision.admitted == (std::vector<bool>{true, false}));
   CHECK_EQ(decision.num_promised, 1);
-  CHECK_TRUE(!table.vocabulary.Decide({{2, 3, 5}, {1, 1, 1}}, promised, hold,
+  CHECK_TRUE(!table.vocabulary.Decide({{2, 3, 5}, {1, 1, 1}}, promised, hold, 0,
                                       &decision));
   CHECK_TRUE(decision.admitted == (std::vector<bool>{true, false, true}));
   CHECK_EQ(decision.num_promised, 0);
@@ -151,10 +152,10 @@ void TestPromisedRowsAreFreeAfterwards() {
   const UnknownIds unknown = {{11}, {1}};
   const auto hold = [](RowSet*) {};
   Decision decision;
-  CHECK_TRUE(!table.vocabulary.Decide(unknown, promised, hold, &decision));
+  CHECK_TRUE(!table.vocabulary.Decide(unknown, promised, hold, 0, &decision));
   CHECK_EQ(decision.num_admitted, 1);
   std::vector<int32_t> rows;
-  table.vocabulary.Take(unknown, decision, hold, &rows, &table.created);
+  table.vocabulary.Take(unknown, decision, hold, 0, &rows, &table.created);
   CHECK_TRUE(table.vocabulary.HasRoomFor(5));
 }
 
@@ -220,7 +221,7 @@ void TestOldRowsGo() {
 }
 
 // The search for old rows goes on where it stopped, also after an Evict that
-// could give up nothing.
+// could evict nothing.
 void TestEvictWithoutSurplus() {
   VocabularyOptions options = Options(8);
   options.eviction = Eviction::kAge;

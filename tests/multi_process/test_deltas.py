@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from multi_process.deltas import STORAGES, write_in_replicas
 from multi_process.jobs import Job
-from multi_process.test_synchronous import GROWING
+from multi_process.test_synchronous import DIVIDED, GROWING
 from multi_process.training import FEATURES, Case
 
 import tpu_embedding as te
@@ -24,6 +24,7 @@ CASES = {
     "layer": Case(version=3, placement="rows"),
     "all rows": Case("adam_all_rows", placement="rows"),
     "growing": Case("ftrl", pipelined=True, growing=GROWING),
+    "growing, divided": Case("ftrl", growing=DIVIDED, placement="rows"),
 }
 
 

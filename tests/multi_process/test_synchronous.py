@@ -17,6 +17,7 @@ from multi_process.training import Case
 import tpu_embedding as te
 from tpu_embedding.checkpoint.statistics import table_reports
 from tpu_embedding.commands.checkpoint import TextProgress
+from tpu_embedding.vocabulary import PARTS_OF_CANDIDATES
 
 # One forgets, one has a static table beside it, one admits.
 GROWING = (
@@ -25,6 +26,12 @@ GROWING = (
     ),
     None,
     te.GrowingVocabulary(9, min_count=2, max_candidates=3, unknown="initializer"),
+)
+# Never full; of three tables two are divided by their ids.
+DIVIDED = (
+    te.GrowingVocabulary(500, eviction="lru", min_rows=9),
+    None,
+    te.GrowingVocabulary(90, min_count=2, unknown="initializer"),
 )
 CASES = {
     "sgd": Case("sgd", placement="rows"),
@@ -51,6 +58,21 @@ CASES = {
         "ftrl", pipelined=True, evaluate=True, steps=6, growing=GROWING
     ),
     "growing bfloat16": Case("adam", dtype="bfloat16", empty=True, growing=GROWING),
+    "growing, divided": Case(
+        weights=True, graph=True, steps=4, growing=DIVIDED, placement="rows"
+    ),
+    "growing, divided, version 2": Case(
+        version=2, steps=4, growing=DIVIDED, placement="rows"
+    ),
+    "growing, divided, pipelined": Case(
+        "ftrl",
+        pipelined=True,
+        evaluate=True,
+        empty=True,
+        steps=5,
+        growing=DIVIDED,
+        placement="rows",
+    ),
     "growing layer": Case(version=3, graph=True, steps=6, growing=GROWING),
     "growing version 2": Case(version=2, graph=True, steps=6, growing=GROWING),
     "growing version 2 pipelined": Case(
@@ -64,6 +86,10 @@ CASES = {
 }
 
 
+# What each part of a growing table numbers for itself.
+OF_PARTS = ("rows", "state", *PARTS_OF_CANDIDATES)
+
+
 def compare(job: Job, case: Case) -> None:
     number = len(job.processes)
     expected, tables = training.train_replicas(case, number)
@@ -73,6 +99,8 @@ def compare(job: Job, case: Case) -> None:
             for name, values in one.items():
                 same(values[0], other[name][process], (case, process, step, name))
         for name, values in own_tables.items():
+            if case.growing is DIVIDED and name.rpartition("/")[2] in OF_PARTS:
+                continue
             same(values, tables[name], (case, process, name))
 
 
@@ -119,6 +147,7 @@ def test_three_processes_train_the_bits_of_one(three: Job) -> None:
         "growing",
         "growing pipelined",
         "growing version 2",
+        "growing, divided",
     ):
         compare(three, CASES[name])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 from typing import Any
 
@@ -153,3 +154,70 @@ def test_gradients_of_another_function_are_refused() -> None:
         apply(gradients(activations), preserved)
     require_unchanged(before, served)
     served.apply_gradients(gradients(activations), preserved)
+
+
+@pytest.mark.parametrize("kind", [te.TPUEmbedding, te.TPUEmbeddingV2])
+def test_divided_tables_have_the_bits_of_one_process(
+    kind: Any, tmp_path: pathlib.Path
+) -> None:
+    """They are never full, and go to one process and back."""
+    tables = configs(
+        {"min_count": 2, "unknown": "initializer"},
+        eviction="lfu",
+        unknown="zeros",
+        when_full="error",
+        min_rows=1,
+    )
+    for table in {id(c.table): c.table for c in tables.values()}.values():
+        table.placement = "rows"
+        if table.vocabulary is not None:
+            table.vocabulary_size = dataclasses.replace(table.vocabulary, max_rows=400)
+    one, served = make(kind, tables, te.Adagrad(0.1))
+    step, expected = tf.function(step_of(served)), step_of(one)
+    assert schedule(step, range(4)) == [float(expected(k)) for k in range(4)]
+    assert float(step_of(served)(5)) == float(expected(5))
+    require_same_rows(one, served)
+    for source, target in ((served, one), (one, served)):
+        ours = te.checkpoint.save(source, tmp_path / f"ours{source is one}")
+        theirs = tf.train.Checkpoint(tables=source).write(str(tmp_path / "theirs"))
+        step_of(target)(7)
+        te.checkpoint.restore(target, ours)
+        require_same_rows(one, served)
+        step_of(target)(8)
+        tf.train.Checkpoint(tables=target).read(theirs).assert_consumed()
+        step_of(source)(9)
+        step_of(target)(9)
+        require_same_rows(one, served)
+    films = next(c for c in served.vocabularies if c.name == "t0")
+    assert served.evict(films) > 0
+    assert len(served.vocabularies[films].ids) == 2  # min_rows=1 of each part.
+
+
+def test_an_earlier_clock_counts_as_the_last_one() -> None:
+    vocabulary = te.GrowingVocabulary(9, eviction="age", max_age=5, clock=True)
+    table = te.TableConfig(vocabulary, 2, "ones", name="films", placement="rows")
+    with JOB.strategy.scope():
+        embedding = te.TPUEmbedding({"film": te.FeatureConfig(table)}, te.SGD(0.5))
+
+    for number, clock in ((1, 10), (2, 7), (3, 15)):
+        embedding.enqueue({"film": tf.constant([number])})
+        ones = {"film": tf.ones_like(embedding.dequeue()["film"])}
+        embedding.apply_gradients(ones, clock=clock)
+    found = embedding.vocabularies[table]
+    assert found.ids.tolist() == [1, 2, 3]
+    assert found.last_updates.tolist() == [10, 10, 15]
+
+
+def require_same_rows(one: te.TPUEmbedding, served: te.TPUEmbedding) -> None:
+    """The rows, slots, hits and times of each id, and the counts, are the same."""
+    one.flush()
+    served.flush()
+    for table, own in one.vocabularies.items():
+        other = served.vocabularies[table]
+        for name in ("ids", "hits", "last_updates"):
+            np.testing.assert_array_equal(getattr(other, name), getattr(own, name))
+        assert other[4:] == own[4:]
+        expected, found = values(one), values(served)
+        for name, rows in expected.items():
+            if name.startswith(f"{table.name}/"):
+                np.testing.assert_array_equal(found[name][other.rows], rows[own.rows])

@@ -14,14 +14,12 @@ from tpu_embedding.checkpoint.checkpoint_view import LogicalTable
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.tables.growing import first_rows, first_slots
 from tpu_embedding.tables.rows import PARAMETERS
-from tpu_embedding.tables.vocabularies import Vocabulary
+from tpu_embedding.tables.vocabularies import Vocabulary, renumbered
 from tpu_embedding.vocabulary import (
-    NUM_ROWS,
     PARTS,
     PARTS_OF_IDS,
     SHARED_ID,
     STATE_SIZE,
-    SWEEP,
     UPDATES_BEGUN,
 )
 
@@ -94,8 +92,7 @@ class Growth:
         if not 0 <= stored - size <= 1:
             raise self._refused(f"has {size} ids, but {stored} rows")
         for name, vector in found.items():
-            expected = {**dict.fromkeys(PARTS_OF_IDS, size), "state": STATE_SIZE}
-            if len(vector) != expected.get(name, len(vector)):
+            if name in PARTS_OF_IDS and len(vector) != size:
                 raise self._refused(f"has {len(vector)} numbers in {name!r}")
         order = np.argsort(ids, kind="stable")
         if (np.diff(ids[order]) == 0).any():
@@ -117,16 +114,15 @@ class Growth:
         state["ids"] = ids[chosen]
         index = np.append(chosen, [size] * shares).astype(np.int64)
         state |= {name: rows[index] for name, rows in self._arrays(stored).items()}
-        vocabulary = self.spec.config.vocabulary
-        assert vocabulary is not None
-        if vocabulary.unknown == "shared_row" and not grew and not shares and len(ids):
+        must_share = self.spec.growth.unknown == "shared_row"
+        if must_share and not grew and not shares and len(ids):
             shares = True
             state |= {n: np.concatenate([state[n], r]) for n, r in self._shared_row()}
         if not grew or len(chosen) < size:  # Rows are numbered anew, without gaps.
             known = state["rows"] if "rows" in found else chosen
             state["rows"] = np.argsort(np.argsort(known)) + int(shares)
-            numbers = found.get("state", np.zeros(STATE_SIZE, np.int64)).copy()
-            numbers[NUM_ROWS], numbers[SWEEP] = len(chosen) + int(shares), 0
+            numbers = found.get("state", np.zeros(STATE_SIZE, np.int64))
+            numbers = renumbered(self.spec.name, numbers, len(chosen) + int(shares))
             last = state["last_updates"].max(initial=0)
             numbers[UPDATES_BEGUN] = max(numbers[UPDATES_BEGUN], last)
             state["state"] = numbers

@@ -143,7 +143,7 @@ class VariableTables(StoredTables):
         for spec in self.plan.tables:
             arrays = {**made[spec.name]}
             stored = TableVariables(arrays.pop(PARAMETERS), arrays)
-            ids = vocabularies.get(spec.name)
+            ids = [vocabularies[spec.name]] if spec.name in vocabularies else []
             tables[spec.name] = stored_table(spec, [stored], vocabulary=ids)
         return tables
 

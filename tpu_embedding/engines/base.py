@@ -91,6 +91,8 @@ class Call:
         ordinal on the only host.
       tensors: Whether the batch is also wanted as plain tensors, from which the update
         will be made: what TPUEmbeddingV2 hands to the user.
+      clock: The clock of an update, an int64 scalar, by which rows of growing tables
+        age.
     """
 
     replica: int | None
@@ -99,6 +101,12 @@ class Call:
     shapes: Sequence[Shape] | None = None
     device: str | tf.Tensor | None = None
     tensors: bool = False
+    clock: tf.Tensor | None = None
+
+    @property
+    def clocks(self) -> list[tf.Tensor]:
+        """The clock for ops, if there is one."""
+        return [] if self.clock is None else [self.clock]
 
 
 class Prepared(NamedTuple):
@@ -121,7 +129,7 @@ class StepQueue(abc.ABC):
     """Batches in order on top of an engine: what TPUEmbedding adds to it.
 
     A step holds one batch of each replica. It is refused as a whole: if an input, a
-    gradient or anything else fails in one replica, the step is given up in every
+    gradient or anything else fails in one replica, the step is discarded in every
     replica, at the latest when a replica begins another one. Nothing of a given-up
     step is applied, and the pending update stays pending.
     """
@@ -264,7 +272,7 @@ class Steps(abc.ABC):
           tf.errors.InvalidArgumentError: If a gradient has another shape than its
             activation, or is not finite where `check_numerics` is set.
           tf.errors.FailedPreconditionError: If the lookup was used before, or belongs
-            to a step that was given up.
+            to a step that was discarded.
         """
 
     def from_tensors(

@@ -150,6 +150,11 @@ class EngineTrainedTables:
         shapes = self._output_shapes(None)
         if None not in shapes or not (engine.stores_stacks or engine.needs_shapes):
             self.core = self._create_core(shapes if engine.stores_stacks else None)
+        for table in features.plan.tables_with_clock:
+            raise NotImplementedError(
+                f"Table {table!r} has a clock, which a training step of Keras cannot "
+                "pass. Use te.TPUEmbedding, or `max_age` in updates."
+            )
         self._variables: dict[str, Any] = {}
         self._growing: dict[str, Vocabulary] = {}
         self._exported: dict[str, RestoredGrowingTable] = {}

@@ -5,26 +5,31 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
 
-from tpu_embedding.layout.partition import Partition, Run
+from tpu_embedding.layout.partition import IdPartition, Partition, Run
 from tpu_embedding.layout.plan import Plan, TableSpec
 
 ALL_PROCESSES = -1  # The owner of a table that is divided by rows.
+BY_ID = (
+    -2
+)  # That of a growing table that is divided by rows: a hash tells whose an id is.
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
     """The tables of a plan over the processes of a job, or over parameter servers.
 
-    The parts of a table that is divided by rows are those of `Partition`, one for each
-    process. Any other table lives whole in one process.
+    The parts of a table that is divided by rows are those of `Partition`, of a growing
+    one those of `IdPartition`, one for each process. Any other table lives whole in
+    one process.
 
     Attributes:
       process: Index of this process.
       num_processes: Number of processes, n.
-      owners: For each table of the plan its process, or `ALL_PROCESSES`.
+      owners: For each table of the plan its process, `ALL_PROCESSES` or `BY_ID`.
     """
 
     process: int
@@ -33,13 +38,22 @@ class Placement:
 
     def is_divided(self, table: int) -> bool:
         """Whether a table is divided by rows."""
-        return self.owners[table] == ALL_PROCESSES
+        return self.owners[table] < 0
+
+    def partition(self, table: int) -> Partition | IdPartition:
+        """The parts of a table that is divided by rows."""
+        kind = IdPartition if self.owners[table] == BY_ID else Partition
+        return kind(self.num_processes)
+
+    def part(self, table: int) -> tuple[int, int]:
+        """Which part of a table this process has if it has one, and of how many."""
+        return (self.process, self.num_processes) if self.is_divided(table) else (0, 1)
 
     def within(self, table: int, process: int, start: int, stop: int) -> Run:
         """The rows of a table that a process has among the rows [start, stop)."""
-        if self.is_divided(table):
+        if self.owners[table] == ALL_PROCESSES:
             return Partition(self.num_processes).within(process, start, stop)
-        if self.owners[table] == process:
+        if self.owners[table] in (process, BY_ID):
             return Partition(1).within(0, start, stop)
         return Run(process, 0, slice(0, 0))
 
@@ -62,7 +76,7 @@ class Placement:
         if not self.is_divided(table):
             own = np.full(len(rows), self.owners[table] == self.process)
             return own, rows[own]
-        partition = Partition(self.num_processes)
+        partition = self.partition(table)
         own = partition.owner(rows) == self.process
         return own, partition.local(rows[own])
 
@@ -70,7 +84,7 @@ class Placement:
         """The rows of a table that have these numbers in this process."""
         if not self.is_divided(table):
             return local
-        return Partition(self.num_processes).row(self.process, local)
+        return self.partition(table).row(self.process, local)
 
 
 _WORD = 4  # Bytes of a row's number, a length, a weight.
@@ -165,7 +179,8 @@ def place_tables(
     sample, its gradient. Whole tables thus need fewer bytes unless a row is used by
     many samples. They are placed one by one, those with the most samples first, each
     in the process with the least to do. A table is divided if it is more than the
-    n-th part of all work or memory, or if the processes would be busy unequally.
+    n-th part of all work or memory, or if the processes would be busy unequally; a
+    growing one for its memory only, as each part is full by itself.
 
     Args:
       plan: The tables and features.
@@ -181,9 +196,13 @@ def place_tables(
     divided |= {
         t
         for t in free
-        if loads[t] * num_processes > sum(loads)
+        if (
+            plan.tables[t].config.vocabulary is None
+            and loads[t] * num_processes > sum(loads)
+        )
         or (sizes[t] > _LARGE_TABLE and sizes[t] * num_processes > sum(sizes))
     }
+    free = [t for t in free if plan.tables[t].config.vocabulary is None]
     while True:
         owners, busy = _place_whole(loads, divided, num_processes)
         if max(busy) * num_processes <= _MAX_IMBALANCE * sum(busy):
@@ -193,7 +212,7 @@ def place_tables(
         if not candidates:
             break
         divided.add(max(candidates, key=lambda t: (loads[t], sizes[t])))
-    return Placement(process, num_processes, tuple(owners))
+    return _placed(plan, process, num_processes, owners)
 
 
 def place_on_servers(plan: Plan, number: int, placement: str = "auto") -> Placement:
@@ -236,7 +255,7 @@ def place_on_servers(plan: Plan, number: int, placement: str = "auto") -> Placem
         candidates = [t for t in free - divided if owners[t] == fullest]
         most = _MAX_IMBALANCE * sum(sizes) / number
         if held[fullest] + shared <= most or not candidates:
-            return Placement(0, number, tuple(owners))
+            return _placed(plan, 0, number, owners)
         divided.add(max(candidates, key=lambda t: (sizes[t], -t)))
 
 
@@ -285,19 +304,18 @@ def part_of_plan(plan: Plan, tables: Sequence[int]) -> tuple[Plan, tuple[int, ..
 def rows_of_plan(plan: Plan, placement: Placement) -> Plan:
     """The plan with as many rows of each table as this process has, at least one.
 
-    Growing tables have none yet.
+    Growing tables have none yet; a part of one has its part of what they may have.
     """
+
+    def part(spec: TableSpec) -> Any:
+        vocabulary = spec.config.vocabulary
+        if vocabulary is None:
+            return max(1, placement.count(spec.index, spec.config.vocabulary_size))
+        return vocabulary.part(placement.part(spec.index)[1])
+
     tables = [
-        spec
-        if spec.config.vocabulary is not None
-        else dataclasses.replace(
-            spec,
-            config=dataclasses.replace(
-                spec.config,
-                vocabulary_size=max(
-                    1, placement.count(spec.index, spec.config.vocabulary_size)
-                ),
-            ),
+        dataclasses.replace(
+            spec, config=dataclasses.replace(spec.config, vocabulary_size=part(spec))
         )
         for spec in plan.tables
     ]
@@ -305,10 +323,36 @@ def rows_of_plan(plan: Plan, placement: Placement) -> Plan:
 
 
 def _wanted(spec: TableSpec, placement: str) -> str:
-    """The placement of a table: one vocabulary knows all ids of a growing one."""
-    if spec.config.vocabulary is not None:
+    """The placement of a table.
+
+    Raises:
+      NotImplementedError: If it cannot be divided by rows, and must be.
+    """
+    wanted = spec.config.placement or placement
+    vocabulary = spec.config.vocabulary
+    if vocabulary is None or wanted == "whole":
+        return wanted
+    shares = vocabulary.unknown == "shared_row"
+    if not shares and spec.config.dtype == "float32":
+        return wanted
+    if wanted == "auto":
         return "whole"
-    return spec.config.placement or placement
+    reason = "has a shared row" if shares else f"has dtype={spec.config.dtype!r}"
+    raise NotImplementedError(
+        f'Table {spec.name!r} grows and {reason}: placement="rows" does not divide it. '
+        'Set placement="whole" in its TableConfig.'
+    )
+
+
+def _placed(
+    plan: Plan, process: int, num_processes: int, owners: Sequence[int]
+) -> Placement:
+    def is_by_id(table: int) -> bool:
+        grows = plan.tables[table].config.vocabulary is not None
+        return grows and owners[table] == ALL_PROCESSES
+
+    placed = [BY_ID if is_by_id(t) else owner for t, owner in enumerate(owners)]
+    return Placement(process, num_processes, tuple(placed))
 
 
 def _place_whole(

@@ -10,7 +10,7 @@ from typing import Any
 
 from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.optimizers.base import ENGINES, SEVERAL_MACHINES, Optimizer
-from tpu_embedding.vocabulary import Hashing, RowHash
+from tpu_embedding.vocabulary import GrowingVocabulary, Hashing, RowHash
 
 HASHING = "hashing"  # The end of the name of a Hashing in checkpoints.
 UPDATES = "_updates"  # The name of the count of updates in checkpoints.
@@ -46,6 +46,12 @@ class TableSpec:
         if self.optimizer is not None and self.optimizer.is_custom:
             return "CustomOptimizer"
         return None if self.config.custom_combiner is None else "CustomCombiner"
+
+    @property
+    def growth(self) -> GrowingVocabulary:
+        """The vocabulary of a table that grows."""
+        assert self.config.vocabulary is not None
+        return self.config.vocabulary
 
     @property
     def is_rounded(self) -> bool:
@@ -103,6 +109,12 @@ class Plan:
     def user_features(self) -> tuple[FeatureSpec, ...]:
         """Of each feature of the user the first."""
         return tuple(spec for spec in self.features if spec.is_first)
+
+    @property
+    def tables_with_clock(self) -> list[str]:
+        """The names of the growing tables whose rows age by a clock."""
+        vocabularies = {spec.name: spec.config.vocabulary for spec in self.tables}
+        return [name for name, v in vocabularies.items() if v is not None and v.clock]
 
     @functools.cached_property
     def dims(self) -> tuple[int, ...]:

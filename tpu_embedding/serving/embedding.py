@@ -140,7 +140,8 @@ class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrack
                 if spec.config.vocabulary is not None:
                     growing[spec.name] = RestoredGrowingTable(spec, arrays)
                 stored = growing.get(spec.name)
-                table = stored_table(spec, [arrays], vocabulary=stored)
+                parts = [] if stored is None else [stored]
+                table = stored_table(spec, [arrays], vocabulary=parts)
                 for name, child in table.ids.objects(RowsVariable).items():
                     self._track_trackable(child, name)
                 readers[spec.index] = table.reader if stored is None else stored.served

@@ -227,8 +227,7 @@ class ServedGrowingTable(TableReader, tf.Module):
         places = tf.cast(self.row_of(rows), tf.int64)
         known = places >= 0
         values = self.stored.read(tf.where(known, places, self._last()))
-        assert self._spec.config.vocabulary is not None
-        if self._spec.config.vocabulary.unknown != "initializer":
+        if self._spec.growth.unknown != "initializer":
             return values
         first = tf.cast(first_rows(self._spec, rows), tf.float32)
         return tf.where(known[:, tf.newaxis], values, first)
@@ -236,8 +235,7 @@ class ServedGrowingTable(TableReader, tf.Module):
 
 def missing_rows(spec: TableSpec) -> Callable[[tf.Tensor], tf.Tensor]:
     """What ids without a row look up, [n, dim] or [1, dim], if they share none."""
-    assert spec.config.vocabulary is not None
-    if spec.config.vocabulary.unknown == "initializer":
+    if spec.growth.unknown == "initializer":
         return lambda ids: tf.cast(first_rows(spec, ids), tf.float32)
     return lambda ids: tf.zeros([1, spec.config.dim])
 
@@ -286,9 +284,7 @@ class RestoredGrowingTable(StoredVocabulary):
 
     def read(self, names: Collection[str]) -> dict[str, np.ndarray]:
         """See `StoredVocabulary.read`."""
-        vocabulary = self._spec.config.vocabulary
-        assert vocabulary is not None
-        size = len(self._known["ids"]) + num_shared(vocabulary, self._known)
+        size = len(self._known["ids"]) + num_shared(self._spec.growth, self._known)
         arrays = {name: self.arrays[name].numpy()[:size] for name in names}
         return {**self._known, **arrays}
 

@@ -72,8 +72,7 @@ def first_rows(spec: TableSpec, ids: tf.Tensor) -> tf.Tensor:
     dim, dtype = spec.config.dim, tf.as_dtype(spec.config.dtype)
     if kind == "constant":
         return tf.fill([tf.size(ids), dim], tf.cast(tf.cast(first, tf.float32), dtype))
-    assert spec.config.vocabulary is not None
-    seed = mixed_bits(tf.constant(spec.config.vocabulary.seed, tf.int64))
+    seed = mixed_bits(tf.constant(spec.growth.seed, tf.int64))
     rows = mixed_bits(tf.bitwise.bitwise_xor(seed, ids))
     steps = np.arange(dim, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     bits = mixed_bits(rows[:, tf.newaxis] + steps.view(np.int64))
@@ -142,6 +141,17 @@ def _log(x: tf.Tensor) -> tf.Tensor:
     return 2.0 * s * total + tf.cast(exponent, tf.float64) * 0.6931471805599453
 
 
+def check_growth(spec: TableSpec) -> None:
+    """Refuses a growing table whose rows or slots cannot be made as ids come.
+
+    Raises:
+      NotImplementedError: It names the table and what it can have.
+    """
+    if spec.config.vocabulary is not None:
+        first_values(spec)
+        first_slots(spec)
+
+
 def first_slots(spec: TableSpec) -> list[float]:
     """What rows of the slots of a growing table start as."""
     optimizer = spec.optimizer
@@ -199,8 +209,7 @@ class FrozenTable:
 def freeze(spec: TableSpec, state: Mapping[str, np.ndarray]) -> FrozenTable:
     """Returns the static form of a growing table, from `Vocabulary.read`."""
     config = spec.config
-    assert config.vocabulary is not None
-    if config.vocabulary.unknown == "initializer":
+    if spec.growth.unknown == "initializer":
         raise NotImplementedError(
             f"Table {spec.name!r} has unknown='initializer': each id without a row "
             "looks up values of its own, for which a static table has no rows."

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tpu_embedding.layout.partition import Partition, Run
-from tpu_embedding.layout.placement import Placement
+from tpu_embedding.layout.placement import ALL_PROCESSES, BY_ID, Placement
 from tpu_embedding.parameter_server import ClusterCoordinator
 from tpu_embedding.tables.readers import StoredReader
 from tpu_embedding.tables.rows import MutableTableRows, ProcessGroup
@@ -53,7 +53,7 @@ class Reach:
         return stored.variables
 
     def has(self, table: int) -> bool:
-        """Whether this process writes a table that is not divided by rows."""
+        """Whether this process has a part of a table."""
         del table
         return True
 
@@ -83,12 +83,12 @@ class Reach:
         del call, receiver
         return [array]
 
-    def from_owner(
-        self, table: int, arrays: Mapping[str, np.ndarray], call: str
-    ) -> dict[str, np.ndarray]:
-        """Returns the arrays of the process that has a whole table."""
+    def from_owners(
+        self, table: int, parts: Sequence[Mapping[str, np.ndarray]], call: str
+    ) -> list[dict[str, np.ndarray]]:
+        """Returns arrays of all parts of a table, from those that are reached here."""
         del table, call
-        return {**arrays}
+        return [{**arrays} for arrays in parts]
 
 
 ALONE = Reach()
@@ -126,7 +126,7 @@ class InJob(Reach):
 
     def has(self, table: int) -> bool:
         """See `Reach.has`."""
-        return self._placements[0].owners[table] == self.rank
+        return self._placements[0].owners[table] in (self.rank, ALL_PROCESSES, BY_ID)
 
     def within(self, table: int, process: int, start: int, stop: int) -> Run:
         """See `Reach.within`."""
@@ -153,23 +153,28 @@ class InJob(Reach):
             for part in received
         ]
 
-    def from_owner(
-        self, table: int, arrays: Mapping[str, np.ndarray], call: str
-    ) -> dict[str, np.ndarray]:
-        """See `Reach.from_owner`."""
+    def from_owners(
+        self, table: int, parts: Sequence[Mapping[str, np.ndarray]], call: str
+    ) -> list[dict[str, np.ndarray]]:
+        """See `Reach.from_owners`."""
+        (arrays,) = parts
         head = [(name, v.dtype.name, v.shape) for name, v in arrays.items()]
         content = b"".join(v.tobytes() for v in arrays.values())
         sent = json.dumps(head).encode() + b"\n" + content if self.has(table) else b""
         everyone = self._group.all_gather(_PHASE, sent, call)
-        received = everyone[self._placements[0].owners[table]]
-        line, _, content = received.partition(b"\n")
-        result, start = {}, 0
-        for name, dtype, shape in json.loads(line):
-            kind: Any = tf.as_dtype(dtype).as_numpy_dtype
-            flat = np.frombuffer(content, kind, math.prod(shape), start)
-            result[name] = flat.reshape(shape)
-            start += flat.nbytes
-        return result
+        return [_read_arrays(sent) for sent in everyone if sent]
+
+
+def _read_arrays(sent: bytes) -> dict[str, np.ndarray]:
+    """What a process sent in `InJob.from_owners`."""
+    line, _, content = sent.partition(b"\n")
+    result, start = {}, 0
+    for name, dtype, shape in json.loads(line):
+        kind: Any = tf.as_dtype(dtype).as_numpy_dtype
+        flat = np.frombuffer(content, kind, math.prod(shape), start)
+        result[name] = flat.reshape(shape)
+        start += flat.nbytes
+    return result
 
 
 class _NoReader(StoredReader):

@@ -142,7 +142,7 @@ def stored_table(
     spec: TableSpec,
     parts: Sequence[TableVariables],
     reach: Reach = ALONE,
-    vocabulary: StoredVocabulary | None = None,
+    vocabulary: Sequence[StoredVocabulary] = (),
 ) -> Table:
     """A table in variables that this process reaches, each of which is a part of it.
 
@@ -150,7 +150,7 @@ def stored_table(
       spec: The table.
       parts: By part of a `Partition`.
       reach: Where the table is.
-      vocabulary: Of a growing table.
+      vocabulary: Of a growing table by part; none of a static one.
     """
     by_part = [variable_rows(spec, part.arrays) for part in parts]
     rows = {array: interleaved([p[array] for p in by_part]) for array in by_part[0]}
@@ -165,9 +165,7 @@ def stored_table(
     parameters = [part.parameters for part in parts]
     stored = _stored_reader(spec, parameters)
     ids = (
-        Identity(spec.name, rows)
-        if vocabulary is None
-        else Vocabulary(spec, vocabulary, reach)
+        Vocabulary(spec, vocabulary, reach) if vocabulary else Identity(spec.name, rows)
     )
 
     def shards() -> list[tuple[str, tf.Tensor]]:
@@ -190,7 +188,8 @@ def stored_table(
 def _stored_reader(spec: TableSpec, parameters: Sequence[tf.Variable]) -> StoredReader:
     if len(parameters) == 1:
         return VariableReader(parameters[0])
-    heights: list[Any] = [variable.shape[0] for variable in parameters]
+    # Of growing tables the rows of parts are read by their ids only.
+    heights: list[Any] = [variable.shape[0] or 0 for variable in parameters]
     starts = [sum(heights[:k]) for k in range(len(heights))]
     partition = Partition(len(parameters))
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from tpu_embedding.layout.partition import IdPartition
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.ops import library
 from tpu_embedding.tables.growing import first_rows
@@ -23,12 +24,14 @@ from tpu_embedding.tables.rows import (
     TableRows,
 )
 from tpu_embedding.vocabulary import (
+    CLOCK,
     COUNTS,
     NUM_ROWS,
     PARTS,
     PARTS_OF_CANDIDATES,
     PARTS_OF_IDS,
     SHARED_ID,
+    STATE_SIZE,
     SWEEP,
     UPDATES_BEGUN,
     GrowingVocabulary,
@@ -61,13 +64,15 @@ class Changed:
 
 
 class StoredVocabulary(abc.ABC):
-    """Where the ids and rows of a growing table are, for the process that has them.
+    """Where the ids and rows of a part of a growing table are.
 
     Attributes:
+      part: Which part it is, and of how many.
       arrays: By "parameters" and slot name the variables with the rows.
       limited: Whether the options of the table limit what it holds.
     """
 
+    part: tuple[int, int] = (0, 1)
     arrays: Mapping[str, tf.Variable]
     limited: bool = True
 
@@ -108,8 +113,10 @@ class QueueVocabulary(StoredVocabulary):
         queue: tf.Tensor,
         arrays: Mapping[str, tf.Variable],
         device: str,
+        part: tuple[int, int],
     ) -> None:
         """Takes the table as the plan of the part has it, and its variables."""
+        self.part = part
         self._spec, self.arrays, self._parameters = spec, arrays, arrays[PARAMETERS]
         self._queue, self._device = queue, device
         self._ops = library.load()
@@ -186,36 +193,50 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
 
     rows: ClassVar[Mapping[str, MutableTableRows]] = {}  # See `Table.rows`.
 
-    def __init__(self, spec: TableSpec, stored: StoredVocabulary, reach: Reach) -> None:
-        """Takes what this process reaches; in a job it is empty but in one process."""
+    def __init__(
+        self, spec: TableSpec, stored: Sequence[StoredVocabulary], reach: Reach
+    ) -> None:
+        """Takes the parts that this process reaches.
+
+        Of a whole table of a job the others have a part, too, which is empty.
+        """
         self._spec, self._stored, self._reach = spec, stored, reach
-        self.parts = (*PARTS, *stored.arrays)
+        self._arrays = tuple(stored[0].arrays)
+        self._num_parts = stored[0].part[1]
+        self.parts = (*PARTS, *self._arrays)
         self.group: ProcessGroup | None = reach.group
 
     def values(self) -> dict[str, Any]:
-        """See `Table.values`: the rows as they are stored."""
-        if self.group is None:
-            return {**self._stored.arrays}
-        local = {name: array.numpy() for name, array in self._stored.arrays.items()}
-        values = self._from_owner(local, "the reading of the")
-        return {name: tf.constant(value) for name, value in values.items()}
+        """See `Table.values`: the rows as they are stored, part by part."""
+        if self.group is None and self._num_parts == 1:
+            return {**self._stored[0].arrays}
+
+        def read(part: StoredVocabulary) -> _Arrays:
+            return {name: array.numpy() for name, array in part.arrays.items()}
+
+        parts = self._everywhere(read, "the reading of the")
+        return {n: tf.concat([p[n] for p in parts], 0) for n in self._arrays}
 
     def contents(self) -> VocabularyContents:
         """What the vocabulary holds."""
         state = self._read([], "vocabulary of")
-        counts = state["state"][COUNTS].tolist()
+        counts = _total(_states_of(self._spec.name, state["state"]))[COUNTS].tolist()
         return VocabularyContents(*(state[name] for name in PARTS_OF_IDS), *counts)
 
     def find(self, ids: tf.Tensor) -> tf.Tensor:
         """See `StoredVocabulary.find`."""
-        return self._stored.find(ids)
+        (part,) = self._stored
+        return part.find(ids)
 
     def evict(self) -> int:
         """See `StoredVocabulary.evict`; a call of all processes."""
         self._reach.agree(f"evict of table {self._spec.name}")
-        count = {"evicted": np.asarray(self._reach.call(self._stored.evict))}
-        count = self._from_owner(count, "the reading of the evictions of")
-        return int(count["evicted"])
+
+        def evict(part: StoredVocabulary) -> _Arrays:
+            return {"evicted": np.asarray(part.evict())}
+
+        counts = self._everywhere(evict, "the reading of the evictions of")
+        return sum(int(count["evicted"]) for count in counts)
 
     def known(self) -> Iterator[np.ndarray]:
         """See `Identity.known`."""
@@ -240,32 +261,43 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
     def changed(self, consumer: str, marked: Any) -> Changed:
         """See `Identity.changed`: the step queue has marks of ids."""
         del marked
-        local = self._reach.call(lambda: self._stored.take(consumer))
-        taken = self._from_owner(local, "the reading of the changes of")
-        rows, shared = np.split(taken["rows"], [len(taken["ids"])])
+        taken = self._everywhere(
+            lambda part: part.take(consumer), "the reading of the changes of"
+        )
+        # The shared row, of a whole table, comes last.
+        shared = taken[0]["rows"][len(taken[0]["ids"]) :]
+        rows = np.concatenate([t["rows"][: len(t["ids"])] for t in taken])
+        ids = np.concatenate([t["ids"] for t in taken])
+        order = np.argsort(ids)
         return Changed(
-            taken["ids"],
-            lambda start, stop: rows[start:stop],
-            taken["deleted"],
-            int(taken["size"][0]),
+            ids[order],
+            lambda start, stop: rows[order[start:stop]],
+            np.sort(np.concatenate([t["deleted"] for t in taken])),
+            sum(int(t["size"][0]) for t in taken),
             shared,
         )
 
     def updates_begun(self) -> int:
         """The number of updates so far; cheaper than `read`."""
-        return int(self._read([], "updates of")["state"][UPDATES_BEGUN])
+        states = _states_of(self._spec.name, self._read([], "updates of")["state"])
+        return int(_total(states)[UPDATES_BEGUN])
 
     def read(self) -> _Arrays:
         """Everything at one moment, see `StoredVocabulary.read`."""
-        return self._read(self._stored.arrays, "growing")
+        return self._read(self._arrays, "growing")
 
     def _read(self, names: Collection[str], what: str) -> _Arrays:
-        local = self._reach.call(lambda: self._stored.read(names))
-        return self._from_owner(local, f"the reading of the {what}")
+        return _joined(
+            self._everywhere(lambda p: p.read(names), f"the reading of the {what}")
+        )
 
-    def _from_owner(self, local: Mapping[str, np.ndarray], call: str) -> _Arrays:
-        name, index = self._spec.name, self._spec.index
-        return self._reach.from_owner(index, local, f"{call} table {name}")
+    def _everywhere(
+        self, read: Callable[[StoredVocabulary], _Arrays], call: str
+    ) -> list[_Arrays]:
+        """What is read of each part, in all processes; a call of all of them."""
+        local = self._reach.call(lambda: [read(part) for part in self._stored])
+        call = f"{call} table {self._spec.name}"
+        return self._reach.from_owners(self._spec.index, local, call)
 
     def fit(self, state: Mapping[str, np.ndarray]) -> _Arrays:
         """What `write` makes of a state, without a change of the table.
@@ -273,21 +305,38 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
         Raises:
           ValueError: As `write`.
         """
-        fitting = {name: np.asarray(value) for name, value in state.items()}
-        vocabulary = self._spec.config.vocabulary
-        assert vocabulary is not None
-        shared = num_shared(vocabulary, fitting)
-        if len(fitting[PARAMETERS]) != len(fitting["ids"]) + shared:
+        return _joined(self._fit_parts(state))
+
+    def _fit_parts(self, state: Mapping[str, np.ndarray]) -> list[_Arrays]:
+        """What each part will be."""
+        vocabulary = self._spec.growth
+        whole = {name: np.asarray(value) for name, value in state.items()}
+        states = _states_of(self._spec.name, whole["state"]).copy()
+        total = _total(states)
+        shared = num_shared(vocabulary, {"state": total})
+        if len(whole[PARAMETERS]) != len(whole["ids"]) + shared:
             raise ValueError(
                 f"Table {self._spec.name!r} has unknown={vocabulary.unknown!r}, but "
                 "only one of it and the table that was saved shares a row. Use the "
                 "same `unknown`."
             )
-        if self._stored.limited:
-            fitting["state"] = fitting["state"].copy()
-            _keep_ids(fitting, self._spec.name, vocabulary, shared)
-            _keep_candidates(fitting, vocabulary)
-        return fitting
+        if not total[UPDATES_BEGUN]:
+            states[:, CLOCK] = vocabulary.clock
+        parts = _divided(whole, states, self._num_parts, shared)
+        if not self._stored[0].limited:
+            return parts
+        if (_total(states)[CLOCK] > 0) != vocabulary.clock:
+            raise ValueError(
+                f"Table {self._spec.name!r} has clock={vocabulary.clock}, but only one "
+                "of it and the table that was saved has a clock. Use the same `clock`."
+            )
+        for number, part in enumerate(parts):
+            name, own = self._spec.name, vocabulary.part(self._num_parts)
+            if self._num_parts > 1:
+                name = f"{name} (part {number} of {self._num_parts})"
+            _keep_ids(part, name, own, shared)
+            _keep_candidates(part, own)
+        return parts
 
     def write(self, state: Mapping[str, np.ndarray]) -> None:
         """Replaces everything by what `read` of a table of any budget returned.
@@ -300,9 +349,10 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
         self._reach.call(lambda: self._write(state))
 
     def _write(self, state: Mapping[str, np.ndarray]) -> None:
-        fitting = self.fit(state)  # Each process checks what it has read.
+        parts = self._fit_parts(state)  # Each process checks what it has read.
         if self._reach.has(self._spec.index):
-            self._stored.write(fitting)
+            for part in self._stored:
+                part.write(parts[part.part[0]])
 
     def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
         return {name: tf.constant(value) for name, value in self.read().items()}
@@ -329,9 +379,8 @@ def served_rows(spec: TableSpec, state: Mapping[str, np.ndarray]) -> np.ndarray:
     values = state[PARAMETERS]
     if len(values) > len(state["ids"]):
         return values
-    assert spec.config.vocabulary is not None
     last = np.zeros_like(values, shape=(1, spec.config.dim))
-    if spec.config.vocabulary.unknown == "shared_row":  # No update has made it yet.
+    if spec.growth.unknown == "shared_row":  # No update has made it yet.
         last = first_rows(spec, tf.constant([SHARED_ID], tf.int64)).numpy()
     return np.concatenate([values, last])
 
@@ -339,6 +388,105 @@ def served_rows(spec: TableSpec, state: Mapping[str, np.ndarray]) -> np.ndarray:
 def num_shared(vocabulary: GrowingVocabulary, state: Mapping[str, np.ndarray]) -> int:
     """How many rows of a state ids share: 1 once an update has made it."""
     return int(vocabulary.unknown == "shared_row" and state["state"][NUM_ROWS] > 0)
+
+
+def _states_of(table: str, state: np.ndarray) -> np.ndarray:
+    """The state of each part of a table, int64 [parts, STATE_SIZE]."""
+    if len(state) == STATE_SIZE - 1:  # Files of earlier releases have no clock.
+        state = np.append(state, 0)
+    if not len(state) or len(state) % STATE_SIZE:
+        raise tf.errors.InvalidArgumentError(
+            None,
+            None,
+            f"The vocabulary of table {table} in the file is damaged: its state has "
+            f"{len(state)} numbers.",
+        )
+    return state.reshape(-1, STATE_SIZE)
+
+
+def _total(states: np.ndarray) -> np.ndarray:
+    """The state of a whole table of the states of its parts, int64 [STATE_SIZE].
+
+    It begins no sweep, and its candidates begin with the oldest.
+    """
+    if len(states) == 1:
+        return states[0]
+    total = states.max(axis=0)
+    total[[NUM_ROWS, *range(STATE_SIZE)[COUNTS]]] = 0
+    total[NUM_ROWS], total[COUNTS] = states[:, NUM_ROWS].sum(), states[:, COUNTS].sum(0)
+    total[SWEEP] = total[_NEXT_CANDIDATE] = 0
+    return total
+
+
+def renumbered(table: str, state: np.ndarray, num_rows: int) -> np.ndarray:
+    """The state of a table whose rows are numbered anew, from that in a file."""
+    total = _total(_states_of(table, state)).copy()
+    total[NUM_ROWS], total[SWEEP] = num_rows, 0
+    return total
+
+
+def _joined(parts: Sequence[_Arrays]) -> _Arrays:
+    """A table of its parts: their rows follow one another, and so do their states."""
+    if len(parts) == 1:
+        return parts[0]
+    counts = [part["state"][NUM_ROWS] for part in parts]
+    starts = np.cumsum([0, *counts[:-1]])
+    parts = [
+        {**part, "rows": part["rows"] + start}
+        for part, start in zip(parts, starts, strict=True)
+    ]
+    joined = {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}
+    order = np.argsort(joined["ids"])
+    of_ids = joined.keys() - {*PARTS_OF_CANDIDATES, "state"}
+    return joined | {name: joined[name][order] for name in of_ids}
+
+
+def _divided(
+    whole: _Arrays, states: np.ndarray, number: int, shared: int
+) -> list[_Arrays]:
+    """The parts of a table: those that were joined, or others with rows in order."""
+    owners = IdPartition(number).owner(whole["ids"])
+    of_candidates = IdPartition(number).owner(whole["candidates"])
+    if len(states) == number == 1:
+        return [whole | {"state": states[0]}]
+    again = len(states) == number
+    if not again:
+        whole = whole | _in_order(whole, states)
+        of_candidates = IdPartition(number).owner(whole["candidates"])
+    starts = np.cumsum([0, *states[:-1, NUM_ROWS]])
+    parts = []
+    for k in range(number):
+        kept = np.flatnonzero(owners == k)
+        part = {name: whole[name][of_candidates == k] for name in PARTS_OF_CANDIDATES}
+        part |= {name: whole[name][kept] for name in PARTS_OF_IDS}
+        rows = np.append(kept, [len(owners)] * shared).astype(np.int64)
+        arrays = whole.keys() - {*PARTS}
+        part |= {name: whole[name][rows] for name in arrays}
+        if again:
+            part["rows"] = part["rows"] - starts[k]
+            part["state"] = states[k]
+        else:
+            part["rows"] = np.argsort(np.argsort(part["rows"])) + shared
+            part["state"] = _total(states).copy()
+            part["state"][NUM_ROWS], part["state"][SWEEP] = len(rows), 0
+            part["state"][_NEXT_CANDIDATE] = 0
+            if k:  # The counts are of the whole table.
+                part["state"][COUNTS] = 0
+        parts.append(part)
+    return parts
+
+
+def _in_order(whole: _Arrays, states: np.ndarray) -> _Arrays:
+    """The candidates of all parts, each from the oldest on."""
+    owners = IdPartition(len(states)).owner(whole["candidates"])
+    ordered = np.concatenate(
+        [
+            np.roll(np.flatnonzero(owners == k), -state[_NEXT_CANDIDATE])
+            for k, state in enumerate(states)
+        ]
+    )
+    ordered = ordered[whole["candidate_hits"][ordered] > 0]
+    return {name: whole[name][ordered] for name in PARTS_OF_CANDIDATES}
 
 
 def _keep_ids(

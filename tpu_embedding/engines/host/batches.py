@@ -13,7 +13,7 @@ from tpu_embedding.engines.cpu_base import StackedBatches
 from tpu_embedding.engines.host.waiting import waiting_records
 from tpu_embedding.inputs import IdBatch, op_inputs
 from tpu_embedding.layout.csr import PreprocessedFeatures
-from tpu_embedding.layout.placement import Placement
+from tpu_embedding.layout.placement import ALL_PROCESSES, Placement
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.layout.stacking import Layout
 from tpu_embedding.ops import library, records
@@ -148,7 +148,9 @@ def plan_record(
         process=placement.process if placement else 0,
         num_processes=placement.num_processes if placement else 1,
         served=served,
-        owners=list(placement.owners) if placement else [],
+        owners=[max(owner, ALL_PROCESSES) for owner in placement.owners]
+        if placement
+        else [],
         bfloat16_wire=options.distributed.wire_dtype == "bfloat16",
         tables=[
             _table_record(spec, waiting_records(spec, placement is not None, served))
@@ -193,6 +195,7 @@ def _vocabulary_records(spec: TableSpec) -> list[Any]:
             max_candidates=vocabulary.max_candidates or vocabulary.max_rows,
             eviction=vocabulary.eviction or "",
             max_age=vocabulary.max_age or 0,
+            clock=vocabulary.clock,
             unknown=vocabulary.unknown,
             shares_when_full=vocabulary.when_full == "shared_row",
             first_values=kind,

@@ -26,11 +26,12 @@ from tpu_embedding.layout.csr import PreprocessedFeatures
 from tpu_embedding.layout.placement import Placement
 from tpu_embedding.layout.plan import UPDATES
 from tpu_embedding.ops import library
-from tpu_embedding.tables.growing import first_slots, first_values
+from tpu_embedding.tables.growing import check_growth
 from tpu_embedding.tables.reach import ALONE, Reach
 from tpu_embedding.tables.table import RowChanges, Table, stored_table
 from tpu_embedding.tables.trackable import RowsVariable
 from tpu_embedding.tables.variables import TableVariables, create_variables
+from tpu_embedding.tables.vocabularies import StoredVocabulary
 
 _UPDATE = CollectiveCall("update", "apply_gradients", "continues")
 
@@ -103,9 +104,7 @@ class HostEngine(Engine):
     def check(cls, options: EngineOptions) -> Channel | None:
         refuse_tpu_options(cls.name, options.plan)
         for table in options.plan.tables:
-            if table.config.vocabulary is not None:
-                first_values(table)
-                first_slots(table)
+            check_growth(table)
         return None
 
     def prepare(
@@ -280,16 +279,20 @@ class HostEngine(Engine):
         if looked_up.tensors is not None:
             kept = self._parts_kept(looked_up.tensors)
             routed = self.route(routed, _UPDATE, training=True, looked_up=kept)
-        self.send_gradients(routed, gradients)
+        self.send_gradients(routed, gradients, call)
 
     def send_gradients(
-        self, routed: Routed | None, gradients: Sequence[tf.Tensor | None]
+        self,
+        routed: Routed | None,
+        gradients: Sequence[tf.Tensor | None],
+        call: Call,
     ) -> None:
         """Sends the owners their gradients, and updates.
 
         Args:
           routed: The batch; None: the one that was dequeued last.
           gradients: See `update`.
+          call: See `update`.
         """
         transport, first = self._transport, self._parts[0]
         assert transport is not None
@@ -306,6 +309,7 @@ class HostEngine(Engine):
                 gradients=[g for g in gradients if g is not None],
                 rates=self._rates_to_send() if transport.is_owner else nothing,
                 growing=growing,
+                clocks=call.clocks,
                 num_messages=transport.size,
                 has_gradient=[g is not None for g in gradients],
             )
@@ -336,13 +340,14 @@ class HostEngine(Engine):
 
     def _all_tables(self) -> dict[str, Table]:
         variables: list[list[TableVariables]] = [[] for _ in self._plan.tables]
-        vocabularies = {}
+        vocabularies: list[list[StoredVocabulary]] = [[] for _ in self._plan.tables]
         for part in self._parts:
-            vocabularies |= part.vocabularies
             for table, local in zip(part.marks.tables, part.variables, strict=True):
                 variables[table].append(local)
+                name = self._plan.tables[table].name
+                vocabularies[table] += filter(None, [part.vocabularies.get(name)])
         return {
-            s.name: stored_table(s, local, self._reach, vocabularies.get(s.name))
+            s.name: stored_table(s, local, self._reach, vocabularies[s.index])
             for s, local in zip(self._plan.tables, variables, strict=True)
         }
 

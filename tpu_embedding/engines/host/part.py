@@ -80,7 +80,13 @@ class TablePart:
             )
         self.marks = Marks(self.handle, self.device, placement, tables)
         self.vocabularies = {
-            spec.name: QueueVocabulary(spec, self.handle, table.arrays, self.device)
+            spec.name: QueueVocabulary(
+                spec,
+                self.handle,
+                table.arrays,
+                self.device,
+                placement.part(spec.index),
+            )
             for spec, table in zip(options.plan.tables, variables, strict=True)
             if spec.config.vocabulary is not None
         }
@@ -139,6 +145,7 @@ class TablePart:
                 gradients=[g for g in gradients if g is not None],
                 rates=self.rates.evaluate() if is_last else tf.zeros([self.rates.size]),
                 counters=self._counters,
+                clocks=call.clocks if is_last else [],
                 has_gradient=[g is not None for g in gradients],
                 replica=call.replica,
             )

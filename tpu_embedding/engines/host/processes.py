@@ -124,7 +124,7 @@ def _create_parts(options: EngineOptions, placement: Placement) -> list[TableVar
     device = options.topology.device
     places: list[list[Place]] = [
         [(device, None)]
-        if spec.config.vocabulary is not None
+        if spec.config.vocabulary is not None  # It has no rows yet.
         else [(device, placement.rows_of(spec.index, spec.config.vocabulary_size))]
         for spec in options.plan.tables
     ]

@@ -53,7 +53,7 @@ class HostEngineQueue(StepQueue):
     ) -> None:
         engine, (part,) = self._engine, self._engine._parts
         if engine._transport is not None:
-            engine.send_gradients(None, gradients)
+            engine.send_gradients(None, gradients, call)
         else:
             part.apply(part.submit([], gradients, call))
 
@@ -112,7 +112,6 @@ class ServerQueue(StepQueue):
     def apply_gradients(
         self, gradients: Sequence[tf.Tensor | None], call: Call
     ) -> None:
-        del call
         steps = self._steps()
         if steps.owed is None or not steps.was_training:
             if not steps.was_training:
@@ -129,7 +128,7 @@ class ServerQueue(StepQueue):
                     "and branch."
                 )
             raise _wrong_order(f"apply_gradients: {problem}")
-        self._engine.send_gradients(steps.owed, gradients)
+        self._engine.send_gradients(steps.owed, gradients, call)
         steps.owed = None
 
     def reset(self) -> None:

@@ -25,7 +25,7 @@ from tpu_embedding.engines.telemetry import Counts
 from tpu_embedding.layout.csr import PreprocessedFeatures
 from tpu_embedding.layout.partition import Partition
 from tpu_embedding.layout.placement import (
-    ALL_PROCESSES,
+    BY_ID,
     Placement,
     part_of_plan,
     place_on_servers,
@@ -69,10 +69,9 @@ class ParameterServerEngine(HostEngine):
         owners = place_on_servers(
             plan, len(servers), options.distributed.placement
         ).owners
-        used = [k for k in range(len(servers)) if {k, ALL_PROCESSES} & {*owners}]
-        owners = tuple(
-            owner if owner == ALL_PROCESSES else used.index(owner) for owner in owners
-        )
+        divides = min(owners) < 0
+        used = [k for k in range(len(servers)) if divides or k in owners]
+        owners = tuple(o if o < 0 else used.index(o) for o in owners)
         devices = [servers[k] for k in used]
         places = [Placement(k, len(used), owners) for k in range(len(used))]
         # In plan order, as the numbers of random initializers depend on it.
@@ -180,9 +179,7 @@ def _part_on(
     """The tables, and rows of tables, of one server."""
     process = placement.process
     tables = [
-        t
-        for t, owner in enumerate(placement.owners)
-        if owner in (process, ALL_PROCESSES)
+        t for t, owner in enumerate(placement.owners) if owner < 0 or owner == process
     ]
     local = dataclasses.replace(
         placement, owners=tuple(placement.owners[t] for t in tables)
@@ -205,6 +202,8 @@ def places_on_servers(
     """Where the parts of a table are."""
     if not placement.is_divided(spec.index):
         return [(servers[placement.owners[spec.index]], None)]
+    if placement.owners[spec.index] == BY_ID:
+        return [(server, None) for server in servers]
     partition = Partition(len(servers))
     return [
         (server, partition.rows(k, spec.config.vocabulary_size))

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
+#include <random>
 #include <variant>
 
 #include "core/text.h"
@@ -64,6 +66,34 @@ class RowNumbers {
   std::vector<int32_t> distinct_;
 };
 
+// The same for ids.
+class IdNumbers {
+ public:
+  int32_t Number(int64_t id) {
+    int32_t number = map_.Find(id);
+    if (number >= 0) return number;
+    map_.Reserve(1);
+    number = distinct_.size();
+    map_.Insert(id, number);
+    distinct_.push_back(id);
+    return number;
+  }
+
+  const std::vector<int64_t>& distinct() const { return distinct_; }
+
+ private:
+  static uint64_t Salt() {
+    static const uint64_t salt = [] {
+      std::random_device device;
+      return static_cast<uint64_t>(device()) << 32 | device();
+    }();
+    return salt;
+  }
+
+  IdMap map_{Salt()};
+  std::vector<int64_t> distinct_;
+};
+
 template <class T>
 void Copy(const Buffer<T>& from, Buffer<T>* to) {
   to->Resize(from.size());
@@ -88,11 +118,29 @@ class TableRoute {
         size_(routed->placement.size) {}
 
   void Run(int64_t vocabulary_size, RowNumbers* numbers) {
-    int64_t num_entries = 0;
-    for (const int f : features_) num_entries += batch_.features[f].rows.size();
-    numbers->Reset(vocabulary_size, num_entries);
-    for (const int f : features_) NumberRows(f, numbers);
-    DivideRows(numbers->distinct());
+    if (routed_->table_grows(table_)) {
+      IdNumbers id_numbers;
+      for (const int f : features_) {
+        NumberAll(batch_.features[f].ids, f, &id_numbers);
+      }
+      Divide(
+          id_numbers.distinct(), &Wanted::ids,
+          [this](int64_t id) { return OwnerOf(id, size_); },
+          [](int64_t id) { return id; });
+    } else {
+      int64_t num_entries = 0;
+      for (const int f : features_) {
+        num_entries += batch_.features[f].rows.size();
+      }
+      numbers->Reset(vocabulary_size, num_entries);
+      for (const int f : features_) {
+        NumberAll(batch_.features[f].rows, f, numbers);
+      }
+      Divide(
+          numbers->distinct(), &Wanted::rows,
+          [this](uint32_t row) { return row % size_; },
+          [this](uint32_t row) { return row / size_; });
+    }
     for (const int f : features_) {
       if (routed_->training) DivideEntries(f);
       Buffer<int32_t>& rows = routed_->batch.features[f].rows;
@@ -101,33 +149,36 @@ class TableRoute {
   }
 
  private:
-  // Each entry's row becomes the number of its row.
-  void NumberRows(int f, RowNumbers* numbers) {
-    const Buffer<int32_t>& from = batch_.features[f].rows;
+  // Each entry's row or id becomes the number of it.
+  template <class Row, class Numbers>
+  void NumberAll(const Buffer<Row>& from, int f, Numbers* numbers) {
     Buffer<int32_t>& to = routed_->batch.features[f].rows;
     to.Resize(from.size());
     for (int64_t i = 0; i < from.size(); ++i) to[i] = numbers->Number(from[i]);
   }
 
-  void DivideRows(const std::vector<int32_t>& distinct) {
+  // `wanted`: where a Sent has what its owner calls number_there(row).
+  template <class Row, class Owner, class NumberThere>
+  void Divide(const std::vector<Row>& distinct, Buffer<Row> Wanted::* wanted,
+              const Owner& owner_of, const NumberThere& number_there) {
     const int64_t count = distinct.size();
     owners_.resize(count);
     places_.resize(count);
     positions_.resize(count);
     std::vector<int32_t> sizes(size_, 0);
     for (int64_t n = 0; n < count; ++n) {
-      owners_[n] = static_cast<uint32_t>(distinct[n]) % size_;
+      owners_[n] = owner_of(distinct[n]);
       places_[n] = sizes[owners_[n]]++;
     }
     std::vector<int32_t> first(size_, 0);
     for (int o = 0; o < size_; ++o) {
-      routed_->sent[o].rows[table_].Resize(sizes[o]);
+      (routed_->sent[o].wanted[table_].*wanted).Resize(sizes[o]);
       if (o > 0) first[o] = first[o - 1] + sizes[o - 1];
     }
     for (int64_t n = 0; n < count; ++n) {
       const int o = owners_[n];
-      routed_->sent[o].rows[table_][places_[n]] =
-          static_cast<uint32_t>(distinct[n]) / size_;
+      (routed_->sent[o].wanted[table_].*wanted)[places_[n]] =
+          number_there(distinct[n]);
       positions_[n] = first[o] + places_[n];
     }
   }
@@ -221,6 +272,11 @@ void WriteLengths(int64_t count, const LengthOf& length_of, Writer* writer) {
   for (int64_t s = 0; s < count; ++s) writer->Word(length_of(s));
 }
 
+void WriteIds(const Buffer<int64_t>& ids, Writer* writer) {
+  writer->Words(reinterpret_cast<const int32_t*>(ids.data()),
+                ids.size() * kWordsOfId);
+}
+
 void WriteSent(const SentFeature& sent, GainKind kind, Writer* writer) {
   const int64_t count = sent.samples.size();
   writer->Word(count);
@@ -241,8 +297,7 @@ void WriteWhole(const FeatureCsr& csr, Writer* writer) {
       count, [&](int64_t s) { return csr.offsets[s + 1] - csr.offsets[s]; },
       writer);
   writer->Words(csr.rows.data(), csr.rows.size());
-  writer->Words(reinterpret_cast<const int32_t*>(csr.ids.data()),
-                csr.ids.size() * kWordsOfId);
+  WriteIds(csr.ids, writer);
   writer->Words(csr.gains.data(), csr.gains.size());
   writer->Words(csr.sample_gains.data(), csr.sample_gains.size());
 }
@@ -250,7 +305,7 @@ void WriteWhole(const FeatureCsr& csr, Writer* writer) {
 // As both sides of a message know it: from the tables that `owner` has.
 int64_t WordsOfId(const RoutedBatch& routed, int owner) {
   for (size_t t = 0; t < routed.growing.size(); ++t) {
-    if (routed.growing[t] && routed.placement.owners[t] == owner) {
+    if (routed.growing[t] && routed.placement.Holds(owner, t)) {
       return kWordsOfId;
     }
   }
@@ -263,10 +318,12 @@ void Write(const RoutedBatch& routed, int receiver, int64_t num_words,
   writer->Word(kMessageVersion);
   writer->Word(WordsOfId(routed, receiver));
   writer->Words(reinterpret_cast<const int32_t*>(&num_words), 2);
-  for (size_t t = 0; t < sent.rows.size(); ++t) {
+  for (size_t t = 0; t < sent.wanted.size(); ++t) {
     if (!routed.placement.by_rows(t)) continue;
-    writer->Word(sent.rows[t].size());
-    writer->Words(sent.rows[t].data(), sent.rows[t].size());
+    const Wanted& wanted = sent.wanted[t];
+    writer->Word(wanted.size());
+    writer->Words(wanted.rows.data(), wanted.rows.size());
+    WriteIds(wanted.ids, writer);
   }
   for (size_t f = 0; f < sent.features.size(); ++f) {
     const FeatureCsr& csr = routed.batch.features[f];
@@ -342,15 +399,50 @@ bool ReadOffsets(int64_t count, int64_t entries, Reader* reader,
   return next == entries;
 }
 
-bool ReadIds(int64_t entries, Reader* reader, FeatureCsr* csr) {
-  const int32_t* words = reader->Words(entries * kWordsOfId);
+bool ReadIds(int64_t count, Reader* reader, Buffer<int64_t>* ids) {
+  const int32_t* words = reader->Words(count * kWordsOfId);
+  if (!words) return false;
+  ids->Resize(count);
+  if (count) std::memcpy(ids->data(), words, count * sizeof(int64_t));
+  return true;
+}
+
+// Those that are wanted of this owner.
+bool ReadWantedIds(const Placement& placement, Reader* reader,
+                   Buffer<int64_t>* ids) {
+  if (!ReadIds(reader->Word(kMaxRows), reader, ids)) return false;
+  return std::all_of(ids->data(), ids->data() + ids->size(), [&](int64_t id) {
+    return OwnerOf(id, placement.size) == placement.rank;
+  });
+}
+
+// Entries that are positions among the ids wanted.
+bool ReadPositions(const Buffer<int64_t>& wanted, int64_t entries,
+                   Reader* reader, Buffer<int32_t>* positions,
+                   FeatureCsr* csr) {
+  const int32_t* words = reader->Words(entries);
   if (!words) return false;
   csr->rows.Resize(0);
   csr->ids.Resize(entries);
-  if (entries) {
-    std::memcpy(csr->ids.data(), words, entries * sizeof(int64_t));
+  positions->Resize(entries);
+  for (int64_t i = 0; i < entries; ++i) {
+    if (words[i] < 0 || words[i] >= wanted.size()) return false;
+    (*positions)[i] = words[i];
+    csr->ids[i] = wanted[words[i]];
   }
   return true;
+}
+
+// In evaluation: all ids that are wanted as one sample.
+void LookUpWanted(const Buffer<int64_t>& wanted, Buffer<int32_t>* positions,
+                  FeatureCsr* csr) {
+  Copy(wanted, &csr->ids);
+  positions->Resize(wanted.size());
+  std::iota(positions->data(), positions->data() + positions->size(), 0);
+  csr->output_shape = {1};
+  csr->offsets.Resize(2);
+  csr->offsets[0] = 0;
+  csr->offsets[1] = wanted.size();
 }
 
 // `rows`: what the entries are positions in, or null if they are rows.
@@ -408,24 +500,35 @@ bool ReadMessage(const Message& message, int sender, const TableMap& tables,
   const Placement& placement = routed->placement;
   PeerRequest& request = routed->requests[sender];
   Reader reader(ContentOf(message, WordsOfId(*routed, placement.rank)));
-  for (size_t t = 0; t < request.rows.size(); ++t) {
-    request.rows[t].Resize(0);
+  std::vector<bool> looked_up(request.wanted.size());
+  for (size_t t = 0; t < request.wanted.size(); ++t) {
+    Wanted& wanted = request.wanted[t];
+    wanted.Clear();
     if (!placement.by_rows(t)) continue;
-    if (!ReadRows(tables.vocabulary_sizes[t], &reader, &request.rows[t])) {
-      return false;
-    }
+    const bool good =
+        routed->table_grows(t)
+            ? ReadWantedIds(placement, &reader, &wanted.ids)
+            : ReadRows(tables.vocabulary_sizes[t], &reader, &wanted.rows);
+    if (!good) return false;
   }
   for (size_t f = 0; f < request.features.size(); ++f) {
     const int t = tables.feature_tables[f];
     FeatureCsr& csr = request.features[f];
     const bool by_rows = placement.by_rows(t);
+    const Wanted& wanted = request.wanted[t];
     if (by_rows ? routed->training : placement.Holds(placement.rank, t)) {
       const auto read_entries = [&](int64_t entries) {
-        return routed->grows(f)
-                   ? ReadIds(entries, &reader, &csr)
-                   : ReadEntries(tables.vocabulary_sizes[t],
-                                 by_rows ? &request.rows[t] : nullptr, entries,
-                                 &reader, &csr);
+        if (!routed->grows(f)) {
+          return ReadEntries(tables.vocabulary_sizes[t],
+                             by_rows ? &wanted.rows : nullptr, entries, &reader,
+                             &csr);
+        }
+        if (by_rows) {
+          return ReadPositions(wanted.ids, entries, &reader,
+                               &request.positions[f], &csr);
+        }
+        csr.rows.Resize(0);
+        return ReadIds(entries, &reader, &csr.ids);
       };
       if (!ReadFeature(&reader, read_entries, &csr)) return false;
       continue;
@@ -437,6 +540,11 @@ bool ReadMessage(const Message& message, int sender, const TableMap& tables,
     csr.ids.Resize(0);
     csr.gains.Resize(0);
     csr.sample_gains.Resize(0);
+    request.positions[f].Resize(0);
+    if (by_rows && routed->table_grows(t) && !looked_up[t]) {
+      LookUpWanted(wanted.ids, &request.positions[f], &csr);
+      looked_up[t] = true;
+    }
   }
   return reader.left() == 0;
 }
@@ -467,7 +575,7 @@ int64_t RoutedBatch::NumSent(int process, int feature) const {
 
 int64_t RoutedBatch::NumArriving(int table) const {
   int64_t count = 0;
-  for (const Sent& part : sent) count += part.rows[table].size();
+  for (const Sent& part : sent) count += part.wanted[table].size();
   return count;
 }
 
@@ -482,8 +590,8 @@ void RouteBatch(const PreparedBatch& batch, const TableMap& tables,
   routed->sent.resize(placement.size);
   for (Sent& sent : routed->sent) {
     sent.features.resize(num_features);
-    sent.rows.resize(num_tables);
-    for (Buffer<int32_t>& rows : sent.rows) rows.Resize(0);
+    sent.wanted.resize(num_tables);
+    for (Wanted& wanted : sent.wanted) wanted.Clear();
   }
   routed->batch.tables.resize(training ? num_tables : 0);
   routed->batch.features.resize(num_features);
@@ -496,9 +604,11 @@ void RouteBatch(const PreparedBatch& batch, const TableMap& tables,
     Copy(from.offsets, &to.offsets);
     Copy(from.gains, &to.gains);
     Copy(from.sample_gains, &to.sample_gains);
-    Copy(from.ids, &to.ids);
     num_entries += from.num_entries();
-    if (!routed->by_rows(f)) Copy(from.rows, &to.rows);
+    to.ids.Resize(0);
+    if (routed->by_rows(f)) continue;
+    Copy(from.ids, &to.ids);
+    Copy(from.rows, &to.rows);
   }
   ForEachItemWith<RowNumbers>(
       parallel_for, num_tables,
@@ -527,7 +637,8 @@ Error ReadMessages(const std::vector<Message>& messages, const TableMap& tables,
   routed->requests.resize(size);
   for (PeerRequest& request : routed->requests) {
     request.features.resize(tables.feature_tables.size());
-    request.rows.resize(tables.vocabulary_sizes.size());
+    request.wanted.resize(tables.vocabulary_sizes.size());
+    request.positions.resize(tables.feature_tables.size());
   }
   std::vector<char> good(size, 0);
   int64_t words = 0;

@@ -1,9 +1,10 @@
 // Which process needs what of a batch whose tables are divided over processes.
 //
-// A table is divided by rows (row r is row r / N of process r % N) or lives
-// whole in one process. Of a table divided by rows each distinct row of a batch
-// travels to the process that asked for it, once, and is combined there; of a
-// whole table the combined samples travel. Gradients of samples travel to the
+// A table is divided by rows (row r is row r / N of process r % N; of one that
+// grows a hash of an id tells its process) or lives whole in one process. Of a
+// table divided by rows each distinct row of a batch travels to the process
+// that asked for it, once, and is combined there; of a whole table the combined
+// samples travel. Gradients of samples travel to the
 // owners, which sum them entry by entry in the order of the processes: the same
 // sums in the same order as those of one process with N replicas.
 //
@@ -24,7 +25,8 @@
 //   2          words of the message, these four included (one int64)
 //   for each table that is divided by rows:
 //     1        n, the distinct rows wanted of this owner
-//     n        the rows, as the owner numbers them
+//     n        the rows, as the owner numbers them; of a table that grows 2 n
+//              words, the ids
 //   for each feature of a table that the owner has whole, and for training of
 //   one that is divided by rows:
 //     1        s, the samples: all, or those with an entry at this owner
@@ -45,6 +47,7 @@
 #include "core/buffer.h"
 #include "core/element.h"
 #include "core/feature.h"
+#include "core/id_map.h"
 #include "core/parallel.h"
 #include "core/prepared_batch.h"
 
@@ -55,7 +58,12 @@ constexpr int kAllProcesses = -1;
 
 constexpr int32_t kMessageVersion = 1;
 
-// Where the tables are. Those that grow are whole.
+// The owner, of `size`, of an id of a growing table that is divided by rows.
+inline int OwnerOf(int64_t id, int size) {
+  return static_cast<int>((MixBits(id) >> 32) * size >> 32);
+}
+
+// Where the tables are.
 struct Placement {
   int rank = 0;             // this owner; of a worker without meaning
   int size = 1;             // owners: the processes of the job, or the servers
@@ -77,20 +85,38 @@ struct Placement {
 struct SentFeature {
   Buffer<int32_t> samples;  // with an entry there, ascending
   Buffer<int32_t> lengths;  // of the same samples
-  Buffer<int32_t> rows;     // positions in `SentTable::rows`
+  Buffer<int32_t> rows;     // positions in the `Wanted` of the table
   Buffer<float> gains;      // by entry or by sample, as FeatureCsr has them
+};
+
+// What is asked of a table divided by rows: distinct rows, as the owner numbers
+// them, or ids of a table that grows.
+struct Wanted {
+  Buffer<int32_t> rows;
+  Buffer<int64_t> ids;
+
+  int64_t size() const { return rows.size() + ids.size(); }
+  void Clear() {
+    rows.Resize(0);
+    ids.Resize(0);
+  }
 };
 
 // What this process asks of one process.
 struct Sent {
   std::vector<SentFeature> features;
-  std::vector<Buffer<int32_t>> rows;  // by table: distinct, as numbered there
+  std::vector<Wanted> wanted;  // by table
 };
 
 // What one process asks of this process.
 struct PeerRequest {
-  std::vector<FeatureCsr> features;   // rows as numbered here
-  std::vector<Buffer<int32_t>> rows;  // by table: distinct
+  // Rows as numbered here. Of a growing table that is divided by rows the first
+  // feature has, in evaluation, all ids that are wanted as one sample.
+  std::vector<FeatureCsr> features;
+  std::vector<Wanted> wanted;  // by table
+  // By feature of a growing table that is divided by rows where each entry is
+  // in `wanted`.
+  std::vector<Buffer<int32_t>> positions;
 };
 
 struct RoutedBatch {
@@ -115,8 +141,9 @@ struct RoutedBatch {
   }
   // Samples of this process's own feature whose gradients go to `process`.
   int64_t NumSent(int process, int feature) const;
-  bool grows(int feature) const {
-    return !growing.empty() && growing[feature_tables[feature]];
+  bool grows(int feature) const { return table_grows(feature_tables[feature]); }
+  bool table_grows(int table) const {
+    return !growing.empty() && growing[table];
   }
   // How many rows of `table` arrive from all processes.
   int64_t NumArriving(int table) const;

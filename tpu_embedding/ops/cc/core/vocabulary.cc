@@ -17,7 +17,7 @@ constexpr int64_t kEvictionsPerSlice = 8192;
 // Rows by which a sweep begins to choose; of larger tables they are a sample.
 constexpr int64_t kRowsPerSample = 65536;
 
-constexpr int64_t kStateSize = 11;
+constexpr int64_t kStateSize = 12;
 
 bool AreAll(const std::vector<int64_t>& numbers, int64_t least, int64_t most) {
   return std::all_of(numbers.begin(), numbers.end(), [=](int64_t number) {
@@ -32,6 +32,7 @@ Vocabulary::Vocabulary(VocabularyOptions options, uint64_t salt)
       map_(salt),
       ids_(options_.max_rows * sizeof(int64_t)),
       uses_(Evicts() ? options_.max_rows * sizeof(Use) : 1),
+      times_(options_.has_clock ? options_.max_rows * sizeof(int64_t) : 1),
       places_(salt) {}
 
 int64_t Vocabulary::Find(const int64_t* ids, int64_t size,
@@ -59,7 +60,7 @@ std::vector<Unknown> Vocabulary::Give(const UnknownIds& unknown, bool training,
 }
 
 Error Vocabulary::Decide(const UnknownIds& unknown, const IdMap& promised,
-                         const Hold& hold, Decision* decision) {
+                         const Hold& hold, int64_t clock, Decision* decision) {
   const int64_t size = unknown.ids.size();
   const auto is_promised = [&](int64_t i) {
     return promised.Find(unknown.ids[i]) >= 0;
@@ -78,7 +79,8 @@ Error Vocabulary::Decide(const UnknownIds& unknown, const IdMap& promised,
   }
   int64_t most = room() - decision->num_promised;
   if (decision->num_admitted > most && Evicts()) {
-    most += CountEvictable(decision->num_admitted - most, hold);
+    const int64_t now = options_.has_clock ? clock : step_ + 1;
+    most += CountEvictable(decision->num_admitted - most, now, hold);
   }
   if (decision->num_admitted > most) {
     if (!options_.shares_when_full) {
@@ -108,6 +110,7 @@ Error Vocabulary::Decide(const UnknownIds& unknown, const IdMap& promised,
   const int64_t rows = MostRowsAfter(*decision);
   ids_.Grow(rows * sizeof(int64_t));
   if (Evicts()) uses_.Grow(rows * sizeof(Use));
+  if (options_.has_clock) times_.Grow(rows * sizeof(int64_t));
   if (options_.min_count > 1) {
     places_.Reserve(std::min(size, options_.max_candidates));
   }
@@ -120,9 +123,11 @@ int64_t Vocabulary::MostRowsAfter(const Decision& decision) const {
 }
 
 void Vocabulary::Take(const UnknownIds& unknown, const Decision& decision,
-                      const Hold& hold, std::vector<int32_t>* rows,
+                      const Hold& hold, int64_t clock,
+                      std::vector<int32_t>* rows,
                       std::vector<RowOfId>* created) {
   ++step_;
+  clock_ = clock;
   if (num_rows_ == 0 && num_shared()) {
     created->push_back({static_cast<int32_t>(num_rows_++), kSharedId});
   }
@@ -159,7 +164,12 @@ void Vocabulary::CountHits(int32_t row, int64_t hits) {
   if (use.last == 0) return;  // the shared row
   use.hits =
       std::min<int64_t>(use.hits + hits, std::numeric_limits<uint32_t>::max());
-  use.last = step_;
+  SetLast(row);
+}
+
+void Vocabulary::SetLast(int32_t row) {
+  use_of(row).last = step_;
+  if (options_.has_clock) time_of(row) = clock_;
 }
 
 VocabularySnapshot Vocabulary::Save() const {
@@ -173,23 +183,17 @@ VocabularySnapshot Vocabulary::Save() const {
     const Use use = Evicts() ? use_of(row) : Use{0, 0};
     saved.ids.push_back(id_of(row));
     saved.hits.push_back(use.hits);
-    saved.last_updates.push_back(use.last);
+    saved.last_updates.push_back(Evicts() ? LastOf(row) : 0);
   }
   for (const Candidate& candidate : candidates_) {
     saved.candidates.push_back(candidate.id);
     saved.candidate_hits.push_back(candidate.hits);
   }
-  saved.state = {num_rows_,
-                 step_,
-                 counts_.unknown,
-                 counts_.admitted,
-                 counts_.refused,
-                 counts_.evicted,
-                 next_candidate_,
-                 cursor_,
-                 sweeping_,
-                 threshold_,
-                 ties_};
+  saved.state = {
+      num_rows_,        step_,           counts_.unknown,
+      counts_.admitted, counts_.refused, counts_.evicted,
+      next_candidate_,  cursor_,         sweeping_,
+      threshold_,       ties_,           options_.has_clock ? clock_ + 1 : 0};
   return saved;
 }
 
@@ -210,8 +214,9 @@ Error Vocabulary::Load(const VocabularySnapshot& saved) {
       num_candidates > options_.max_candidates ||
       state[6] > options_.max_candidates ||
       !AreAll(saved.rows, num_shared(), state[0] - 1) ||
-      !AreAll(saved.hits, 0, kMost) ||
-      !AreAll(saved.last_updates, 0, state[1]) ||
+      !AreAll(saved.hits, 0, kMost) || options_.has_clock != (state[11] > 0) ||
+      !AreAll(saved.last_updates, 0,
+              options_.has_clock ? state[11] - 1 : state[1]) ||
       !AreAll(saved.candidate_hits, 0, kMostCount) ||
       (!Evicts() && state[0] && size + num_shared() != state[0])) {
     return Concat("The vocabulary of table ", options_.table,
@@ -225,9 +230,11 @@ Error Vocabulary::Load(const VocabularySnapshot& saved) {
   sweeping_ = state[8];
   threshold_ = state[9];
   ties_ = state[10];
+  clock_ = std::max<int64_t>(state[11] - 1, 0);
   map_.Reserve(size);
   ids_.Grow(num_rows_ * sizeof(int64_t));
   if (Evicts()) uses_.Grow(num_rows_ * sizeof(Use));
+  if (options_.has_clock) times_.Grow(num_rows_ * sizeof(int64_t));
   RowSet used(num_rows_);
   for (int64_t i = 0; i < size; ++i) {
     const int32_t row = saved.rows[i];
@@ -241,9 +248,10 @@ Error Vocabulary::Load(const VocabularySnapshot& saved) {
     id_of(row) = saved.ids[i];
     if (!Evicts()) continue;
     // Where none was counted, all are as old as can be.
-    use_of(row) = {
-        static_cast<uint32_t>(saved.hits[i]),
-        static_cast<uint32_t>(std::max<int64_t>(saved.last_updates[i], 1))};
+    const int64_t last = options_.has_clock ? 0 : saved.last_updates[i];
+    use_of(row) = {static_cast<uint32_t>(saved.hits[i]),
+                   static_cast<uint32_t>(std::max<int64_t>(last, 1))};
+    if (options_.has_clock) time_of(row) = saved.last_updates[i];
   }
   for (int64_t row = num_shared(); row < num_rows_; ++row) {
     if (!used.Has(row)) free_.push_back(row);  // Ascending, which is a heap.
@@ -262,20 +270,24 @@ uint32_t Vocabulary::KeyOf(int32_t row) const {
 }
 
 bool Vocabulary::IsEvictable(int32_t row, const RowSet& held,
-                             int64_t step) const {
-  const uint32_t last = use_of(row).last;
-  if (last == 0 || held.Has(row)) return false;
+                             int64_t now) const {
+  if (use_of(row).last == 0 || held.Has(row)) return false;
   return options_.eviction != Eviction::kAge ||
-         step - int64_t{last} > options_.max_age;
+         now - LastOf(row) > options_.max_age;
 }
 
-int64_t Vocabulary::CountEvictable(int64_t most, const Hold& hold) const {
+int64_t Vocabulary::LastOf(int32_t row) const {
+  return options_.has_clock ? time_of(row) : int64_t{use_of(row).last};
+}
+
+int64_t Vocabulary::CountEvictable(int64_t most, int64_t now,
+                                   const Hold& hold) const {
   most = std::min(most, map_.size() - options_.min_rows);
   RowSet held(num_rows_);
   hold(&held);
   int64_t count = 0;
   for (int64_t row = 0; row < num_rows_ && count < most; ++row)
-    count += IsEvictable(row, held, step_ + 1);
+    count += IsEvictable(row, held, now);
   return count;
 }
 
@@ -338,7 +350,7 @@ void Vocabulary::BeginSweep(int64_t wanted, const RowSet& held,
       // Any row of the stride, as rows may differ in turns.
       const int64_t row =
           first + (uint64_t(first) * 0x9E3779B97F4A7C15 >> 32) % stride;
-      if (row >= num_rows_ || !IsEvictable(row, held, step_)) continue;
+      if (row >= num_rows_ || !IsEvictable(row, held, Now())) continue;
       const uint32_t key = KeyOf(row);
       if (shift == 0 && key >> 16 != prefix) continue;
       ++counts[(key >> shift) % kDigits];
@@ -366,7 +378,7 @@ void Vocabulary::SweepSlice(const RowSet& held) {
   std::vector<int32_t> rows;
   for (; cursor_ < end; ++cursor_) {
     const int32_t row = cursor_;
-    if (!IsEvictable(row, held, step_)) continue;
+    if (!IsEvictable(row, held, Now())) continue;
     const uint32_t key = KeyOf(row);
     if (key > threshold_ || (key == threshold_ && ties_ == 0)) continue;
     if (static_cast<int64_t>(rows.size()) >= most) break;
@@ -405,7 +417,8 @@ int32_t Vocabulary::NewRow(int64_t id, int64_t hits) {
   map_.Insert(id, row);
   id_of(row) = id;
   if (Evicts()) {
-    use_of(row) = {0, static_cast<uint32_t>(step_)};
+    use_of(row) = {0, 0};
+    SetLast(row);
     CountHits(row, hits);
   }
   return row;

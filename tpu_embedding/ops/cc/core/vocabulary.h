@@ -35,7 +35,8 @@ constexpr int32_t kNoRow = -1;
 enum class Unknown { kZeros, kInitializer, kShared };
 
 // Which rows are evicted: none; those whose last update is the longest ago;
-// those with the fewest hits; those without an update for `max_age` updates.
+// those with the fewest hits; those without an update for `max_age` updates, or
+// units of the clock.
 enum class Eviction { kNone, kLeastRecent, kLeastFrequent, kAge };
 
 struct VocabularyOptions {
@@ -46,6 +47,7 @@ struct VocabularyOptions {
   int64_t max_candidates = 0;
   Eviction eviction = Eviction::kNone;
   int64_t max_age = 0;
+  bool has_clock = false;  // which updates pass, and by which rows age
   Unknown unknown = Unknown::kZeros;
   bool shares_when_full = false;  // else an error
   FirstValues first_values;
@@ -80,11 +82,13 @@ struct VocabularyCounts {
 // Everything that a vocabulary knows, for files.
 struct VocabularySnapshot {
   std::vector<int64_t> ids;  // ascending
-  // Of each: its row; its hits and last update, 0 where none are counted.
+  // Of each: its row; its hits and last update, 0 where none are counted. With
+  // a clock the last update is the clock of it.
   std::vector<int64_t> rows, hits, last_updates;
   std::vector<int64_t> candidates, candidate_hits;  // 0 hits: none
   // num_rows, updates begun; the counts; the next candidate; the sweep: cursor,
-  // whether it is on its way, threshold, ties.
+  // whether it is on its way, threshold, ties; the clock of the last update and
+  // 1, or 0 without a clock.
   std::vector<int64_t> state;
 };
 
@@ -112,6 +116,7 @@ class Vocabulary {
   // All rows ever used, evicted or not, and row 0 where it is shared.
   int64_t num_rows() const { return num_rows_; }
   int64_t num_ids() const { return map_.size(); }
+  int64_t clock() const { return clock_; }
   const VocabularyCounts& counts() const { return counts_; }
 
   // Writes the row of each id, or kNoRow; of how many that is.
@@ -128,10 +133,10 @@ class Vocabulary {
                             const IdMap& promised) const;
 
   // Which ids the update will admit: those of `promised`, as of Give, before
-  // others. An error if the table is full. Makes room in memory, also for
-  // `num_rows` that grow, but changes nothing else.
+  // others. An error if the table is full at that clock. Makes room in memory,
+  // also for `num_rows` that grow, but changes nothing else.
   Error Decide(const UnknownIds& unknown, const IdMap& promised,
-               const Hold& hold, Decision* decision);
+               const Hold& hold, int64_t clock, Decision* decision);
 
   // A row, and the id that has or had it.
   struct RowOfId {
@@ -146,7 +151,7 @@ class Vocabulary {
   // each id of `unknown` its row, or kNoRow. `created`: the rows that must get
   // the first values of the id beside them.
   void Take(const UnknownIds& unknown, const Decision& decision,
-            const Hold& hold, std::vector<int32_t>* rows,
+            const Hold& hold, int64_t clock, std::vector<int32_t>* rows,
             std::vector<RowOfId>* created);
 
   // Evicts as if many new ids had arrived. Returns the number of evicted rows.
@@ -203,10 +208,18 @@ class Vocabulary {
   }
   // The eviction key; rows with the smallest key are evicted first.
   uint32_t KeyOf(int32_t row) const;
-  // `step`: the number of the update that may give it up.
-  bool IsEvictable(int32_t row, const RowSet& held, int64_t step) const;
+  int64_t& time_of(int32_t row) const {
+    return reinterpret_cast<int64_t*>(times_.data())[row];
+  }
+  void SetLast(int32_t row);
+  // When the row was updated last, and the time now: by the clock if there is
+  // one, else in updates.
+  int64_t LastOf(int32_t row) const;
+  int64_t Now() const { return options_.has_clock ? clock_ : step_; }
+  // `now`: the time of the update that may evict it.
+  bool IsEvictable(int32_t row, const RowSet& held, int64_t now) const;
 
-  int64_t CountEvictable(int64_t most, const Hold& hold) const;
+  int64_t CountEvictable(int64_t most, int64_t now, const Hold& hold) const;
   // For `needed` rows now, beside those that are promised.
   void MakeRoom(int64_t needed, int64_t num_promised, const Hold& hold);
   // Chooses up to which key rows go, of one row in each `stride`.
@@ -220,12 +233,14 @@ class Vocabulary {
 
   const VocabularyOptions options_;
   IdMap map_;
-  GrowingMemory ids_;   // by row, int64
-  GrowingMemory uses_;  // by row, Use; only if rows are evicted
+  GrowingMemory ids_;    // by row, int64
+  GrowingMemory uses_;   // by row, Use; only if rows are evicted
+  GrowingMemory times_;  // by row the clock of its last update, if there is one
   int64_t num_rows_ = 0;
   std::vector<int32_t> free_;  // evicted, a heap with the lowest first
   std::vector<RowOfId> evicted_;
-  int64_t step_ = 0;  // updates begun
+  int64_t step_ = 0;   // updates begun
+  int64_t clock_ = 0;  // of the last one
   VocabularyCounts counts_;
 
   // Candidates are forgotten in the order in which they came.

@@ -52,6 +52,10 @@ absl::Status Grow(const BatchQueue::Update& update,
   for (const BatchQueue::Part& part : update.replicas) {
     batches.push_back(part.batch);
   }
+  int64_t clock = 0;
+  for (const BatchQueue::Part& part : update.replicas) {
+    clock = std::max(clock, part.gradients.clock);
+  }
   std::vector<GrowingTable::Growth> growths;
   size_t next = 0;
   for (size_t t = 0; t < plan.tables.size(); ++t) {
@@ -62,8 +66,8 @@ absl::Status Grow(const BatchQueue::Update& update,
     GrowingTable* const growing = resource.growing[t].get();
     if (!growing) continue;
     (*work)[t].growing = growing;
-    growths.push_back(
-        {growing, tables[t].get(), std::move(own_slots), &(*work)[t].growth});
+    growths.push_back({growing, tables[t].get(), std::move(own_slots), clock,
+                       &(*work)[t].growth});
   }
   TF_RETURN_IF_ERROR(GrowingTable::Begin(batches, growths, parallel_for));
   GrowingTable::Grow(growths, parallel_for);
@@ -354,7 +358,7 @@ absl::Status ApplyUpdates(tensorflow::OpKernelContext* context,
     }
     if (grows) {
       // Of the errors there may be, TpuEmbeddingUpdate has met all but those
-      // of threads that update at one time: then the update is given up.
+      // of threads that update at one time: then the update is discarded.
       TF_RETURN_IF_ERROR(
           Grow(*update, tables, slots, *resource, WorkerPool(context), &work));
       TF_RETURN_IF_ERROR(MakeViews(*resource, tables, slots, &views));

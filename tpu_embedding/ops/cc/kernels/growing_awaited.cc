@@ -37,7 +37,8 @@ absl::Status GrowingTable::Await(const SharedBatch& batch,
     }
   }
   const std::lock_guard<SharedMutex> lock(mutex_);
-  const absl::Status status = CheckRoomLocked(pending, parallel_for);
+  const absl::Status status =
+      CheckRoomLocked(pending, pending_clock_, parallel_for);
   if (status.ok()) return status;
   return absl::InvalidArgumentError(absl::StrCat(
       status.message(),
@@ -188,18 +189,21 @@ Vocabulary::Hold GrowingTable::HoldFor(const Update& update) const {
 }
 
 absl::Status GrowingTable::CheckRoom(const std::vector<SharedBatch>& batches,
-                                     bool pends,
+                                     int64_t clock, bool pends,
                                      const ParallelFor& parallel_for) {
   const std::lock_guard<SharedMutex> lock(mutex_);
-  TF_RETURN_IF_ERROR(CheckRoomLocked(batches, parallel_for));
+  clock = std::max(clock, vocabulary_->clock());
+  TF_RETURN_IF_ERROR(CheckRoomLocked(batches, clock, parallel_for));
   if (!pends) return absl::OkStatus();
   const std::lock_guard<std::mutex> front(front_mutex_);
   pending_.assign(batches.begin(), batches.end());
+  pending_clock_ = clock;
   return absl::OkStatus();
 }
 
 absl::Status GrowingTable::CheckRoomLocked(
-    const std::vector<SharedBatch>& batches, const ParallelFor& parallel_for) {
+    const std::vector<SharedBatch>& batches, int64_t clock,
+    const ParallelFor& parallel_for) {
   if (vocabulary_->options().shares_when_full) return absl::OkStatus();
   Query query;
   for (const SharedBatch& batch : batches) AddSources(*batch, &query.sources);
@@ -225,7 +229,7 @@ absl::Status GrowingTable::CheckRoomLocked(
     const auto add = [&](RowSet* held) { AddRows(query.rows, held); };
     Decision decision;
     return InvalidArgument(vocabulary_->Decide(
-        query.unknown, IdMap(salt_), HoldFor(batches, add), &decision));
+        query.unknown, IdMap(salt_), HoldFor(batches, add), clock, &decision));
   });
 }
 

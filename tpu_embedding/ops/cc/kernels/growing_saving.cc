@@ -91,6 +91,7 @@ absl::Status GrowingTable::Load(const VocabularySnapshot& snapshot,
       NoteReplaced(*loaded, consumer.get());
     }
     vocabulary_ = std::move(loaded);
+    clock_ = vocabulary_->clock();
     {
       const std::lock_guard<std::mutex> front(front_mutex_);
       for (Awaited& known : awaited_) {

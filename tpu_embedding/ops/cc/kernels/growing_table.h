@@ -21,6 +21,7 @@
 #ifndef TPU_EMBEDDING_OPS_CC_KERNELS_GROWING_TABLE_H_
 #define TPU_EMBEDDING_OPS_CC_KERNELS_GROWING_TABLE_H_
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -109,9 +110,15 @@ class GrowingTable {
   ConstTableData rows() const;
 
   // Fails if the update of these batches, one of each replica, would find the
-  // table full. If it `pends`, later lookups leave it its room.
-  absl::Status CheckRoom(const std::vector<SharedBatch>& batches, bool pends,
-                         const ParallelFor& parallel_for);
+  // table full. If it `pends`, later lookups leave it its room. The clock may
+  // be earlier than that of the update.
+  absl::Status CheckRoom(const std::vector<SharedBatch>& batches, int64_t clock,
+                         bool pends, const ParallelFor& parallel_for);
+
+  // Whether updates pass a clock, and that of the last one that is complete.
+  bool has_clock() const { return plan_.vocabulary->has_clock; }
+  int64_t clock() const { return clock_; }
+  void set_clock(int64_t clock) { clock_ = clock; }
 
   // One update of a table.
   class Update {
@@ -156,6 +163,7 @@ class GrowingTable {
     GrowingTable* table;
     tensorflow::Var* parameters;
     std::vector<tensorflow::Var*> slots;
+    int64_t clock;
     Update* update;
   };
   static absl::Status Begin(const std::vector<SharedBatch>& batches,
@@ -271,7 +279,7 @@ class GrowingTable {
   // Evicts and creates; the created rows have no values yet.
   void TakeRows(const Growth& growth);
   absl::Status CheckRoomLocked(const std::vector<SharedBatch>& batches,
-                               const ParallelFor& parallel_for);
+                               int64_t clock, const ParallelFor& parallel_for);
   std::vector<int64_t> RowsOf(const VocabularySnapshot& snapshot) const;
   absl::Status CopyRows(const Variable& array, const std::vector<int64_t>& rows,
                         tensorflow::Tensor* copied) const;
@@ -331,6 +339,8 @@ class GrowingTable {
   std::vector<Awaited> awaited_;
   // Those of the update that is complete, and will be applied later.
   std::vector<std::weak_ptr<const PreparedBatch>> pending_;
+  int64_t pending_clock_ = 0;
+  std::atomic<int64_t> clock_{0};
 };
 
 }  // namespace tpu_embedding

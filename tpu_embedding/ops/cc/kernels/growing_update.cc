@@ -114,8 +114,9 @@ absl::Status GrowingTable::Decide(const Growth& growth) {
     const std::lock_guard<std::mutex> lock(front_mutex_);
     return Promised(nullptr, update.unknown_.ids.size());
   }();
-  TF_RETURN_IF_ERROR(InvalidArgument(vocabulary_->Decide(
-      update.unknown_, promised, HoldFor(update), &update.decision_)));
+  TF_RETURN_IF_ERROR(InvalidArgument(
+      vocabulary_->Decide(update.unknown_, promised, HoldFor(update),
+                          growth.clock, &update.decision_)));
   const int64_t most = vocabulary_->MostRowsAfter(update.decision_);
   const auto grow = [most](const Array& array) {
     array.memory->Grow(most * array.row_bytes());
@@ -154,7 +155,7 @@ void GrowingTable::Grow(const std::vector<Growth>& growths,
                   own.table->WriteCreated(own.update->created_[i]);
                 }
               });
-  for (const auto& [table, parameters, slots, update] : growths) {
+  for (const auto& [table, parameters, slots, clock, update] : growths) {
     const int64_t num_rows = update->num_rows_;
     table->parameters_.Show(num_rows, parameters);
     for (size_t k = 0; k < slots.size(); ++k) {
@@ -169,8 +170,8 @@ void GrowingTable::Grow(const std::vector<Growth>& growths,
 void GrowingTable::TakeRows(const Growth& growth) {
   Update& update = *growth.update;
   std::vector<int32_t> taken;
-  vocabulary_->Take(update.unknown_, update.decision_, HoldFor(update), &taken,
-                    &update.created_);
+  vocabulary_->Take(update.unknown_, update.decision_, HoldFor(update),
+                    growth.clock, &taken, &update.created_);
   NoteIds(update.created_);
   update.num_rows_ = vocabulary_->num_rows();
   const bool shares = vocabulary_->options().unknown == Unknown::kShared;

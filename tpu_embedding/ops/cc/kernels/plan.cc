@@ -118,6 +118,7 @@ absl::Status ReadVocabulary(const Record& record, TablePlan* table) {
   TF_RETURN_IF_ERROR(record.Get("max_candidates", &options.max_candidates));
   TF_RETURN_IF_ERROR(record.Get("eviction", &eviction));
   TF_RETURN_IF_ERROR(record.Get("max_age", &options.max_age));
+  TF_RETURN_IF_ERROR(record.Get("clock", &options.has_clock));
   TF_RETURN_IF_ERROR(record.Get("unknown", &unknown));
   TF_RETURN_IF_ERROR(record.Get("shares_when_full", &options.shares_when_full));
   TF_RETURN_IF_ERROR(record.Get("first_slots", &table->first_slots));
@@ -191,7 +192,15 @@ absl::Status ReadPlacement(const Record& record, Plan* plan) {
     if (owner == kAllProcesses) continue;
     TF_RETURN_IF_ERROR(CheckIndices("owners", {owner}, placement.size));
   }
-  return CheckLength("owners", placement.owners.size(), plan->tables.size());
+  TF_RETURN_IF_ERROR(
+      CheckLength("owners", placement.owners.size(), plan->tables.size()));
+  for (size_t t = 0; t < plan->tables.size(); ++t) {
+    std::optional<VocabularyOptions>& options = plan->tables[t].vocabulary;
+    if (!options || !placement.by_rows(t)) continue;
+    options->table = absl::StrCat(options->table, " (part ", placement.rank,
+                                  " of ", placement.size, ")");
+  }
+  return absl::OkStatus();
 }
 
 absl::Status ParsePlan(const std::string& text, Plan* plan) {

@@ -1,8 +1,10 @@
 // TpuEmbeddingServe and TpuEmbeddingCombine: a lookup in tables that are
 // divided over processes or servers.
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <deque>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -152,7 +154,7 @@ class ServeOp : public tensorflow::OpKernel {
       const PeerRequest& request = looked_up.batch->routed->requests[p];
       layouts[p] = LookupLayout(
           plan, placement.rank, Narrow(plan, p),
-          [&](int t) { return request.rows[t].size(); },
+          [&](int t) { return request.wanted[t].size(); },
           [&](int f) { return request.features[f].num_samples(); });
       bytes[p] = layouts[p].bytes;
     }
@@ -213,6 +215,22 @@ class ServeOp : public tensorflow::OpKernel {
     return absl::OkStatus();
   }
 
+  // The rows of ids that a sender wants: those of their entries.
+  static Buffer<int32_t> RowsOfIds(const PeerRequest& request, int sender,
+                                   const TablePlan& table, int64_t size,
+                                   const GrowingTable::Found& found) {
+    Buffer<int32_t> rows;
+    rows.Resize(size);
+    std::fill_n(rows.data(), size, kRowOfZeros);
+    for (const int f : table.features) {
+      const Buffer<int32_t>& positions = request.positions[f];
+      for (int64_t i = 0; i < positions.size(); ++i) {
+        rows[positions[i]] = found.rows(sender, f)[i];
+      }
+    }
+    return rows;
+  }
+
   static void Fill(OpKernelContext* context, const StepQueueResource& resource,
                    const std::vector<Variable>& tables,
                    const std::vector<GrowingTable::Found>& found,
@@ -233,6 +251,9 @@ class ServeOp : public tensorflow::OpKernel {
     // For each that asked its tables, then its features.
     std::vector<Work> works;
     std::vector<CaughtUp> caught_up;  // by work
+    // By sender and table; those of growing tables are here.
+    std::vector<const Buffer<int32_t>*> wanted;
+    std::deque<Buffer<int32_t>> of_ids;
     const auto read = [&](int t, const Buffer<int32_t>& rows) {
       const bool waits = !views.empty() && resource.waiting[t];
       caught_up.push_back(waits ? CaughtUp(t, rows) : CaughtUp());
@@ -240,9 +261,15 @@ class ServeOp : public tensorflow::OpKernel {
     for (size_t p = 0; p < routed.requests.size(); ++p) {
       const PeerRequest& request = routed.requests[p];
       for (int64_t t = 0; t < num_tables; ++t) {
-        const int64_t count = request.rows[t].size();
+        const int64_t count = request.wanted[t].size();
         works.push_back({count, count * (20 + plan.tables[t].dim / 2)});
-        read(t, request.rows[t]);
+        wanted.push_back(&request.wanted[t].rows);
+        if (resource.growing[t] && plan.placement.by_rows(t)) {
+          of_ids.push_back(
+              RowsOfIds(request, p, plan.tables[t], count, found[t]));
+          wanted.back() = &of_ids.back();
+        }
+        read(t, *wanted.back());
       }
       for (int64_t f = 0; f < num_features; ++f) {
         const FeatureCsr& csr = request.features[f];
@@ -272,7 +299,7 @@ class ServeOp : public tensorflow::OpKernel {
       };
       if (item < num_tables) {
         const int64_t t = item;
-        GatherRows(copy.rows ? copy.places : routed.requests[p].rows[t],
+        GatherRows(copy.rows ? copy.places : *wanted[p * num_tables + t],
                    data(t), plan.tables[t].dim, narrow, piece.begin, piece.end,
                    messages[p] + layouts[p].tables[t]);
         return;
@@ -359,7 +386,7 @@ class CombineOp : public tensorflow::OpKernel {
     for (int p = 0; p < received.size(); ++p) {
       layouts[p] = LookupLayout(
           plan, p, Narrow(plan, p),
-          [&](int t) { return routed.sent[p].rows[t].size(); },
+          [&](int t) { return routed.sent[p].wanted[t].size(); },
           [&](int f) { return batch.features[f].num_samples(); });
       TF_RETURN_IF_ERROR(
           CheckBytes(p, received[p].NumElements(), layouts[p].bytes));
@@ -405,7 +432,7 @@ class CombineOp : public tensorflow::OpKernel {
         to = static_cast<char*>((*rows)[t].data());
       }
       for (const Sent& sent : routed.sent) {
-        const int64_t count = sent.rows[t].size();
+        const int64_t count = sent.wanted[t].size();
         starts.push_back(to);
         works.push_back({count, count * (5 + table.dim / 4)});
         to += count * table.dim * ElementBytes(table.is_bfloat16);

@@ -1,6 +1,7 @@
 // TpuEmbeddingSendGradients and TpuEmbeddingReceiveGradients: the gradients of
 // a lookup in tables that are divided over processes or servers.
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -33,10 +34,12 @@ REGISTER_OP("TpuEmbeddingSendGradients")
     .Input("gradients: num_gradients * float")
     .Input("rates: float")
     .Input("growing: num_growing * resource")
+    .Input("clocks: num_clocks * int64")
     .Output("messages: num_messages * uint8")
     .Output("refusal: string")
     .Attr("num_queues: int >= 0")
     .Attr("num_growing: int >= 0")
+    .Attr("num_clocks: int >= 0")
     .Attr("num_batches: int >= 0")
     .Attr("num_gradients: int >= 0")
     .Attr("num_messages: int >= 1")
@@ -53,6 +56,7 @@ gradients, has_gradient: as of TpuEmbeddingUpdate.
 rates: [num_tables]; those of process 0 count. A worker has none.
 growing: none, or the queue with this process's part of the tables, if a table
   grows: a full one refuses the update in all processes.
+clocks: the clock of the user, or none.
 messages: for each owner, to be received by TpuEmbeddingReceiveGradients.
 refusal: for TpuEmbeddingExchange.
 )doc");
@@ -84,11 +88,12 @@ pushes: none, or what TpuEmbeddingCurrentPush gave, if `batches` has one. A push
 )doc");
 
 // The message to one owner: for each feature of the tables that it has, a byte,
-// whether there is a gradient; the rates; then the samples of each that has
-// one.
+// whether there is a gradient; the clock; the rates; then the samples of each
+// that has one.
 struct GradientLayout {
   std::vector<int> features;     // of the plan
-  int64_t rates = 0;             // where they begin; the bytes of features at 0
+  int64_t clock = 0;             // where it begins; the bytes of features at 0
+  int64_t rates = 0;             // where they begin
   std::vector<int64_t> samples;  // by position in `features`
   int64_t bytes = 0;
 };
@@ -105,7 +110,10 @@ GradientLayout LayOut(const Plan& plan, int owner, bool narrow,
       layout.features.push_back(f);
     }
   }
-  layout.rates = Padded(layout.features.size());
+  constexpr int64_t kClockBytes = sizeof(int64_t);
+  layout.clock =
+      (layout.features.size() + kClockBytes - 1) / kClockBytes * kClockBytes;
+  layout.rates = Padded(layout.clock + kClockBytes);
   layout.bytes = layout.rates;
   if (!placement.served) {
     layout.bytes += Padded(sizeof(float) * plan.tables.size());
@@ -136,8 +144,10 @@ class SendGradientsOp : public tensorflow::OpKernel {
     QueuePtr growing;
     if (status.ok()) status = NoteSent(context, batch, &growing);
     if (status.ok()) status = Check(context, *plan, *batch, &gradients);
+    if (status.ok()) status = ReadClock(context, &gradients.clock);
     if (status.ok() && growing) {
-      status = CheckRoom({batch}, WorkerPool(context), *growing);
+      status =
+          CheckRoom({batch}, gradients.clock, WorkerPool(context), *growing);
     }
     const Placement& placement = plan->placement;
     std::vector<GradientLayout> layouts(placement.size);
@@ -225,6 +235,8 @@ class SendGradientsOp : public tensorflow::OpKernel {
         targets.push_back({p, f, messages[p] + layout.samples[k]});
         works.push_back({count, count * (20 + plan.dim(f) / 2)});
       }
+      std::memcpy(messages[p] + layout.clock, &gradients.clock,
+                  sizeof(gradients.clock));
       if (!plan.placement.served) {
         std::memcpy(messages[p] + layout.rates, gradients.rates.data(),
                     sizeof(float) * plan.tables.size());
@@ -332,6 +344,9 @@ class ReceiveGradientsOp : public tensorflow::OpKernel {
                              const ParallelFor& parallel_for, bool* apply_now) {
     BatchQueue& queue = resource->queue;
     if (!given) {
+      absl::Status status = AdvanceClock(*resource, &gradients.clock);
+      if (!status.ok()) queue.FailOwed(0);
+      TF_RETURN_IF_ERROR(status);
       return FailedPrecondition(
           queue.SubmitOwed(0, std::move(gradients), count, apply_now));
     }
@@ -339,7 +354,9 @@ class ReceiveGradientsOp : public tensorflow::OpKernel {
     absl::Status room;
     const auto submit = [&]() -> Error {
       // Processes have asked before they sent; servers do not know each other.
-      room = CheckRoom({given->batch}, parallel_for, *resource);
+      room =
+          CheckRoom({given->batch}, gradients.clock, parallel_for, *resource);
+      if (room.ok()) room = AdvanceClock(*resource, &gradients.clock);
       if (!room.ok()) return std::string(room.message());
       return queue.Submit(0, given->batch, std::move(gradients), given->epoch,
                           count, apply_now);
@@ -376,13 +393,18 @@ class ReceiveGradientsOp : public tensorflow::OpKernel {
       const PeerRequest& request = routed.requests[p];
       const bool narrow = Narrow(plan, p);
       const int64_t bytes = received[p].NumElements();
-      const int64_t least = Padded(plan.features.size());
+      const auto none = [](auto...) { return 0; };
+      const int64_t least =
+          LayOut(plan, plan.placement.rank, narrow, none, none).bytes;
       if (bytes < least) return CheckBytes(p, bytes, least);
       const GradientLayout layout = LayOut(
           plan, plan.placement.rank, narrow,
           [&](int k, int) { return data[k] != 0; },
           [&](int f) { return request.features[f].num_samples(); });
       TF_RETURN_IF_ERROR(CheckBytes(p, bytes, layout.bytes));
+      int64_t clock = 0;
+      std::memcpy(&clock, data + layout.clock, sizeof(clock));
+      gradients->clock = std::max(gradients->clock, clock);
       if (p == 0 && !plan.placement.served) {
         std::memcpy(gradients->rates.data(), data + layout.rates,
                     gradients->rates.TotalBytes());

@@ -4,6 +4,7 @@
 #define TPU_EMBEDDING_OPS_CC_KERNELS_STEP_QUEUE_RESOURCE_H_
 
 #include <algorithm>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -40,6 +41,8 @@ struct ReplicaGradients {
   // By table the learning rate. One replica evaluates the rates, the others
   // submit zeros: their sum is the rate.
   tensorflow::Tensor rates;
+  // That of the last replica, or the largest of all processes; 0 of others.
+  int64_t clock = 0;
   std::shared_ptr<const ReceivedGradients> received;  // of a routed batch
 };
 
@@ -133,14 +136,52 @@ inline absl::Status FindGrowing(const SharedBatch& batch,
 // Fails if an update, of whose batches this is a list by replica, would find a
 // growing table full; of none if the update is not complete.
 inline absl::Status CheckRoom(const std::vector<SharedBatch>& completed,
-                              const ParallelFor& parallel_for,
+                              int64_t clock, const ParallelFor& parallel_for,
                               const StepQueueResource& resource) {
   for (const auto& growing : resource.growing) {
     if (!growing || completed.empty()) continue;
-    TF_RETURN_IF_ERROR(
-        growing->CheckRoom(completed, resource.plan->pipelined, parallel_for));
+    TF_RETURN_IF_ERROR(growing->CheckRoom(
+        completed, clock, resource.plan->pipelined, parallel_for));
   }
   return absl::OkStatus();
+}
+
+// Notes the clock of an update that is complete and will be applied, or fails
+// if it goes back. On a server, where updates come in any order, it stays then.
+inline absl::Status AdvanceClock(const StepQueueResource& resource,
+                                 int64_t* clock) {
+  int64_t last = 0;
+  for (const auto& growing : resource.growing) {
+    if (growing && growing->has_clock()) {
+      last = std::max(last, growing->clock());
+    }
+  }
+  if (resource.plan->placement.served) *clock = std::max(*clock, last);
+  if (*clock < last) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "apply_gradients: the clock goes back from ", last, " to ", *clock,
+        ". Nothing has changed. Pass a clock that never goes back."));
+  }
+  for (const auto& growing : resource.growing) {
+    if (growing && growing->has_clock()) growing->set_clock(*clock);
+  }
+  return absl::OkStatus();
+}
+
+// The clock of the input list "clocks"; 0 of none.
+inline absl::Status ReadClock(tensorflow::OpKernelContext* context,
+                              int64_t* clock) {
+  tensorflow::OpInputList clocks;
+  TF_RETURN_IF_ERROR(context->input_list("clocks", &clocks));
+  if (clocks.size() == 0) return absl::OkStatus();
+  TF_RETURN_IF_ERROR(CheckScalar("clocks", clocks[0]));
+  *clock = clocks[0].flat<int64_t>()(0);
+  if (0 <= *clock && *clock < std::numeric_limits<int64_t>::max()) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(absl::StrCat(
+      "apply_gradients: the clock is ", *clock, ", which must be from 0 to ",
+      std::numeric_limits<int64_t>::max() - 1, ". Nothing has changed."));
 }
 
 using QueuePtr = tensorflow::core::RefCountPtr<StepQueueResource>;

@@ -28,10 +28,12 @@ REGISTER_OP("TpuEmbeddingUpdate")
     .Input("gradients: num_gradients * float")
     .Input("rates: float")
     .Input("counters: num_counters * resource")
+    .Input("clocks: num_clocks * int64")
     .Output("apply_now: bool")
     .Attr("num_batches: int >= 0")
     .Attr("num_gradients: int >= 0")
     .Attr("num_counters: int >= 0")
+    .Attr("num_clocks: int >= 0")
     .Attr("has_gradient: list(bool)")
     .Attr("replica: int")
     .SetIsStateful()
@@ -46,6 +48,7 @@ gradients: of the activations, for the features that have one.
 rates: [num_tables], the learning rates from the last replica, zeros from the
   others.
 counters: none, or the number of updates, which grows when one is complete.
+clocks: the clock of the user from the last replica, or none.
 apply_now: whether updates are due.
 has_gradient: by feature; one without counts as zeros.
 )doc");
@@ -80,6 +83,7 @@ class UpdateOp : public tensorflow::OpKernel {
     ReplicaGradients gradients;
     OP_REQUIRES_OK(context, ReadGradients(context, *resource->plan,
                                           has_gradient_, &gradients));
+    OP_REQUIRES_OK(context, ReadClock(context, &gradients.clock));
     const auto count = [&] {
       return counters.empty() ? 0 : AddTo(counters[0].get(), 1);
     };
@@ -98,6 +102,17 @@ class UpdateOp : public tensorflow::OpKernel {
   }
 
  private:
+  // Of the batches of a complete update; none if it is not.
+  static absl::Status CheckComplete(OpKernelContext* context,
+                                    const std::vector<SharedBatch>& completed,
+                                    const StepQueueResource& resource,
+                                    int64_t* clock) {
+    if (completed.empty()) return absl::OkStatus();
+    TF_RETURN_IF_ERROR(
+        CheckRoom(completed, *clock, WorkerPool(context), resource));
+    return AdvanceClock(resource, clock);
+  }
+
   // The gradients of the batch dequeued last.
   absl::Status SubmitOwed(OpKernelContext* context, StepQueueResource* resource,
                           ReplicaGradients gradients,
@@ -108,8 +123,8 @@ class UpdateOp : public tensorflow::OpKernel {
     TF_RETURN_IF_ERROR(FailedPrecondition(queue.Owed(replica_, &batch)));
     absl::Status status = CheckGradients(*resource->plan, *batch, gradients);
     if (status.ok()) {
-      status = CheckRoom(queue.CompletedByOwed(replica_), WorkerPool(context),
-                         *resource);
+      status = CheckComplete(context, queue.CompletedByOwed(replica_),
+                             *resource, &gradients.clock);
     }
     if (!status.ok()) queue.FailOwed(replica_);
     TF_RETURN_IF_ERROR(status);
@@ -128,8 +143,9 @@ class UpdateOp : public tensorflow::OpKernel {
       status = CheckGradients(*resource->plan, *variant->batch, gradients);
     }
     if (status.ok()) {
-      status = CheckRoom(resource->queue.CompletedBy(replica_, variant->batch),
-                         WorkerPool(context), *resource);
+      status = CheckComplete(
+          context, resource->queue.CompletedBy(replica_, variant->batch),
+          *resource, &gradients.clock);
     }
     if (!status.ok()) {
       resource->queue.FailLookup();

@@ -1,0 +1,243 @@
+"""Growing tables that are divided over the processes of a job, against paper."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from multi_process.calls import failure, rank
+from reference import growing
+
+import tpu_embedding as te
+from tpu_embedding.layout.partition import IdPartition
+
+POOL = np.array([0, -1, 2**63 - 1, -(2**63), 1 << 40, *range(5, 40)])
+
+
+def make(strategy: Any, vocabulary: te.GrowingVocabulary, **table: Any) -> Any:
+    """An embedding of one table, "films", whose rows start as ones."""
+    films = te.TableConfig(
+        vocabulary,
+        2,
+        "ones",
+        combiner="sum",
+        name="films",
+        placement="rows",
+        **table,
+    )
+    with strategy.scope():
+        return te.TPUEmbedding({"film": te.FeatureConfig(films)}, te.SGD(0.5)), films
+
+
+def step(embedding: Any, ids: Any, **arguments: Any) -> np.ndarray:
+    """Trains with gradients of one; the activations."""
+    embedding.enqueue({"film": tf.constant(ids, tf.int64)})
+    activations = embedding.dequeue()["film"]
+    embedding.apply_gradients({"film": tf.ones_like(activations)}, **arguments)
+    return activations.numpy()
+
+
+class Paper:
+    """What the parts of a table hold: each admits and evicts for itself."""
+
+    def __init__(self, options: growing.Options, parts: int) -> None:
+        def share(number: int) -> int:
+            return -(-number // parts)
+
+        part = dataclasses.replace(
+            options,
+            max_rows=share(options.max_rows),
+            min_rows=share(options.min_rows),
+            max_candidates=share(options.max_candidates),
+        )
+        self.parts = [growing.Vocabulary(part) for _ in range(parts)]
+        self.values: dict[tuple[int, int], float] = {}
+
+    def update(self, batches: list[np.ndarray]) -> list[list[float]]:
+        """One step of all processes; what each reads.
+
+        Raises:
+          growing.FullError: If a part is full; nothing has changed.
+        """
+        read: list[list[float]] = [[0.0] * len(batch) for batch in batches]
+        after, values = copy.deepcopy(self.parts), {**self.values}
+        for number, part in enumerate(after):
+            lookups, places = [], []
+            for batch in batches:
+                own = IdPartition(len(after)).owner(batch) == number
+                places.append(np.flatnonzero(own).tolist())
+                lookups.append(part.look_up(batch[own].tolist(), training=True))
+            for process, lookup in enumerate(lookups):
+                for place, id_ in zip(places[process], lookup.ids, strict=True):
+                    row = part.read(lookup, id_)
+                    value = {"first": 1.0, "zeros": 0.0}.get(str(row))
+                    read[process][place] = (
+                        values[number, int(row)] if value is None else value
+                    )
+            update = part.update(lookups)
+            values |= {(number, row): 1.0 for row, _ in update.created}
+            for rows in update.rows:
+                for row in rows:
+                    if row is not None:
+                        values[number, row] -= 0.5
+        self.parts, self.values = after, values
+        return read
+
+    def check(self, embedding: Any, films: Any) -> None:
+        """Ids, hits, times, counts and values are equal."""
+        found = embedding.vocabularies[films]
+        rows = {
+            row.id: (row.hits, row.last, self.values[number, k])
+            for number, part in enumerate(self.parts)
+            for k, row in part.rows.items()
+        }
+        values = embedding.embedding_tables[films].numpy()[:, 0]
+        assert found.ids.tolist() == sorted(rows)
+        evicts = self.parts[0].options.eviction is not None
+        for id_, row, hits, last in zip(*found[:4], strict=True):
+            expected = rows[int(id_)] if evicts else (0, 0, rows[int(id_)][2])
+            assert (hits, last, values[row]) == expected, id_
+        names = ("unknown", "admitted", "refused", "evicted")
+        counts = [sum(part.counts[name] for part in self.parts) for name in names]
+        assert [*found[4:]] == counts
+
+
+def draw_options(rng: np.random.Generator) -> growing.Options:
+    eviction = [None, "lru", "lfu", "age"][rng.integers(4)]
+    max_rows = int(rng.integers(6, 60))
+    return growing.Options(
+        max_rows=max_rows,
+        min_count=int(rng.choice([1, 1, 2, 3])),
+        max_candidates=int(rng.integers(1, 12)),
+        eviction=eviction,
+        max_age=int(rng.integers(1, 6)),
+        min_rows=int(rng.integers(0, max_rows // 2)) if eviction else 0,
+        unknown=str(rng.choice(["zeros", "initializer"])),
+    )
+
+
+def vocabulary_of(options: growing.Options) -> te.GrowingVocabulary:
+    arguments = dataclasses.asdict(options)
+    if options.eviction is None:
+        arguments["min_rows"] = None
+    if options.eviction != "age":
+        arguments["max_age"] = None
+    if options.min_count == 1:
+        arguments["max_candidates"] = None
+    return te.GrowingVocabulary(**arguments)
+
+
+def fuzz(strategy: Any, seed: int, steps: int, folder: str) -> int:
+    """Random steps, evictions, saves and restores; how many steps found it full."""
+    rng = np.random.default_rng(seed)
+    processes, own = strategy.num_replicas_in_sync, rank(strategy)
+    options = draw_options(rng)
+    vocabulary, paper = vocabulary_of(options), Paper(options, processes)
+    embedding, films = make(strategy, vocabulary)
+    full = 0
+    for number in range(steps):
+        batches = [rng.choice(POOL, int(rng.integers(0, 6))) for _ in range(processes)]
+        activations: list[np.ndarray] = []
+        try:
+            expected = paper.update(batches)
+        except growing.FullError:
+            full += 1
+            raised = failure(functools.partial(step, embedding, batches[own]))
+            assert raised[0] == "InvalidArgumentError", raised
+            assert "Table films (part " in raised[1], raised
+            embedding.reset()
+        else:
+            activations.append(step(embedding, batches[own]))
+            assert activations[0][:, 0].tolist() == expected[own], number
+        if rng.random() < 0.15:
+            paper.check(embedding, films)
+        if options.eviction and rng.random() < 0.1:
+            evicted = sum(part.evict() for part in paper.parts)
+            assert embedding.evict(films) == evicted
+        if rng.random() < 0.1:
+            tracked, path = rng.random() < 0.5, f"{folder}/{seed}-{number}"
+            if tracked:
+                path = tf.train.Checkpoint(tables=embedding).write(f"{path}-{own}")
+            else:
+                te.checkpoint.save(embedding, path)
+            embedding, films = make(strategy, vocabulary)
+            embedding.build()
+            if tracked:
+                tf.train.Checkpoint(tables=embedding).read(path).assert_consumed()
+            else:
+                te.checkpoint.restore(embedding, path)
+    paper.check(embedding, films)
+    return full
+
+
+def move(strategy: Any, source: str, target: str) -> Any:
+    """Restores a table, trains one step and saves; ids and values after both."""
+    embedding, films = make(strategy, te.GrowingVocabulary(60, eviction="lru"))
+    embedding.build()
+    if source:
+        te.checkpoint.restore(embedding, source)
+    before = state_of(embedding, films)
+    ids = [[3, 5, -9], [7, 3], [-(2**63)]]
+    step(embedding, ids[rank(strategy)] if strategy.num_replicas_in_sync > 1 else [])
+    te.checkpoint.save(embedding, target)
+    return before, state_of(embedding, films)
+
+
+def state_of(embedding: Any, films: Any) -> Any:
+    """By id its value, hits and last update; and the counts."""
+    found = embedding.vocabularies[films]
+    values = embedding.embedding_tables[films].numpy()[:, 0]
+    of_ids = {
+        int(id_): (float(values[row]), int(hits), int(last))
+        for id_, row, hits, last in zip(*found[:4], strict=True)
+    }
+    return of_ids, found[4:]
+
+
+def refuse(strategy: Any, path: str) -> list[tuple[str, str]]:
+    """What a table of fewer rows raises, after which it is as it was."""
+    embedding, films = make(strategy, te.GrowingVocabulary(3))
+    step(embedding, [99])
+    before = state_of(embedding, films)
+    raised = failure(lambda: te.checkpoint.restore(embedding, path))
+    assert state_of(embedding, films) == before
+    shared = te.GrowingVocabulary(9, unknown="shared_row")
+    options = te.DistributedOptions(placement="rows")
+    config = te.FeatureConfig(te.TableConfig(shared, 2, name="films"))
+    kinds: Any = {"distributed_options": options}
+
+    def build() -> None:
+        with strategy.scope():
+            te.TPUEmbedding(config, te.SGD(0.5), **kinds).build()
+
+    return [raised, failure(build)]
+
+
+def pass_clocks(strategy: Any) -> Any:
+    """Each process passes a clock of its own; ids, and times, and what was raised."""
+    vocabulary = te.GrowingVocabulary(60, eviction="age", max_age=5, clock=True)
+    embedding, films = make(strategy, vocabulary)
+    own = rank(strategy)
+    for ids, clock in (([1], 10), ([2], 13), ([3], 16 - own)):
+        step(embedding, ids, clock=clock - own)
+    raised = failure(lambda: step(embedding, [4], clock=15))
+    embedding.reset()
+    found = embedding.vocabularies[films]
+    return found.ids.tolist(), found.last_updates.tolist(), raised
+
+
+def publish(strategy: Any, folder: str) -> Any:
+    """What a served model looks up, what is frozen, and what telemetry counts."""
+    embedding, films = make(strategy, te.GrowingVocabulary(60))
+    telemetry = te.Telemetry(embedding, every=1)
+    step(embedding, [[3, 5, -9], [7, 3]][rank(strategy)])
+    te.serving.export(embedding, f"{folder}/model", signatures=["dense"])
+    model: Any = tf.saved_model.load(f"{folder}/model")
+    served = model.signatures["dense"](film=tf.constant([3, -9, 4], tf.int64))
+    frozen = embedding.freeze_vocabulary(films)
+    admitted = telemetry.read()["films"]["admitted_ids"].value
+    return served["film"].numpy()[:, 0].tolist(), frozen.ids.tolist(), admitted

@@ -1,0 +1,93 @@
+"""Growing tables that are divided over processes: each part for itself."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import pytest
+import tensorflow as tf
+from multi_process import divided
+from multi_process.jobs import Job
+
+import tpu_embedding as te
+from tpu_embedding.layout.placement import BY_ID, place_on_servers, place_tables
+
+
+@pytest.mark.second_tier
+def test_parts_admit_and_evict_as_on_paper(
+    two: Job, three: Job, tmp_path: pathlib.Path
+) -> None:
+    full = 0
+    for job in (two, three):
+        for seed in range(4):
+            full += job.run("divided.fuzz", seed, 40, str(tmp_path))[0]
+    assert full > 0
+
+
+@pytest.mark.third_tier
+def test_parts_admit_and_evict_as_on_paper_for_long(
+    two: Job, three: Job, tmp_path: pathlib.Path
+) -> None:
+    for job in (two, three):
+        for seed in range(100, 130):
+            job.run("divided.fuzz", seed, 50, str(tmp_path))
+
+
+def test_restores_into_any_number_of_processes(
+    two: Job, three: Job, tmp_path: pathlib.Path
+) -> None:
+    one = tf.distribute.get_strategy()
+    jobs = [two, None, three, two, None]
+    paths = ["", *(str(tmp_path / str(k)) for k in range(len(jobs)))]
+    last = ({}, (0, 0, 0, 0))
+    for job, source, target in zip(jobs, paths[:-1], paths[1:], strict=True):
+        if job is None:
+            results = [divided.move(one, source, target)]
+        else:
+            results = job.run("divided.move", source, target)
+        for before, after in results:
+            assert before == last
+            assert after == results[0][1]
+        last = results[0][1]
+    assert set(last[0]) == {3, 5, -9, 7, -(2**63)}
+    assert last[0][3] == (1.0 - 0.5 * 6, 6, 4)
+    for raised, shared in two.run("divided.refuse", paths[-1]):
+        assert raised[0] == "ValueError"
+        assert "Table 'films (part " in raised[1]
+        assert "has max_rows=2, but the table that was saved has 4 ids" in raised[1]
+        assert shared[0] == "NotImplementedError"
+        assert 'films\' grows and has a shared row: placement="rows"' in shared[1]
+
+
+def test_the_largest_clock_of_all_processes_counts(two: Job) -> None:
+    for ids, times, raised in two.run("divided.pass_clocks"):
+        assert (ids, times) == ([2, 3], [13, 16])
+        assert raised[0] == "InvalidArgumentError"
+        assert "the clock goes back from 16 to 15" in raised[1]
+
+
+def test_a_job_publishes_a_divided_table(two: Job, tmp_path: pathlib.Path) -> None:
+    results = two.run("divided.publish", str(tmp_path))
+    for served, ids, _ in results:
+        assert served == [0.0, 0.5, 0.0]
+        assert ids == [-9, 3, 5, 7]
+    assert sum(admitted for _, _, admitted in results) == 4
+
+
+def test_large_growing_tables_are_divided() -> None:
+    def owners(rows: int, **options: Any) -> tuple[int, ...]:
+        vocabulary = te.GrowingVocabulary(rows, **options)
+        table = te.TableConfig(vocabulary, 64, name="films")
+        plan = te.TPUEmbedding(te.FeatureConfig(table), te.SGD(0.5)).core.plan
+        return place_tables(plan, 0, 2).owners + place_on_servers(plan, 2).owners
+
+    assert owners(1000) == (0, 0)
+    assert owners(1 << 20) == (BY_ID, BY_ID)
+    assert owners(1 << 20, unknown="shared_row") == (0, 0)
+
+
+def test_a_shared_row_is_not_divided() -> None:
+    shared = te.GrowingVocabulary(9, unknown="shared_row")
+    with pytest.raises(ValueError, match='`placement` must be None or "whole"'):
+        te.TableConfig(shared, 2, placement="rows")
