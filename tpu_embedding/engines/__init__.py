@@ -59,8 +59,8 @@ def choose(topology: Topology, plan: Plan) -> type[Engine]:
             "machine's CPU."
         )
     # Kernels of ours cannot call user functions.
-    if engine.for_custom and any(table.function for table in plan.tables):
-        engine = _ENGINES[engine.for_custom]
+    if engine.stand_in and any(table.function for table in plan.tables):
+        engine = _ENGINES[engine.stand_in]
     if not engine.grows:
         reason = f"the {engine.name} engine does not support"
         refuse_growing(plan.tables, reason)

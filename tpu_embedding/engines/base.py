@@ -419,8 +419,8 @@ class Engine(Steps, TableStore):
     grows: ClassVar[bool] = False
     # True: `flush` and `reset` are calls of all processes, also before the first step.
     synchronizes: ClassVar[bool] = False
-    # The engine that stands in where a table has a user function, or None.
-    for_custom: ClassVar[str | None] = None
+    # The engine that runs in its place if a table has a function of the user, or None.
+    stand_in: ClassVar[str | None] = None
 
     def __init__(self, options: EngineOptions) -> None:
         """Subclasses create the variables; to be called in an eager context."""

@@ -14,8 +14,8 @@ from tpu_embedding.optimizers.base import takes_step
 
 
 @dataclasses.dataclass(frozen=True)
-class TableNumbers:
-    """What one update of one table needs to know; float32 scalars.
+class UpdateScalars:
+    """Holds the float32 scalars of one update of one table.
 
     Attributes:
       rate: The learning rate.
@@ -78,10 +78,10 @@ class Rates:
         found = [values[id(n)] if callable(n) else float(n) for n in numbers]
         return tf.stack(found) if values else tf.constant(found, tf.float32)
 
-    def of_table(self, evaluated: tf.Tensor, table: int) -> TableNumbers:
+    def of_table(self, evaluated: tf.Tensor, table: int) -> UpdateScalars:
         """The numbers of one table, out of what `evaluate` gave."""
         start, end, stop = self._spans[table]
-        return TableNumbers(
+        return UpdateScalars(
             rate=evaluated[table],
             hyperparameters=[evaluated[at] for at in range(start, end)],
             combiner_rate=evaluated[end] if stop > end else tf.zeros([]),

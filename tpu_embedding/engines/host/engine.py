@@ -66,7 +66,7 @@ class HostEngine(Engine):
     table_dtypes = DTYPES
     differentiates_weights = True
     passes_tensors = True
-    for_custom = "portable"
+    stand_in = "portable"
     grows = True
 
     def __init__(

@@ -35,7 +35,7 @@ class ShardedEngine(HostEngine):
     name = "sharded"
     synchronizes = True
     differentiates_weights = False
-    for_custom = None
+    stand_in = None
 
     def __init__(self, options: EngineOptions) -> None:
         """Makes this process's part of the tables; see `Engine`."""

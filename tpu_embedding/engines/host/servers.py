@@ -54,7 +54,7 @@ class ParameterServerEngine(HostEngine):
 
     name = "parameter_server"
     differentiates_weights = False
-    for_custom = None
+    stand_in = None
 
     def __init__(self, options: EngineOptions) -> None:
         """Makes the tables on the servers; see `Engine`.

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding.engines.rates import TableNumbers
+from tpu_embedding.engines.rates import UpdateScalars
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.lookup.combine import sum_segments
 from tpu_embedding.lookup.entries import Entries
@@ -52,7 +52,7 @@ def row_sums(
 def update_table(
     spec: TableSpec,
     variables: TableVariables,
-    numbers: TableNumbers,
+    numbers: UpdateScalars,
     number: tf.Tensor,
     rows: tf.Tensor,
     gradient: tf.Tensor,

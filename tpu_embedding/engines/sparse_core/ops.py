@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tpu_embedding.config import QuantizationConfig
-from tpu_embedding.engines.rates import TableNumbers
+from tpu_embedding.engines.rates import UpdateScalars
 from tpu_embedding.engines.sparse_core.custom import CombinerFunctions, CustomFunctions
 from tpu_embedding.layout.csr import (
     CombinedCsrFormatTensor,
@@ -119,7 +119,7 @@ def update(
 def update_inputs(
     batch: Batch,
     gradient: tf.Tensor,
-    numbers: TableNumbers,
+    numbers: UpdateScalars,
     functions: CustomFunctions,
 ) -> dict[str, tf.Tensor]:
     """The inputs of the update of a stack, by input name of the op."""
