@@ -130,7 +130,7 @@ class StepQueue(abc.ABC):
 
     A step holds one batch of each replica. It is refused as a whole: if an input, a
     gradient or anything else fails in one replica, the step is discarded in every
-    replica, at the latest when a replica begins another one. Nothing of a given-up
+    replica, at the latest when a replica begins another one. Nothing of a discarded
     step is applied, and the pending update stays pending.
     """
 

@@ -47,7 +47,7 @@ from tpu_embedding.tables.variables import (
     create_variables,
 )
 
-_GIVEN_UP = (
+_DISCARDED = (
     "The gradients belong to a step that was discarded: it failed in some replica, or "
     "reset was called after its lookup. Run the step again."
 )
@@ -176,7 +176,7 @@ class PortableEngine(Engine, StepQueue):
             entries, resets = ticket.content
             is_late = self._resets.read_value() > resets
             code = tf.cast(is_late & (not ticket.taken), tf.int32)
-            with tf.control_dependencies(refuse(code, ["", _GIVEN_UP])):
+            with tf.control_dependencies(refuse(code, ["", _DISCARDED])):
                 self._update(entries, gradients, {}, ticket)
 
     def enqueue(self, batches: Sequence[Prepared], call: Call) -> None:
