@@ -135,8 +135,10 @@ def quadrature(fade: float, root_fade: float, inside: bool = False) -> Quadratur
     horizon = math.ceil(math.log(_REST) / math.log(ratio)) if ratio < 1.0 else math.inf
     if horizon > _LONGEST_HORIZON:
         raise ValueError(
-            f"momenta that keep {fade} of themselves in a step, over roots that keep "
-            f"{root_fade:.6g}, move a row for more than {_LONGEST_HORIZON} steps"
+            f"a step keeps {fade:.6g} of the momenta and {root_fade**2:.6g} of the "
+            "averages of squares, so a row would move for more than "
+            f"{_LONGEST_HORIZON} steps without a gradient (decrease the former or "
+            "increase the latter)"
         )
     ages = np.arange(1.0, max(horizon, 1) + 1.0)
     fading = fade**ages
@@ -150,8 +152,9 @@ def quadrature(fade: float, root_fade: float, inside: bool = False) -> Quadratur
         if error <= _LARGEST_ERROR:
             return Quadrature(nodes, fading[:, np.newaxis] * polynomials)
     raise ValueError(
-        f"momenta that keep {fade} of themselves in a step, over roots that keep "
-        f"{root_fade:.6g}, need more than {_MOST_NODES} nodes"
+        f"a step keeps {fade:.6g} of the momenta and only {root_fade**2:.6g} of the "
+        "averages of squares, so rows that wait cannot be caught up exactly (increase "
+        "the latter, beta_2 or rho)"
     )
 
 
