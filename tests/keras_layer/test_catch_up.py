@@ -457,7 +457,7 @@ def test_a_decay_that_leaves_nothing_is_refused(way: str):
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda: O.Adam(0.01, beta_1=0.9, beta_2=0.9), "need more than 16 nodes"),
+        (lambda: O.Adam(0.01, beta_1=0.9, beta_2=0.9), "only 0.9 of the averages"),
         (lambda: O.Adam(0.01, beta_1=0.9, beta_2=0.5), "for more than 4096 steps"),
         (lambda: O.SGD(0.01, momentum=0.9999), "for more than 4096 steps"),
         (lambda: O.Ftrl(0.1, l2_shrinkage_regularization_strength=0.1), "l2_shrink"),
