@@ -134,11 +134,10 @@ def quadrature(fade: float, root_fade: float, inside: bool = False) -> Quadratur
     ratio = fade / root_fade if root_fade > 0.0 else math.inf
     horizon = math.ceil(math.log(_REST) / math.log(ratio)) if ratio < 1.0 else math.inf
     if horizon > _LONGEST_HORIZON:
+        squares = f" and {root_fade**2:.6g} of the averages of squares"
         raise ValueError(
-            f"a step keeps {fade:.6g} of the momenta and {root_fade**2:.6g} of the "
-            "averages of squares, so a row would move for more than "
-            f"{_LONGEST_HORIZON} steps without a gradient (decrease the former or "
-            "increase the latter)"
+            f"a step keeps {fade:.6g} of the momenta{squares * (root_fade < 1.0)}, so a "
+            f"row would move for more than {_LONGEST_HORIZON} steps without a gradient"
         )
     ages = np.arange(1.0, max(horizon, 1) + 1.0)
     fading = fade**ages
