@@ -136,8 +136,8 @@ def quadrature(fade: float, root_fade: float, inside: bool = False) -> Quadratur
     if horizon > _LONGEST_HORIZON:
         squares = f" and {root_fade**2:.6g} of the averages of squares"
         raise ValueError(
-            f"a step keeps {fade:.6g} of the momenta{squares * (root_fade < 1.0)}, so a "
-            f"row would move for more than {_LONGEST_HORIZON} steps without a gradient"
+            f"a step keeps {fade:.6g} of the momenta{squares * (root_fade < 1.0)}, so "
+            f"without gradients a row moves for more than {_LONGEST_HORIZON} steps"
         )
     ages = np.arange(1.0, max(horizon, 1) + 1.0)
     fading = fade**ages
