@@ -3,33 +3,37 @@
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_DISTINCT_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_DISTINCT_H_
 
+#include <algorithm>
 #include <cstdint>
-#include <vector>
+
+#include "core/buffer.h"
 
 namespace tpu_embedding {
 
 // Where each distinct row is read into: the first of its places.
 class FirstPlaces {
  public:
-  explicit FirstPlaces(size_t count) {
-    size_t size = 16;
+  // Forgets all rows, and makes room for so many places.
+  void Start(int64_t count) {
+    int64_t size = 16;
     while (size < 2 * count) size *= 2;
-    places_.assign(size, -1);
+    places_.Resize(size);
+    std::fill_n(places_.data(), size, -1);
   }
   // The first place of the row `rows[place]`, which is `place` if it is new.
   template <class Rows>
-  int64_t Of(const Rows& rows, int64_t place) {
-    const size_t mask = places_.size() - 1;
+  int64_t Of(const Rows& rows, int32_t place) {
+    const uint64_t mask = places_.size() - 1;
     const uint64_t hash = rows[place] * uint64_t{0x9E3779B97F4A7C15};
-    for (size_t i = hash >> 32;; ++i) {
-      int64_t& found = places_[i & mask];
+    for (uint64_t i = hash >> 32;; ++i) {
+      int32_t& found = places_[i & mask];
       if (found < 0) found = place;
       if (rows[found] == rows[place]) return found;
     }
   }
 
  private:
-  std::vector<int64_t> places_;
+  Buffer<int32_t> places_;
 };
 
 }  // namespace tpu_embedding

@@ -169,14 +169,16 @@ class LookupOp : public tensorflow::OpKernel {
     std::vector<CaughtUp>& caught_up = outputs->caught_up;
     const auto entries_of = [&](int64_t f) -> FeatureEntries {
       const int table = plan.feature_tables[f];
-      if (caught_up[f].rows) return {batch.features[f], caught_up[f].places};
+      if (const CaughtUpRows* const copy = caught_up[f].found.get()) {
+        return {batch.features[f], copy->places};
+      }
       if (!resource->growing[table]) return batch.features[f];
       return {batch.features[f], outputs->found[table].rows(0, f)};
     };
     for (size_t f = 0; f < caught_up.size() && !outputs->views.empty(); ++f) {
       const int table = plan.feature_tables[f];
       if (!resource->waiting[table]) continue;
-      caught_up[f] = {table, *entries_of(f).rows};
+      caught_up[f] = {table, entries_of(f).rows};
     }
     ReadCaughtUp(WorkerPool(context), *resource, outputs->views, &caught_up);
     std::vector<Work> works;
@@ -190,7 +192,7 @@ class LookupOp : public tensorflow::OpKernel {
       const int table = plan.feature_tables[f];
       const GrowingTable* growing = resource->growing[table].get();
       const ConstTableData rows =
-          caught_up[f].rows ? ConstTableData(caught_up[f].values.data())
+          caught_up[f].found ? ConstTableData(caught_up[f].found->values.data())
           : growing
               ? growing->rows()
               : DataOf(static_cast<const Tensor&>(*tables[table]->tensor()));

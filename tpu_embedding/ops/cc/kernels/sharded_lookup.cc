@@ -256,7 +256,7 @@ class ServeOp : public tensorflow::OpKernel {
     std::deque<Buffer<int32_t>> of_ids;
     const auto read = [&](int t, const Buffer<int32_t>& rows) {
       const bool waits = !views.empty() && resource.waiting[t];
-      caught_up.push_back(waits ? CaughtUp(t, rows) : CaughtUp());
+      caught_up.push_back(waits ? CaughtUp{t, &rows} : CaughtUp());
     };
     for (size_t p = 0; p < routed.requests.size(); ++p) {
       const PeerRequest& request = routed.requests[p];
@@ -289,9 +289,9 @@ class ServeOp : public tensorflow::OpKernel {
       const int p = piece.owner / (num_tables + num_features);
       const int64_t item = piece.owner % (num_tables + num_features);
       const bool narrow = Narrow(plan, p);
-      const CaughtUp& copy = caught_up[piece.owner];
+      const CaughtUpRows* const copy = caught_up[piece.owner].found.get();
       const auto data = [&](int64_t table) -> ConstTableData {
-        if (copy.rows) return copy.values.data();
+        if (copy) return copy->values.data();
         const GrowingTable* growing = resource.growing[table].get();
         return growing ? growing->rows()
                        : DataOf(static_cast<const Tensor&>(
@@ -299,8 +299,8 @@ class ServeOp : public tensorflow::OpKernel {
       };
       if (item < num_tables) {
         const int64_t t = item;
-        GatherRows(copy.rows ? copy.places : *wanted[p * num_tables + t],
-                   data(t), plan.tables[t].dim, narrow, piece.begin, piece.end,
+        GatherRows(copy ? copy->places : *wanted[p * num_tables + t], data(t),
+                   plan.tables[t].dim, narrow, piece.begin, piece.end,
                    messages[p] + layouts[p].tables[t]);
         return;
       }
@@ -310,7 +310,7 @@ class ServeOp : public tensorflow::OpKernel {
       char* to = messages[p] + layouts[p].features[f];
       const auto look_up = [&](float* out) {
         FeatureEntries entries = entries_of(p, f);
-        if (copy.rows) entries.rows = &copy.places;
+        if (copy) entries.rows = &copy->places;
         Lookup(entries, data(t), dim, plan.tables[t].quantization, piece.begin,
                piece.end, out);
       };

@@ -183,7 +183,8 @@ class CaughtUpRowsOp : public tensorflow::OpKernel {
                    const std::vector<float*>& outputs) {
     const int64_t count = rows.size();
     std::vector<int64_t> first(count), distinct;
-    FirstPlaces places(count);
+    FirstPlaces places;
+    places.Start(count);
     for (int64_t i = 0; i < count; ++i) {
       first[i] = places.Of(rows, i);
       if (first[i] != i) continue;

@@ -28,18 +28,19 @@ int32_t* Zeros(int64_t size) {
   return static_cast<int32_t*>(memory);
 }
 
-void FindDistinct(const WaitingRows& waiting, CaughtUp* copy) {
-  const Buffer<int32_t>& rows = *copy->rows;
-  FirstPlaces first(rows.size());
-  copy->places.Resize(rows.size());
+void FindDistinct(const WaitingRows& waiting, const Buffer<int32_t>& rows,
+                  CaughtUpRows* found) {
+  found->first.Start(rows.size());
+  found->places.Resize(rows.size());
+  found->distinct.clear();
   for (int64_t i = 0; i < rows.size(); ++i) {
-    const int64_t place = first.Of(rows, i);
+    const int64_t place = found->first.Of(rows, i);
     if (place == i) {
       waiting.PrefetchSince(rows[i]);
-      copy->places[i] = copy->distinct.size();
-      copy->distinct.push_back(rows[i]);
+      found->places[i] = found->distinct.size();
+      found->distinct.push_back(rows[i]);
     } else {
-      copy->places[i] = copy->places[place];
+      found->places[i] = found->places[place];
     }
   }
 }
@@ -136,15 +137,15 @@ class ReadRowsOp : public tensorflow::OpKernel {
                       " has no row ", row, ".")));
       rows[i] = row;
     }
-    std::vector<CaughtUp> copies(1);
-    copies[0] = CaughtUp(table_, rows);
+    std::vector<CaughtUp> copies = {{table_, &rows}};
     ReadCaughtUp(WorkerPool(context), *resource, views, &copies);
     tensorflow::Tensor* values = nullptr;
     const int64_t dim = views[table_].dim;
     OP_REQUIRES_OK(context,
                    context->allocate_output(0, {rows.size(), dim}, &values));
+    const CaughtUpRows& found = *copies[0].found;
     for (int64_t i = 0; i < rows.size(); ++i) {
-      std::copy_n(copies[0].values.data() + copies[0].places[i] * dim, dim,
+      std::copy_n(found.values.data() + found.places[i] * dim, dim,
                   values->flat<float>().data() + i * dim);
     }
   }
@@ -225,24 +226,27 @@ void ReadCaughtUp(const ParallelFor& parallel_for,
   int64_t entries = 0;
   for (CaughtUp& copy : *copies) {
     if (copy.table < 0) continue;
+    copy.found = resource.waiting[copy.table]->TakeStorage();
     own.push_back(&copy);
     entries += copy.rows->size();
   }
   if (own.empty()) return;
   ForEachItem(parallel_for, own.size(),
               entries * kCyclesPerReadEntry / own.size(), [&](int64_t i) {
-                FindDistinct(resource.waiting[own[i]->table]->rows(), own[i]);
+                FindDistinct(resource.waiting[own[i]->table]->rows(),
+                             *own[i]->rows, own[i]->found.get());
               });
   for (CaughtUp* copy : own) {
     const TableView& view = views[copy->table];
     const WaitingRows& waiting = resource.waiting[copy->table]->rows();
-    copy->values.Resize(copy->distinct.size() * view.dim);
+    CaughtUpRows& found = *copy->found;
+    found.values.Resize(found.distinct.size() * view.dim);
     ReadDistinct(
-        parallel_for, view, waiting, copy->distinct.size(),
-        [&](int64_t i) { return copy->distinct[i]; },
+        parallel_for, view, waiting, found.distinct.size(),
+        [&](int64_t i) { return found.distinct[i]; },
         [&](int64_t i) {
-          ReadCaughtUp(view, waiting, copy->distinct[i],
-                       copy->values.data() + i * view.dim);
+          ReadCaughtUp(view, waiting, found.distinct[i],
+                       found.values.data() + i * view.dim);
         });
   }
 }

@@ -9,7 +9,9 @@
 #include <memory>
 #include <vector>
 
+#include "core/batch_pool.h"
 #include "core/buffer.h"
+#include "core/distinct.h"
 #include "core/idle.h"
 #include "core/row_options.h"
 #include "kernels/plan.h"
@@ -18,6 +20,14 @@
 
 namespace tpu_embedding {
 
+// The distinct rows that some entries name, caught up.
+struct CaughtUpRows {
+  Buffer<float> values;    // each row once
+  Buffer<int32_t> places;  // of the entries in `values`
+  std::vector<int32_t> distinct;
+  FirstPlaces first;
+};
+
 // What waits in one table. The locks of the table and its slots guard it.
 class WaitingTable {
  public:
@@ -25,6 +35,9 @@ class WaitingTable {
   explicit WaitingTable(const TablePlan& plan);
 
   WaitingRows& rows() { return rows_; }
+  // Storage of lookups that were made before: fresh memory costs a page fault
+  // for each 4 KiB.
+  std::shared_ptr<CaughtUpRows> TakeStorage() { return storage_->Take(); }
 
   // Whether rows can make up for a step at this rate later. Else it must update
   // all rows, as `all_rows` says.
@@ -49,6 +62,8 @@ class WaitingTable {
   std::unique_ptr<int32_t[], Free> since_;
   std::vector<double> history_;
   WaitingRows rows_;
+  const std::shared_ptr<BatchPool<CaughtUpRows>> storage_ =
+      std::make_shared<BatchPool<CaughtUpRows>>();
 };
 
 // Whether rows of any table wait now.
@@ -59,18 +74,12 @@ void CatchUpTable(const ParallelFor& parallel_for,
                   const StepQueueResource& resource, int table,
                   const TableView& view);
 
-// Copies of the rows of a table that some entries name, caught up.
+// Copies of the rows of a table that some entries name, caught up; none by
+// default.
 struct CaughtUp {
-  // None by default.
-  CaughtUp() = default;
-  CaughtUp(int table, const Buffer<int32_t>& rows)
-      : table(table), rows(&rows) {}
-
   int table = -1;
   const Buffer<int32_t>* rows = nullptr;
-  Buffer<float> values;    // each row once
-  Buffer<int32_t> places;  // of `rows` in `values`
-  std::vector<int32_t> distinct;
+  std::shared_ptr<CaughtUpRows> found = nullptr;
 };
 
 // Makes copies for a lookup, of tables that are locked.
