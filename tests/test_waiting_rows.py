@@ -190,12 +190,13 @@ def test_tables_and_slots_are_those_of_steps_over_all_rows() -> None:
     for table, name in enumerate(OPTIMIZERS):
         ours, own, theirs = trained.arrays(table), exact[table], single[table]
         for array, values in own.arrays.items():
-            error = np.abs(ours[array] - values).max()
-            rounding = np.abs(theirs.arrays[array] - values).max()
-            # A catch-up rounds a row three times, and a step twice.
-            assert error <= 2 * rounding + EPSILON * np.abs(values).max(), (
-                name, array, error, rounding
-            )  # fmt: skip
+            error = np.abs(ours[array] - values)
+            rounding = np.abs(theirs.arrays[array] - values)
+            # A catch-up rounds once, and each step at least once; the largest errors
+            # are those of a few rows that hardly wait.
+            assert np.median(error) <= np.median(rounding), (name, array)
+            atol = EPSILON * np.abs(values).max()
+            assert error.max() <= 2 * rounding.max() + atol, (name, array)
 
 
 def _saved_by_tensorflow(trained: Trained, folder: pathlib.Path) -> Any:

@@ -2,6 +2,7 @@
 
 #include "core/idle.h"
 
+#include <algorithm>
 #include <cmath>
 #include <random>
 #include <vector>
@@ -146,41 +147,79 @@ void TestStepsOneByOne() {
   }
 }
 
-// Each number of nodes has a loop of its own, and dims that are no multiple of
+// A rule with so many terms, each of which weighs 0.25 after a step.
+IdleRule MakeRoot(int terms, bool inside, bool powers) {
+  IdleRule rule = MakeRule(Move::kRoot, false);
+  rule.epsilon_inside = inside;
+  rule.powers = powers;
+  rule.fades[1] = 0.81;
+  rule.root_fade = 0.9;
+  rule.nodes.clear();
+  for (int i = 0; i < terms; ++i) rule.nodes.push_back(powers ? 1.5 : 0.5 + i);
+  rule.node_weights.assign(terms, 0.25);  // of age 1
+  return rule;
+}
+
+// What the row loses.
+double MoveOf(const IdleRule& rule, double moment, double square) {
+  double sum = 0.0, share = 1.0;
+  for (const double node : rule.nodes) {
+    const double fade = std::pow(0.9, node);
+    const double squares = square * fade * fade + 0.25;
+    const double root = rule.epsilon_inside ? std::sqrt(squares)
+                                            : std::sqrt(square) * fade + 0.5;
+    sum += 0.5 * 0.25 * share / root;
+    if (rule.powers) {
+      share *= 1.0 - (rule.epsilon_inside ? 0.25 / squares : 0.5 / root);
+    }
+  }
+  return moment * sum;
+}
+
+// Each number of terms has a loop of its own, and dims that are no multiple of
 // a vector have a rest.
-void TestEachNumberOfNodes() {
-  for (const bool inside : {false, true}) {
-    for (int nodes = 1; nodes <= kMostNodes; ++nodes) {
-      IdleRule rule = MakeRule(Move::kRoot, false);
-      rule.epsilon_inside = inside;
-      rule.fades[1] = 0.81;
-      rule.root_fade = 0.9;
-      rule.nodes.clear();
-      rule.node_weights.clear();
-      for (int i = 0; i < nodes; ++i) rule.nodes.push_back(0.5 + i);
-      rule.node_weights.assign(nodes, 0.25);  // of age 1
-      std::vector<double> history(kCapacity * (2 + nodes));
-      int64_t clock[3] = {};
-      int32_t since[1] = {};
-      WaitingRows waiting(rule, {clock, since, history.data(), kCapacity, 1});
-      waiting.Advance(0.5, 0.0, 0.0);
-      std::vector<float> row(kDim, 2.0f), moment(kDim, 1.5f), square(kDim);
-      for (int d = 0; d < kDim; ++d) square[d] = 0.125f * d;
-      std::vector<float> out(kDim);
-      const float* const slots[] = {moment.data(), square.data()};
-      waiting.CatchUp(waiting.Find(0), row.data(), slots, kDim, out.data(),
-                      nullptr);
-      for (int d = 0; d < kDim; ++d) {
-        double expected = 2.0;
-        for (const double node : rule.nodes) {
-          const double fade = std::pow(0.9, node);
-          const double root = inside ? std::sqrt(square[d] * fade * fade + 0.25)
-                                     : std::sqrt(square[d]) * fade + 0.5;
-          expected -= 1.5 * 0.5 * 0.25 / root;
-        }
-        // 16 terms below 0.4 each, and a sum below 8, rounded to float32.
-        CHECK_LE(std::abs(out[d] - expected), 34 * 6e-8 * 8);
-      }
+void TestEachNumberOfTerms(bool inside, bool powers) {
+  for (int terms = 1; terms <= (powers ? kMostPowers : kMostNodes); ++terms) {
+    const IdleRule rule = MakeRoot(terms, inside, powers);
+    std::vector<double> history(kCapacity * (2 + terms));
+    int64_t clock[3] = {};
+    int32_t since[1] = {};
+    WaitingRows waiting(rule, {clock, since, history.data(), kCapacity, 1});
+    waiting.Advance(0.5, 0.0, 0.0);
+    std::vector<float> row(kDim, 2.0f), moment(kDim, 1.5f), square(kDim);
+    for (int d = 0; d < kDim; ++d) square[d] = 0.125f * d;
+    std::vector<float> out(kDim);
+    const float* const slots[] = {moment.data(), square.data()};
+    waiting.CatchUp(waiting.Find(0), row.data(), slots, kDim, out.data(),
+                    nullptr);
+    for (int d = 0; d < kDim; ++d) {
+      // 16 terms below 0.4 each, and a sum below 8, rounded to float32.
+      CHECK_LE(std::abs(out[d] - (2.0 - MoveOf(rule, 1.5, square[d]))),
+               34 * 6e-8 * 8);
+    }
+  }
+}
+
+// A row that decays is rounded once, however many steps it waited.
+void TestRoundingOfDecay() {
+  const IdleRule rule = MakeRule(Move::kNone, true);
+  std::vector<double> history(kCapacity * 3);
+  int64_t clock[3] = {};
+  int32_t since[1] = {};
+  WaitingRows waiting(rule, {clock, since, history.data(), kCapacity, 1});
+  double kept = 1.0;
+  for (const double shrinkage : {1e-3, 1e-5, 0.3, 0.9, 0.999}) {
+    waiting.Advance(0.0, 0.0, shrinkage);
+    kept *= 1.0 - shrinkage;
+    for (int i = 0; i < 64; ++i) {
+      const float row = 1.0f + i / 64.0f;
+      float out = 0.0f;
+      const float* const slots[] = {&row, &row};
+      waiting.CatchUp(waiting.Find(0), &row, slots, 1, &out, nullptr);
+      const double unit = std::nextafter(row, 4.0f) - row;
+      // What is lost is rounded, too; of more than half of it what is kept.
+      const double parts = 0.51 + 2.0 * std::min(0.25, 1.0 - kept);
+      CHECK_LE(std::abs(out - row * kept), unit * parts);
     }
   }
 }
@@ -238,7 +277,12 @@ void TestSignsOfADecay() {
 
 int main() {
   tpu_embedding::TestStepsOneByOne();
-  tpu_embedding::TestEachNumberOfNodes();
+  for (const bool inside : {false, true}) {
+    for (const bool powers : {false, true}) {
+      tpu_embedding::TestEachNumberOfTerms(inside, powers);
+    }
+  }
+  tpu_embedding::TestRoundingOfDecay();
   tpu_embedding::TestRowsOfBFloat16();
   tpu_embedding::TestSignsOfADecay();
 }

@@ -23,7 +23,7 @@ from tpu_embedding.keras.rows import fused
 from tpu_embedding.keras.rows import waiting as waiting_module
 from tpu_embedding.keras.rows.variable import make_plain
 from tpu_embedding.optimizers import idle as idle_module
-from tpu_embedding.optimizers.idle import Idle, quadrature
+from tpu_embedding.optimizers.idle import Idle, quadrature, terms_of_roots
 
 V, D, STEPS = 40, 3, 300
 IS_KERAS_3 = hasattr(keras, "Variable")
@@ -576,22 +576,25 @@ def test_dense_and_sparse_steps_in_turn(way: str):
     )
 
 
+@pytest.mark.parametrize("powers", [True, False])
 @pytest.mark.parametrize("beta_1", [0.0, 0.5, 0.9, 0.95, 0.99])
 @pytest.mark.parametrize("beta_2", [0.98, 0.99, 0.999, 0.99999])
-def test_nodes_give_the_sum_over_all_steps(beta_1: float, beta_2: float):
+def test_nodes_give_the_sum_over_all_steps(beta_1: float, beta_2: float, powers: bool):
     """Rates that change at random, roots from below epsilon to far above it."""
     if beta_1 == 0.99 and beta_2 < 0.999:
         return  # Refused; see above.
     rng, root_fade = np.random.default_rng(7), np.sqrt(beta_2)
-    rule = quadrature(beta_1, root_fade)
+    rule = quadrature(beta_1, root_fade, powers=powers)
+    assert not rule.powers or powers
     roots = 10.0 ** rng.uniform(-4, 8, [200, 1])
+    terms = terms_of_roots(rule, roots[:, 0], root_fade)
     for steps in (1, 2, 3, 10, 100, 2000):
         ages = np.arange(1, steps + 1)
         weights = rng.uniform(0.1, 1, steps)
         exact = (weights * beta_1**ages) @ (1 / (roots * root_fade**ages + 1)).T
         short = ages[: rule.horizon]
         summed = weights[short - 1] @ rule.weights[short - 1]
-        found = (1 / (roots * root_fade**rule.nodes + 1)) @ summed
+        found = terms @ summed
         np.testing.assert_allclose(found, exact, rtol=2e-7, atol=1e-300)
 
 

@@ -41,5 +41,6 @@ def idle_record(
         options=np.array(options, np.float64),
         fades=np.array(idle.fades, np.float64),
         nodes=quadrature.nodes if quadrature else np.ones(1),
+        powers=quadrature is not None and quadrature.powers,
         node_weights=weights,
     )

@@ -14,8 +14,18 @@ correction. A row that has waited from step t to step n = t + k is therefore
 
 The weights w_j are the same for all rows with this t. f(j) is 1 for momenta. For Adam
 it is 1 / (sqrt(v) * r^j + epsilon) with r = sqrt(beta_2), a smooth function of j that
-differs by value. A polynomial through a few nodes x_i replaces it (Lagrange's formula),
-so that the sum needs f at these nodes only:
+differs by value. Around an age c, with d = sqrt(v) * r^c + epsilon, it is
+
+    f(j) = 1 / d / (1 - (1 - r^(j-c)) * share),    share = 1 - epsilon / d in [0, 1],
+
+and a polynomial in `share` replaces the last factor, so that the sum needs one root and
+one division of a value:
+
+    sum_j w_j * f(j) = sum_i g_i * share^i / d,    g_i = sum_j w_j * a_i(j).
+
+With epsilon inside of the root it is the same for d^2, and a root of each factor. Where
+many powers would be needed, or epsilon changes with j, a polynomial in j through a few
+nodes x_i replaces f(j) (Lagrange's formula), so that the sum needs f at these nodes:
 
     sum_j w_j * f(j) = sum_i g_i * f(x_i),    g_i = sum_j w_j * L_i(j).
 
@@ -36,6 +46,7 @@ import numpy as np
 _REST = 4e-12
 _LARGEST_ERROR = 1e-8
 _MOST_NODES = 16
+_MOST_POWERS = 8
 _LONGEST_HORIZON = 4096
 
 # A pass over all rows follows when the history is full. The passes add less than one
@@ -46,15 +57,18 @@ _LONGEST_HISTORY = 65_536
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Quadrature:
-    """Nodes at which f is evaluated, and the polynomials through them.
+    """Nodes at which f is evaluated, and what each age adds to the sum over them.
 
     Attributes:
-      nodes: [n] ages in steps, not whole numbers.
-      weights: [horizon, n], L_i(j) * fade^j of the ages j = 1 to horizon.
+      nodes: [n] ages in steps, not whole numbers. With `powers` n times the same.
+      weights: [horizon, n], L_i(j) * fade^j, or a_i(j) * fade^j, of the ages j = 1 to
+        horizon.
+      powers: Whether the sum is a polynomial in `share`.
     """
 
     nodes: np.ndarray
     weights: np.ndarray
+    powers: bool = False
 
     @property
     def horizon(self) -> int:
@@ -108,7 +122,8 @@ class Idle:
         if self.move not in ("momentum", "root"):
             return None
         inside = self.move == "root" and self.epsilon_inside
-        return quadrature(self.fades[self.moment], self.root_fade, inside)
+        constant = not self.epsilon_beta
+        return quadrature(self.fades[self.moment], self.root_fade, inside, constant)
 
 
 def history_length(rows: int, horizon: int) -> int:
@@ -118,13 +133,16 @@ def history_length(rows: int, horizon: int) -> int:
 
 
 @functools.cache
-def quadrature(fade: float, root_fade: float, inside: bool = False) -> Quadrature:
-    """Chooses the fewest nodes for momenta that fade over a root that fades.
+def quadrature(
+    fade: float, root_fade: float, inside: bool = False, powers: bool = True
+) -> Quadrature:
+    """Chooses the shortest sum for momenta that fade over a root that fades.
 
     Args:
       fade: Of the momentum in a step, 0 <= fade < 1.
       root_fade: Of the root in a step, 0 <= root_fade <= 1.
       inside: Whether epsilon stands inside of the root.
+      powers: Whether epsilon is a constant, so that the sum may be one of powers.
 
     Raises:
       ValueError: If momenta fade too slowly, or the roots too fast.
@@ -143,18 +161,50 @@ def quadrature(fade: float, root_fade: float, inside: bool = False) -> Quadratur
     fading = fade**ages
     if root_fade == 1.0:
         return Quadrature(np.ones(1), fading[:, np.newaxis])
+    most = min(_MOST_NODES, len(ages))
+    for count in range(1, min(_MOST_POWERS, most) + 1 if powers else 1):
+        # Later than the mean age: rows that waited for long have the largest moves.
+        nodes = np.full(count, (count + 2.0) / 4.0 / (1.0 - fade))
+        polynomials = _powers(nodes[0], ages, count, root_fade, inside)
+        found = Quadrature(nodes, polynomials, powers=True)
+        if _error(found, ages, fading, root_fade, inside) <= _LARGEST_ERROR:
+            weights = fading[:, np.newaxis] * polynomials
+            return dataclasses.replace(found, weights=weights)
     # Half as wide as the weights: rows that waited a few steps count as well.
-    for count in range(1, min(_MOST_NODES, len(ages)) + 1):
+    for count in range(1, most + 1):
         nodes = _gauss_nodes(fading**2, ages, count)
-        polynomials = _lagrange(nodes, ages)
-        error = _error(nodes, polynomials, ages, fading, root_fade, inside)
-        if error <= _LARGEST_ERROR:
-            return Quadrature(nodes, fading[:, np.newaxis] * polynomials)
+        found = Quadrature(nodes, _lagrange(nodes, ages))
+        if _error(found, ages, fading, root_fade, inside) <= _LARGEST_ERROR:
+            weights = fading[:, np.newaxis] * found.weights
+            return dataclasses.replace(found, weights=weights)
     raise ValueError(
         f"a step keeps {fade:.6g} of the momenta and only {root_fade**2:.6g} of the "
         "averages of squares, so rows that wait cannot be caught up exactly (increase "
         "the latter, beta_2 or rho)"
     )
+
+
+def _powers(
+    center: float, ages: np.ndarray, count: int, root_fade: float, inside: bool
+) -> np.ndarray:
+    """[ages, count]: coefficients of a polynomial in `share`, by Chebyshev's points."""
+    power = 2 if inside else 1
+    lost = 1.0 - root_fade ** (power * (ages - center))
+    points = (1.0 - np.cos((np.arange(count) + 0.5) * np.pi / count)) / 2.0
+    values = (1.0 - np.outer(points, lost)) ** (-1.0 / power)
+    return np.linalg.solve(np.vander(points, increasing=True), values).T
+
+
+def terms_of_roots(
+    rule: Quadrature, roots: np.ndarray, root_fade: float, inside: bool = False
+) -> np.ndarray:
+    """[roots, n]: what the weights are multiplied by; epsilon is 1."""
+    power = 2 if inside else 1
+    squares = (roots[:, np.newaxis] * root_fade**rule.nodes) ** power + 1.0
+    terms = squares ** (-1.0 / power)
+    if rule.powers:
+        terms = terms * (1.0 - 1.0 / squares) ** np.arange(len(rule.nodes))
+    return terms
 
 
 def _gauss_nodes(weights: np.ndarray, ages: np.ndarray, count: int) -> np.ndarray:
@@ -184,18 +234,16 @@ def _lagrange(nodes: np.ndarray, ages: np.ndarray) -> np.ndarray:
 
 
 def _error(
-    nodes: np.ndarray,
-    polynomials: np.ndarray,
+    rule: Quadrature,
     ages: np.ndarray,
     fading: np.ndarray,
     root_fade: float,
     inside: bool,
 ) -> float:
     """The largest error of a move relative to it, over waits and roots."""
-    roots = 10.0 ** np.arange(-4.0, 9.0, 0.5)[:, np.newaxis]  # In units of epsilon.
+    roots = 10.0 ** np.arange(-4.0, 9.0, 0.5)  # In units of epsilon.
     power = 2 if inside else 1
-    divisor = ((roots * root_fade**ages) ** power + 1.0) ** (1 / power)
-    divisor_at_nodes = ((roots * root_fade**nodes) ** power + 1.0) ** (1 / power)
-    exact, through = 1.0 / divisor, (1.0 / divisor_at_nodes) @ polynomials.T
+    exact = ((roots[:, np.newaxis] * root_fade**ages) ** power + 1.0) ** (-1.0 / power)
+    through = terms_of_roots(rule, roots, root_fade, inside) @ rule.weights.T
     moves = np.cumsum(fading * exact, axis=1)
     return float((np.cumsum(fading * np.abs(through - exact), axis=1) / moves).max())

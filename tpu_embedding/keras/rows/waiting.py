@@ -52,14 +52,27 @@ def other_optimizer(name: str) -> str:
     )
 
 
+def large_decay(name: str) -> str:
+    """The error of a decay that leaves nothing of a table."""
+    return (
+        f"weight_decay * learning_rate must be below 1 for {name}. Use a smaller "
+        "weight_decay, or lazy=True."
+    )
+
+
+def is_in_xla() -> bool:
+    """Whether XLA compiles what is traced; it leaves assertions out."""
+    graph = tf.compat.v1.get_default_graph()
+    return control_flow_util.GraphOrParentsInXlaContext(graph)
+
+
 def kernels_for(variables: Sequence[Any]) -> Any:
     """Returns the ops of the library if they can be run or traced now, else None."""
-    graph = tf.compat.v1.get_default_graph()
     possible = (
         all(v.dtype.base_dtype == tf.float32 and v.device == _DEVICE for v in variables)
         and not tf.distribute.has_strategy()
         and tf.compat.v1.executing_eagerly_outside_functions()
-        and not control_flow_util.GraphOrParentsInXlaContext(graph)
+        and not is_in_xla()
         and library.unavailable_reason() is None
         and distribution.current().engine == "host"
     )
@@ -180,7 +193,7 @@ class Waiting:
         start = gather(self.history, since % self.capacity)
         end = gather(self.history, now % self.capacity)
         row, slots = values[0], values[1:]
-        weights = start[..., 2:]
+        weights, moved = start[..., 2:], tf.zeros([], dtype)
         if idle.move == "sign":  # Sums from the first step on.
             weights = (end[2:] - weights) * tf.exp(start[..., :1])
         terms = self.history.shape[1] - 2
@@ -191,11 +204,13 @@ class Waiting:
         elif idle.move:
             following = gather(self.history, (since + 1) % self.capacity)
             moved = self._moved(slots, factors, following[..., 1:2] - 1.0)
-            row -= tf.where(steps > 0, moved, tf.zeros_like(moved))
+            moved = tf.where(steps > 0, moved, tf.zeros_like(moved))
         if self.decays and idle.move != "follow":
-            row *= tf.cast(tf.exp(end[0] - start[..., :1]), dtype)
+            row = _shrunk(row, moved, tf.exp(end[0] - start[..., :1]))
+        elif idle.move != "follow":
+            row -= moved
         faded = [
-            slot if fade == 1.0 else slot * tf.cast(_power(fade, steps), dtype)
+            slot if fade == 1.0 else _shrunk(slot, 0.0, _power(fade, steps))
             for slot, fade in zip(slots, idle.fades, strict=True)
         ]
         return [row, *faded]
@@ -211,6 +226,8 @@ class Waiting:
         assert self._quadrature is not None
         square, divided = slots[idle.square], tf.zeros([], moment.dtype)
         root = square if idle.epsilon_inside else tf.sqrt(square)
+        if self._quadrature.powers:
+            return moment * self._over_root(root, factors)
         for node, factor in zip(self._quadrature.nodes, factors, strict=True):
             fade = idle.root_fade**node
             epsilon: Any = tf.constant(idle.epsilon, moment.dtype)
@@ -223,6 +240,18 @@ class Waiting:
                 divisor = root * fade + epsilon
             divided += factor / divisor
         return moment * divided
+
+    def _over_root(self, root: tf.Tensor, factors: list[tf.Tensor]) -> tf.Tensor:
+        """The sum of powers of a share, over a root or its square."""
+        assert self._quadrature is not None
+        power = 2 if self.idle.epsilon_inside else 1
+        fade = (self.idle.root_fade ** self._quadrature.nodes[0]) ** power
+        epsilon = tf.constant(self.idle.epsilon, root.dtype) ** power
+        inverse = 1.0 / (root * fade + epsilon)
+        share, divided = 1.0 - epsilon * inverse, factors[-1]
+        for factor in factors[-2::-1]:
+            divided = divided * share + factor
+        return divided * (tf.sqrt(inverse) if power == 2 else inverse)
 
     def _followed(self, slots: list[tf.Tensor], rate: tf.Tensor) -> tf.Tensor:
         power, l1, l2, beta = self.idle.follow
@@ -302,10 +331,7 @@ class Waiting:
             other_optimizer(name),
         )
         shrinks = tf.debugging.assert_less(
-            shrinkage,
-            tf.ones([], tf.float64),
-            f"weight_decay * learning_rate must be below 1 for {name}. Use a smaller "
-            "weight_decay, or lazy=True.",
+            shrinkage, tf.ones([], tf.float64), large_decay(name)
         )
         return tf.group(owned, shrinks)
 
@@ -387,6 +413,12 @@ def _gradient_of_read(op: Any, *gradients: tf.Tensor) -> list[Any]:
     values = tf.reshape(gradients[0], [-1, gradients[0].shape[-1]])
     slices = tf.IndexedSlices(values, tf.reshape(rows, [-1]), shape)
     return [slices, *[None] * (len(op.inputs) - 1)]
+
+
+def _shrunk(value: tf.Tensor, moved: Any, factor: tf.Tensor) -> tf.Tensor:
+    """(value - moved) * factor, rounded once: a factor near 1 is not."""
+    exact = tf.cast(value, tf.float64) - tf.cast(moved, tf.float64)
+    return tf.cast(exact * factor, value.dtype)
 
 
 def _precision(dtype: tf.DType) -> tf.DType:

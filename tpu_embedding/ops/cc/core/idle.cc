@@ -28,7 +28,7 @@ constexpr int64_t kMostSteps = int64_t{1} << 30;
 constexpr double kSmallestLog = -300.0;
 
 // What the loops over columns need. The loops are compiled for each number of
-// nodes, and the nodes are written out, so that the columns are vectorized.
+// terms, and the terms are written out, so that the columns are vectorized.
 struct Columns {
   const float* row;
   const float* moment;
@@ -37,14 +37,38 @@ struct Columns {
   float* out;  // may be `row`
 };
 
-// kSquares: epsilon^2 stands inside of the root, else epsilon beside it.
-template <int kNodes, bool kSquares>
+// What decay leaves of a value that moves, rounded once: as a factor near 1
+// would be rounded, too, what is lost is taken off. Infinity stays.
+class Shrink {
+ public:
+  // By a factor exp(log).
+  explicit Shrink(double log)
+      : keep_(std::exp(log)),
+        lose_(-std::expm1(log)),
+        keeps_most_(keep_ >= 0.5f) {}
+  TPU_EMBEDDING_INLINE float operator()(float value, float move) const {
+    const float rest = value - move;
+    const float kept = rest * keep_;
+    const float less = value - (move + rest * lose_);
+    return keeps_most_ && less == less ? less : kept;
+  }
+
+ private:
+  const float keep_, lose_;
+  const bool keeps_most_;
+};
+
+// How the loops divide by a root: epsilon stands beside it, or epsilon^2 inside
+// of it; at each node, or at one for powers of a share.
+enum class Root { kNodes, kNodesOfSquares, kPowers, kPowersOfSquares };
+
+template <int kTerms, Root kRoot>
 struct MoveByRoot {
   template <class F32xN>
   TPU_EMBEDDING_INLINE static void Run(const Columns& columns, const Wait& wait,
                                        const float* root_fades) {
-    std::array<float, kNodes> factors, fades, epsilons;
-    for (int i = 0; i < kNodes; ++i) {
+    Numbers factors, fades, epsilons;
+    for (int i = 0; i < kTerms; ++i) {
       factors[i] = wait.factors[i];
       fades[i] = root_fades[i];
       epsilons[i] = wait.epsilons[i];
@@ -53,48 +77,79 @@ struct MoveByRoot {
       epsilons[i] *= epsilons[i];
     }
     const auto [row, moment, square, dim, out] = columns;
-    const float keep = wait.keep;
+    const Shrink shrink(wait.decay);
 #pragma GCC ivdep
     for (int64_t d = 0; d < dim; ++d) {
       const float scale = kSquares ? square[d] : std::sqrt(square[d]);
-      const float divided = Sum(factors, fades, epsilons, scale,
-                                std::make_index_sequence<kNodes>());
-      out[d] = (row[d] - moment[d] * divided) * keep;
+      float divided;
+      if (kRoot == Root::kPowers || kRoot == Root::kPowersOfSquares) {
+        const float inverse = 1.0f / (scale * fades[0] + epsilons[0]);
+        const float share = 1.0f - epsilons[0] * inverse;
+        divided = Polynomial(factors, share) *
+                  (kSquares ? std::sqrt(inverse) : inverse);
+      } else {
+        divided = Sum(factors, fades, epsilons, scale,
+                      std::make_index_sequence<kTerms>());
+      }
+      out[d] = shrink(row[d], moment[d] * divided);
     }
   }
 
  private:
-  using Numbers = std::array<float, kNodes>;
+  using Numbers = std::array<float, kTerms>;
+  static constexpr bool kSquares =
+      kRoot == Root::kNodesOfSquares || kRoot == Root::kPowersOfSquares;
 
-  template <size_t... kNode>
+  template <size_t kTerm = 0>
+  TPU_EMBEDDING_INLINE static float Polynomial(const Numbers& factors,
+                                               float share) {
+    if constexpr (kTerm + 1 == kTerms) {
+      return factors[kTerm];
+    } else {
+      return factors[kTerm] + share * Polynomial<kTerm + 1>(factors, share);
+    }
+  }
+  template <size_t... kTerm>
   TPU_EMBEDDING_INLINE static float Sum(const Numbers& factors,
                                         const Numbers& fades,
                                         const Numbers& epsilons, float scale,
-                                        std::index_sequence<kNode...>) {
+                                        std::index_sequence<kTerm...>) {
     return (... +
-            (factors[kNode] / Root(scale * fades[kNode] + epsilons[kNode])));
+            (factors[kTerm] / RootOf(scale * fades[kTerm] + epsilons[kTerm])));
   }
-  TPU_EMBEDDING_INLINE static float Root(float value) {
+  TPU_EMBEDDING_INLINE static float RootOf(float value) {
     return kSquares ? std::sqrt(value) : value;
   }
 };
 
-template <bool kSquares, int kNodes = kMostNodes>
-void MoveByRoots(int64_t nodes, const Columns& columns, const Wait& wait,
+template <Root kRoot, int kTerms>
+void MoveByRoots(int64_t terms, const Columns& columns, const Wait& wait,
                  const float* fades) {
-  if (nodes == kNodes) {
-    RunOnThisCpu<MoveByRoot<kNodes, kSquares>>(columns, wait, fades);
-  } else if constexpr (kNodes > 1) {
-    MoveByRoots<kSquares, kNodes - 1>(nodes, columns, wait, fades);
+  if (terms == kTerms) {
+    RunOnThisCpu<MoveByRoot<kTerms, kRoot>>(columns, wait, fades);
+  } else if constexpr (kTerms > 1) {
+    MoveByRoots<kRoot, kTerms - 1>(terms, columns, wait, fades);
   }
 }
 
-struct Scale {
+void MoveByAnyRoot(const IdleRule& rule, const Columns& columns,
+                   const Wait& wait, const float* fades) {
+  const auto move = rule.powers && rule.epsilon_inside
+                        ? MoveByRoots<Root::kPowersOfSquares, kMostPowers>
+                    : rule.powers ? MoveByRoots<Root::kPowers, kMostPowers>
+                    : rule.epsilon_inside
+                        ? MoveByRoots<Root::kNodesOfSquares, kMostNodes>
+                        : MoveByRoots<Root::kNodes, kMostNodes>;
+  move(rule.num_terms(), columns, wait, fades);
+}
+
+struct Fade {
   template <class F32xN>
-  TPU_EMBEDDING_INLINE static void Run(const float* values, float factor,
+  TPU_EMBEDDING_INLINE static void Run(const float* values, const Shrink& any,
                                        int64_t dim, float* out) {
+    const Shrink shrink = any;
 #pragma GCC ivdep
-    for (int64_t d = 0; d < dim; ++d) out[d] = values[d] * factor;
+    for (int64_t d = 0; d < dim; ++d) out[d] = shrink(values[d], 0.0f);
   }
 };
 
@@ -139,20 +194,19 @@ Wait WaitingRows::Find(int64_t row) const {
   if (wait.steps == 0) return wait;
   const double* const start = Start(since);
   const double* const end = Start(now);
-  if (rule_.decays) wait.keep = std::exp(end[0] - start[0]);
-  for (size_t k = 0; k < rule_.fades.size(); ++k) {
-    wait.fades[k] =
-        rule_.fades[k] == 1.0 ? 1.0f : std::exp(logs_[k] * wait.steps);
-  }
+  if (rule_.decays) wait.decay = end[0] - start[0];
   wait.rate = end[1];
-  for (int64_t i = 0; i < rule_.num_terms(); ++i) {
+  const int64_t terms = rule_.num_terms();
+  const bool signs = rule_.move == IdleRule::Move::kSign;
+  for (int64_t i = 0; i < terms; ++i) {
     const double weight = start[2 + i];
-    wait.factors[i] = rule_.move == IdleRule::Move::kSign
-                          ? (end[2 + i] - weight) * std::exp(start[0])
-                          : weight;
+    wait.factors[i] =
+        signs ? (end[2 + i] - weight) * std::exp(start[0]) : weight;
     wait.epsilons[i] = rule_.epsilon;
-    if (rule_.epsilon_beta == 0.0) continue;
-    const double updates = Start(since + 1)[1] - 1.0;
+  }
+  if (rule_.epsilon_beta == 0.0) return wait;
+  const double updates = Start(since + 1)[1] - 1.0;
+  for (int64_t i = 0; i < terms; ++i) {
     wait.epsilons[i] *= static_cast<float>(std::sqrt(
         1.0 - std::pow(rule_.epsilon_beta, updates + rule_.nodes[i])));
   }
@@ -174,27 +228,23 @@ void WaitingRows::CatchUp(const Wait& wait, const float* row,
   const float* const square = rule_.fades.empty() ? row : slots[rule_.square];
   const Columns columns{row, moment, square, dim, row_out};
   const float factor = wait.factors[0];
+  const Shrink shrink(wait.decay);
   switch (rule_.move) {
     case Move::kNone:
-      RunOnThisCpu<Scale>(row, wait.keep, dim, row_out);
+      RunOnThisCpu<Fade>(row, shrink, dim, row_out);
       break;
     case Move::kMomentum:
       for (int64_t d = 0; d < dim; ++d) {
-        row_out[d] = (row[d] - moment[d] * factor) * wait.keep;
+        row_out[d] = shrink(row[d], moment[d] * factor);
       }
       break;
     case Move::kSign:
       for (int64_t d = 0; d < dim; ++d) {
-        row_out[d] = (row[d] - Sign(moment[d]) * factor) * wait.keep;
+        row_out[d] = shrink(row[d], Sign(moment[d]) * factor);
       }
       break;
     case Move::kRoot:
-      if (rule_.epsilon_inside) {
-        MoveByRoots<true>(rule_.num_terms(), columns, wait, root_fades_.data());
-      } else {
-        MoveByRoots<false>(rule_.num_terms(), columns, wait,
-                           root_fades_.data());
-      }
+      MoveByAnyRoot(rule_, columns, wait, root_fades_.data());
       break;
     case Move::kFollow: {
       const auto [power, l1, l2, beta] = rule_.follow;
@@ -209,8 +259,11 @@ void WaitingRows::CatchUp(const Wait& wait, const float* row,
     }
   }
   for (size_t k = 0; slots_out && k < rule_.fades.size(); ++k) {
-    if (wait.fades[k] != 1.0f || slots_out[k] != slots[k]) {
-      RunOnThisCpu<Scale>(slots[k], wait.fades[k], dim, slots_out[k]);
+    if (rule_.fades[k] != 1.0) {
+      const Shrink fade(logs_[k] * wait.steps);
+      RunOnThisCpu<Fade>(slots[k], fade, dim, slots_out[k]);
+    } else if (slots_out[k] != slots[k]) {
+      std::copy_n(slots[k], dim, slots_out[k]);
     }
   }
 }

@@ -17,6 +17,7 @@
 namespace tpu_embedding {
 
 constexpr int kMostNodes = 16;
+constexpr int kMostPowers = 8;
 constexpr int kMostSlots = 4;
 
 // What a step with a gradient of zeros does to a row; `Idle` of idle.py.
@@ -33,6 +34,7 @@ struct IdleRule {
   std::vector<double> fades;         // by slot
   std::array<float, 4> follow = {};  // power, l1, l2 and beta of Ftrl
   std::vector<double> nodes;         // one, if the move needs none
+  bool powers = false;               // n times one node: powers of a share
   std::vector<double> node_weights;  // [horizon, nodes], row-major
   bool decays = false;
   std::string name;   // of the table
@@ -46,10 +48,9 @@ struct IdleRule {
 // How a row is caught up.
 struct Wait {
   int64_t steps = 0;
-  float keep = 1.0f;  // of weight decay
+  double decay = 0.0;  // the logarithm of what weight decay leaves
   std::array<float, kMostNodes> factors = {};
   std::array<float, kMostNodes> epsilons;
-  std::array<float, kMostSlots> fades;
   float rate = 0.0f;  // of the last step
 };
 
@@ -78,7 +79,9 @@ class WaitingRows {
     __builtin_prefetch(state_.since + row);
   }
   void PrefetchStart(int64_t row) const {
-    __builtin_prefetch(Start(Since(row)));
+    const double* const start = Start(Since(row));
+    __builtin_prefetch(start);
+    __builtin_prefetch(start + width_ - 1);  // It may end in the next line.
   }
 
   // What waiting did to a row.

@@ -360,14 +360,15 @@ absl::Status ReadIdleRule(const Record& record, IdleRule* rule) {
   TF_RETURN_IF_ERROR(record.Get("square", &rule->square));
   TF_RETURN_IF_ERROR(record.Get("epsilon_inside", &rule->epsilon_inside));
   TF_RETURN_IF_ERROR(record.Get("decays", &rule->decays));
+  TF_RETURN_IF_ERROR(record.Get("powers", &rule->powers));
   TF_RETURN_IF_ERROR(GetDoubles(record, "options", &options));
   TF_RETURN_IF_ERROR(GetDoubles(record, "fades", &rule->fades));
   TF_RETURN_IF_ERROR(GetDoubles(record, "nodes", &rule->nodes));
   TF_RETURN_IF_ERROR(GetDoubles(record, "node_weights", &rule->node_weights));
   TF_RETURN_IF_ERROR(CheckLength("options", options.size(), 7));
   const int slots = rule->fades.size();
-  if (slots > kMostSlots || rule->nodes.empty() ||
-      rule->nodes.size() > kMostNodes ||
+  const size_t most = rule->powers ? kMostPowers : kMostNodes;
+  if (slots > kMostSlots || rule->nodes.empty() || rule->nodes.size() > most ||
       rule->node_weights.size() % rule->nodes.size() != 0) {
     return absl::InvalidArgumentError(
         "A malformed graph: `idle` has too many slots or nodes.");
