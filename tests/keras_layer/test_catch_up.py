@@ -451,6 +451,9 @@ def test_a_decay_that_leaves_nothing_is_refused(way: str):
     optimizer = te_keras.RowSparseOptimizer(O.SGD(1.0, weight_decay=1.0))
     with pytest.raises(tf.errors.InvalidArgumentError, match="must be below 1"):
         optimizer.apply_gradients([(gradients(1)[0], layer.embeddings)])
+    step = steps_of(optimizer, layer.embeddings, jit_compile=True)
+    with pytest.raises(ValueError, match="must be below 1"):
+        step(gradients(1)[0])
     np.testing.assert_array_equal(layer.get_weights()[0], first_table())
 
 

@@ -30,6 +30,8 @@ from tpu_embedding.keras.rows.variable import (
 from tpu_embedding.keras.rows.waiting import (
     Waiting,
     gather,
+    is_in_xla,
+    large_decay,
     new_owner,
     other_optimizer,
     scatter,
@@ -194,6 +196,10 @@ class UpdatesRows:
                 self._decay(variable, variable)
                 self._rule.update_step(self, gradient, variable, *rate)
             return
+        if waiting.decays and is_in_xla():
+            with tf.init_scope():  # At the rate of now.
+                if float(self._shrinkage(waiting)) >= 1.0:
+                    raise ValueError(large_decay(variable.name))
         with tf.control_dependencies(
             [waiting.check_step(self._shrinkage(waiting, *rate))]
         ):
