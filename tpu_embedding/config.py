@@ -20,8 +20,47 @@ from tpu_embedding.vocabulary import GrowingVocabulary, Hashing
 
 INVALID_IDS: tuple[str, ...] = ("error", "drop", "mod")
 
+
+@dataclasses.dataclass(frozen=True)
+class RowStorage:
+    """How the rows of a table are stored.
+
+    Attributes:
+      dtype: Its name, in `TableConfig.dtype`.
+      value_bytes: Bytes of a value.
+      row_bytes_more: Bytes that a row has beside its values.
+      is_rounded: Whether updates are rounded to what the table can hold.
+      is_coded: Whether the values are codes, with a scale and an offset for each row.
+      first_dtype: The dtype that initializers are called with.
+      stored_dtype: The dtype of the values in memory and in files.
+      least_dim: The smallest number of columns.
+    """
+
+    dtype: str
+    value_bytes: int
+    row_bytes_more: int = 0
+    is_rounded: bool = True
+    is_coded: bool = False
+    first_dtype: str = "float32"
+    stored_dtype: str = "float32"
+    least_dim: int = 1
+
+    def row_bytes(self, dim: int) -> int:
+        # Bytes of a row of `dim` columns.
+        return dim * self.value_bytes + self.row_bytes_more
+
+
+STORAGES: Mapping[str, RowStorage] = {
+    storage.dtype: storage
+    for storage in (
+        RowStorage("float32", 4, is_rounded=False),
+        RowStorage("bfloat16", 2, first_dtype="bfloat16", stored_dtype="bfloat16"),
+        RowStorage("int8", 1, 4, is_coded=True, stored_dtype="uint8", least_dim=16),
+    )
+}
+
 # The dtypes in which tables can be stored.
-DTYPES: tuple[str, ...] = ("float32", "bfloat16")
+DTYPES: tuple[str, ...] = tuple(STORAGES)
 _MAX_SEED = 2**63 - 1
 
 # What the repr of TensorFlow's TableConfig shows.
@@ -132,13 +171,14 @@ class TableConfig(_ChangeableUntilUsed):
       name: A unique name, or None for "table_0", "table_1", ...
       quantization_config: A QuantizationConfig, or None.
       layout: How a TPU stores the table, or None.
-      dtype: The dtype of the stored rows: "float32" or "bfloat16", or a dtype object
-        of that name. Slots, sums and activations are always float32.
+      dtype: The dtype of the stored rows: "float32", "bfloat16" or "int8", or a dtype
+        object of that name. Slots, sums and activations are always float32. "int8"
+        needs `dim` >= 16: see docs/memory.md.
       invalid_ids: The policy for ids below 0 or not below V: "error" fails the call
         and changes nothing, "drop" ignores the entry, "mod" uses the id modulo V.
       rounding_seed: Seed of the random numbers that round the updates of a bfloat16
-        table, an int from 0 to 2**63 - 1; None derives it from the table's name. See
-        docs/semantics.md.
+        or int8 table, an int from 0 to 2**63 - 1; None derives it from the table's
+        name. See docs/semantics.md.
       placement: In a job of several processes "rows" divides the table over them,
         "whole" keeps it in one of them, and None leaves it to
         `DistributedOptions.placement`. See docs/distributed.md.
@@ -203,6 +243,13 @@ class TableConfig(_ChangeableUntilUsed):
                     "combiners, or a static `vocabulary_size`."
                 )
         self.dtype = _dtype_name(self.dtype)
+        if self.dim < self.storage.least_dim:
+            raise errors.argument_value(
+                "dim",
+                self.dim,
+                f'>= {self.storage.least_dim} with `dtype="{self.dtype}"`. Shorter '
+                'rows take "float32" or "bfloat16"',
+            )
         _check_seed(self.rounding_seed, self.dtype)
         if self.placement not in (None, "rows", "whole"):
             raise errors.argument_value(
@@ -223,6 +270,11 @@ class TableConfig(_ChangeableUntilUsed):
             if field.name in _ALWAYS_SHOWN or getattr(self, field.name) != field.default
         ]
         return f"TableConfig({', '.join(parts)})"
+
+    @property
+    def storage(self) -> RowStorage:
+        # How the rows are stored.
+        return STORAGES[self.dtype]
 
     @property
     def vocabulary(self) -> GrowingVocabulary | None:
@@ -524,11 +576,11 @@ def _dtype_name(dtype: Any) -> str:
     name = getattr(dtype, "name", None) or getattr(dtype, "__name__", dtype)
     if name == "int32":
         raise NotImplementedError(
-            "Tables of dtype int32 are not supported. Argument `dtype` must be float32 "
-            "or bfloat16."
+            "Tables of dtype int32 are not supported. Argument `dtype` must be "
+            "float32, bfloat16 or int8."
         )
     if name not in DTYPES:
-        raise errors.argument_value("dtype", dtype, "float32 or bfloat16")
+        raise errors.argument_value("dtype", dtype, "float32, bfloat16 or int8")
     return name
 
 
@@ -539,10 +591,10 @@ def _check_seed(seed: object, dtype: str) -> None:
         raise errors.argument_type("rounding_seed", seed, "an int or None")
     if not 0 <= seed <= _MAX_SEED:
         raise errors.argument_value("rounding_seed", seed, "from 0 to 2**63 - 1")
-    if dtype != "bfloat16":
+    if not STORAGES[dtype].is_rounded:
         raise ValueError(
             f"Argument `rounding_seed` is {seed}, but a table of dtype {dtype} is not "
-            'rounded. Leave it at None, or set `dtype="bfloat16"`.'
+            'rounded. Leave it at None, or set `dtype="bfloat16"` or "int8".'
         )
 
 

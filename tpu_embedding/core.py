@@ -40,7 +40,7 @@ from tpu_embedding.lookup.weight_gradients import (
     with_weight_gradients,
 )
 from tpu_embedding.tables.growing import FrozenTable, freeze
-from tpu_embedding.tables.rows import MutableTableRows
+from tpu_embedding.tables.rows import PARAMETERS, MutableTableRows
 from tpu_embedding.tables.table import RowChanges
 from tpu_embedding.tables.trackable import LogicalVariable, copied_counter
 from tpu_embedding.tables.vocabularies import Vocabulary
@@ -358,6 +358,10 @@ class Core(EngineTables):
             f"`table` must be the TableConfig of a growing table. Received: {table!r}. "
             f"Growing tables: {', '.join(found) or 'none'}."
         )
+
+    def table_by_value(self, name: str) -> LogicalVariable:
+        """A table of any storage, read and assigned like a variable."""
+        return self._logical_variable(name, self.tables()[name].rows[PARAMETERS])
 
     def _logical_variable(self, name: str, rows: MutableTableRows) -> LogicalVariable:
         engine = self.create_engine()

@@ -10,6 +10,7 @@
 #include "check.h"
 #include "core/bfloat16-inl.h"
 #include "core/lookup.h"
+#include "core/rows-inl.h"
 #include "core/simd.h"
 
 namespace tpu_embedding {

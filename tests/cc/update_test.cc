@@ -241,8 +241,8 @@ void TestBFloat16(int64_t dim) {
     tables.push_back(start);
     const TableView view{tables.back().data(), kRows, dim, {}};
     for (int64_t begin = 0; begin < size; begin += length) {
-      Update<Sgd, BFloat16>(arguments, {}, given, view, begin,
-                            std::min(begin + length, size));
+      Update<Sgd, BFloat16*>(arguments, {}, given, view, begin,
+                             std::min(begin + length, size));
     }
     CHECK_TRUE(std::memcmp(tables.back().data(), tables[0].data(), bytes) == 0);
   }

@@ -11,11 +11,14 @@ import tensorflow as tf
 
 from tpu_embedding.checkpoint import errors
 from tpu_embedding.layout.plan import HASHING
+from tpu_embedding.tables.codes import CodedRows
 from tpu_embedding.tables.rows import (
     PARAMETERS,
+    SCALE_OFFSET,
     TableRows,
     by_checkpoint_name,
     checkpoint_name,
+    stored_arrays,
 )
 from tpu_embedding.vocabulary import COMBINES, PARTS, Hashing
 
@@ -75,6 +78,11 @@ class LogicalTable:
     def arrays(self) -> dict[str, TableRows]:
         """The parameters, then the slots."""
         return {PARAMETERS: self.parameters, **self.slots}
+
+    @property
+    def stored(self) -> dict[str, TableRows]:
+        """What files of TensorFlow hold: of int8 the codes, scales and offsets."""
+        return stored_arrays(self.arrays)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,7 +273,10 @@ def group_tables(
             found = {p: v for p in PARTS if (v := (vectors or {}).get(f"{name}/{p}"))}
             vocabulary = found if "ids" in found else {}
             hashing = stored_hashing(path, name, vectors or {})
-            grouped[name] = LogicalTable(name, plain[name], slots, vocabulary, hashing)
+            rows = plain[name]
+            if rows.dtype == np.uint8:
+                rows = CodedRows(rows, slots.pop(SCALE_OFFSET))
+            grouped[name] = LogicalTable(name, rows, slots, vocabulary, hashing)
     return grouped
 
 

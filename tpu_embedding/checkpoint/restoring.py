@@ -29,6 +29,18 @@ class _Copy:
     target: MutableTableRows
     places: np.ndarray | None = None  # By row of the target that of the source, or -1.
 
+    def stored(self) -> list[_Copy]:
+        """The copies of what stores both: of rows of int8 codes, not values."""
+        coded: Any = self.target.coded
+        if not coded or not self.source.coded:
+            return [self]
+        return [
+            dataclasses.replace(
+                self, array=array, source=self.source.coded[array], target=rows
+            )
+            for array, rows in coded.items()
+        ]
+
     def run(self, progress: Progress) -> None:
         if self.places is not None:
             self._run_by_place(self.places)
@@ -211,7 +223,7 @@ class Job:
             for array, rows in target.rows.items():
                 if array in arrays and (slots or array == PARAMETERS):
                     copy = _Copy(table, array, arrays[array], rows, places)
-                    job.copies.append(copy)
+                    job.copies.extend(copy.stored())
                     if fill is not None:
                         job.fills.append(_Fill(copy, fill))
                 else:

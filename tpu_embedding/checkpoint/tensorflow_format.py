@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,7 @@ from tpu_embedding.checkpoint.sparse_core_format import (
 from tpu_embedding.checkpoint.writing import slice_spec
 from tpu_embedding.layout.partition import TableLayout
 from tpu_embedding.layout.plan import UPDATES
-from tpu_embedding.tables.rows import TableRows
+from tpu_embedding.tables.rows import SCALE_OFFSET, TableRows, checkpoint_name
 
 _PLAIN, _SPARSE_CORE = "TensorFlow", "TensorFlow, SparseCore"
 # Stored slices that are kept because the next read may need another part of them: a
@@ -266,8 +266,17 @@ def _matrices(
     return {
         name: _BundleRows(bundle, key)
         for name, key in keys.items()
-        if len(bundle.shapes[key]) == 2 and bundle.dtypes[key].is_floating
+        if len(bundle.shapes[key]) == 2
+        and (bundle.dtypes[key].is_floating or _is_coded(bundle, keys, name))
     }
+
+
+def _is_coded(bundle: Bundle, keys: Mapping[str, str], name: str) -> bool:
+    """Whether a matrix has the codes of a table of int8."""
+    beside = keys.get(checkpoint_name(name, SCALE_OFFSET), "")
+    rows = bundle.shapes[keys[name]][0]
+    is_codes = bundle.dtypes[keys[name]] == tf.uint8
+    return is_codes and bundle.shapes.get(beside) == [rows, 2]
 
 
 def _vectors(bundle: Bundle, node: SavedObject) -> dict[str, Vector]:

@@ -26,6 +26,7 @@ from tpu_embedding.checkpoint.sparse_core_format import (
 from tpu_embedding.checkpoint.stored import EngineTables, SavesTables, StoredTables
 from tpu_embedding.checkpoint.tensorflow_format import Bundle, read_tensorflow
 from tpu_embedding.checkpoint.writing import NoProgress
+from tpu_embedding.config import STORAGES, RowStorage
 from tpu_embedding.engines.base import TableStore
 from tpu_embedding.layout.partition import TableLayout
 from tpu_embedding.layout.plan import UPDATES, Plan
@@ -245,7 +246,8 @@ class TrackableTables(
     def _checkpoint_adapter(self, path: str) -> Any:
         adapter = super()._checkpoint_adapter(path)
         if self._conversion is None:
-            _check_dtypes(path, {t.name: t.config.dtype for t in self.core.plan.tables})
+            storages = {t.name: t.config.storage for t in self.core.plan.tables}
+            _check_dtypes(path, storages)
             if _in_caller():  # The checkpoint is accepted: values are written next.
                 self.core.retrieve()
             self.core.tables_replaced()
@@ -267,12 +269,12 @@ def _in_caller() -> bool:
     return tf.executing_eagerly() and not checkpoint_context.in_async_metrics_context()
 
 
-def _check_dtypes(path: str, own: Mapping[str, str]) -> None:
+def _check_dtypes(path: str, own: Mapping[str, RowStorage]) -> None:
     """Refuses a checkpoint whose tables tf.train.Checkpoint could not restore.
 
     Args:
       path: The checkpoint's prefix.
-      own: By name of the table its dtype in the embedding.
+      own: By name of the table how the embedding stores its rows.
 
     Raises:
       TypeError: If objects of the checkpoint have all these tables, but none has them
@@ -283,16 +285,18 @@ def _check_dtypes(path: str, own: Mapping[str, str]) -> None:
     holders = set(found[0]).intersection(*found[1:])
     others = [
         [
-            (name, dtype, dtypes[holder])
-            for (name, dtype), dtypes in zip(own.items(), found, strict=True)
-            if dtypes[holder].name != dtype
+            (name, storage.dtype, dtypes[holder].name)
+            for (name, storage), dtypes in zip(own.items(), found, strict=True)
+            if dtypes[holder].name != storage.stored_dtype
         ]
         for holder in sorted(holders)
     ]
     if others and all(others):
-        name, dtype, other = others[0][0]
+        name, dtype, stored_dtype = others[0][0]
+        stored_as = {s.stored_dtype: s.dtype for s in STORAGES.values()}
+        other = stored_as.get(stored_dtype, stored_dtype)
         raise TypeError(
-            f"Table {name} is {dtype}, but in {path} it is {other.name}, and "
+            f"Table {name} is {dtype}, but in {path} it is {other}, and "
             "tf.train.Checkpoint does not convert. Use "
             "tpu_embedding.checkpoint.restore(embedding, path), which does."
         )

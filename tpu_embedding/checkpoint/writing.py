@@ -223,7 +223,8 @@ def _by_key(
     growing = {name: table for name, table in tables.items() if table.vocabulary}
     static = {n: table.arrays for n, table in tables.items() if n not in growing}
     if layouts is None:
-        named, values = by_checkpoint_name(static), {}
+        stored = {n: tables[n].stored for n in static}
+        named, values = by_checkpoint_name(stored), {}
     elif not growing:
         named, values = stack(static, layouts)
     else:

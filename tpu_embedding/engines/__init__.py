@@ -17,7 +17,12 @@ from tpu_embedding.engines.host.servers import ParameterServerEngine
 from tpu_embedding.engines.portable.engine import PortableEngine
 from tpu_embedding.engines.sparse_core.engine import SparseCoreEngine
 from tpu_embedding.engines.tpu_v2_v4.engine import TPUV2V4Engine
-from tpu_embedding.layout.plan import Plan, refuse_growing, require_dtypes
+from tpu_embedding.layout.plan import (
+    Plan,
+    refuse_growing,
+    refuse_growing_codes,
+    require_dtypes,
+)
 
 __all__ = [
     "Call",
@@ -64,5 +69,9 @@ def choose(topology: Topology, plan: Plan) -> type[Engine]:
     if not engine.grows:
         reason = f"the {engine.name} engine does not support"
         refuse_growing(plan.tables, reason)
-    require_dtypes(plan, engine.table_dtypes, f"the {engine.name} engine")
+    refuse_growing_codes(plan)
+    functions = {table.function for table in plan.tables if engine.name == "portable"}
+    runs = " and ".join(sorted(filter(None, functions)))
+    what = f"the {engine.name} engine" + (f", which runs a {runs}," if runs else "")
+    require_dtypes(plan, engine.table_dtypes, what)
     return engine

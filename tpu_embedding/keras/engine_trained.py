@@ -204,6 +204,9 @@ class EngineTrainedTables:
         """By table the variable with its rows."""
         tables = self.core.tables()
         found = {name: tables[name].values()[PARAMETERS] for name in self._growing}
+        for spec in self._features.plan.tables:
+            if spec.config.storage.is_coded:
+                found[spec.name] = self.core.table_by_value(spec.name)
         return {
             spec.name: found.get(spec.name, self._variables[spec.name])
             for spec in self._features.plan.tables

@@ -32,6 +32,8 @@ from tpu_embedding.keras.optimizers import is_keras_optimizer
 from tpu_embedding.layout.plan import UPDATES, Plan
 from tpu_embedding.nest_utils import flatten_with_paths
 from tpu_embedding.optimizers.tpu_v2_v4 import updates_so_far
+from tpu_embedding.tables.codes import stored_rows, values_of
+from tpu_embedding.tables.rows import SCALE_OFFSET, checkpoint_name
 from tpu_embedding.tables.vocabularies import Vocabulary
 from tpu_embedding.tf_configs import convert_optimizer
 from tpu_embedding.vocabulary import GrowingVocabulary, Hashing
@@ -339,8 +341,9 @@ def check_hashings(plan: Plan, store: Any) -> None:
 def load_state(layer: str, variables: Mapping[str, Any], store: Any) -> None:
     """Reads what `save_state` wrote, after checking all names and shapes.
 
-    A bfloat16 table takes the nearest values of a float32 table.
+    A bfloat16 or int8 table takes the nearest values of a table of another dtype.
     """
+    store = _converted(variables, store)
     stored = set(store.keys())
     growing = {n: v for n, v in variables.items() if isinstance(v, Vocabulary)}
     states = {
@@ -368,6 +371,24 @@ def load_state(layer: str, variables: Mapping[str, Any], store: Any) -> None:
         state.write({part: store[key][()] for part, key in states[name].items()})
     for name, value in values.items():
         variables[name].assign(tf.cast(value[()], variables[name].dtype))
+
+
+def _converted(variables: Mapping[str, Any], store: Any) -> Any:
+    """The arrays of a file, with those tables converted that are int8 here or there."""
+    arrays: Any = store
+    for name, variable in variables.items():
+        codes, grids = _key(name), _key(checkpoint_name(name, SCALE_OFFSET))
+        here = checkpoint_name(name, SCALE_OFFSET) in variables
+        if codes not in store or here == (grids in store):
+            continue
+        arrays = {key: arrays[key] for key in arrays.keys()}  # noqa: SIM118 - a store.
+        value, shape = arrays[codes][()], tuple(variable.shape)
+        if here and tuple(value.shape) == shape:
+            arrays[codes], arrays[grids] = stored_rows(value)
+        elif not here:
+            bfloat16 = arrays.pop(grids)[()]
+            arrays[codes] = values_of(np.asarray(value), np.asarray(bfloat16))
+    return arrays
 
 
 def _key(name: str) -> str:

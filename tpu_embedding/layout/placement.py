@@ -378,7 +378,7 @@ def _load(plan: Plan, spec: TableSpec) -> int:
 def _bytes(spec: TableSpec) -> int:
     """Of the table and its slots."""
     config = spec.config
-    width = config.dim * (2 if config.dtype == "bfloat16" else 4)
+    width = config.storage.row_bytes(config.dim)
     for slot in spec.optimizer.slots if spec.optimizer else ():
         width += 4 if slot.per_row else 4 * config.dim
     return config.max_rows * width

@@ -56,7 +56,7 @@ class TableSpec:
     @property
     def is_rounded(self) -> bool:
         """Whether updates are rounded to what the table can hold."""
-        return self.config.dtype == "bfloat16"
+        return self.config.storage.is_rounded
 
     @property
     def rounding_seed(self) -> int:
@@ -245,6 +245,17 @@ def refuse_growing(tables: Sequence[TableSpec], reason: str) -> None:
             )
 
 
+def refuse_growing_codes(plan: Plan) -> None:
+    """Refuses growing tables of int8."""
+    for table in plan.tables:
+        if table.config.vocabulary is not None and table.config.storage.is_coded:
+            raise NotImplementedError(
+                f"Table {table.name}: a GrowingVocabulary does not support "
+                f'`dtype="{table.config.dtype}"` yet. Use "bfloat16" or '
+                '"float32", or a static `vocabulary_size`.'
+            )
+
+
 def require_dtypes(plan: Plan, allowed: tuple[str, ...], what: str) -> None:
     """Refuses tables of other dtypes than `what` stores."""
     for table in plan.tables:
@@ -253,8 +264,8 @@ def require_dtypes(plan: Plan, allowed: tuple[str, ...], what: str) -> None:
             raise NotImplementedError(
                 f"Table {table.name}: {what} stores tables as float32, not as {dtype}. "
                 'Set `dtype="float32"` here; TPUEmbedding, TPUEmbeddingV2 and '
-                f"keras.TPUEmbedding have tables of {dtype} when they are built "
-                "outside of a TPU strategy."
+                f"keras.TPUEmbedding have tables of {dtype} when they are built in "
+                "one process, outside of a TPU strategy."
             )
 
 

@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from tpu_embedding.config import DistributedOptions
+from tpu_embedding.config import STORAGES, DistributedOptions
 from tpu_embedding.layout import limits
 from tpu_embedding.layout.placement import (
     ALL_PROCESSES,
@@ -211,10 +211,12 @@ class Machines:
                 total += share * (size + _ENTRY * traffic.entries[f])
         return int(total)
 
-    def _value_bytes(self, table: TableSpec) -> int:
-        """Of a number of a row between processes."""
-        on_wire = self.options.wire_dtype
-        return _HALF if "bfloat16" in (table.config.dtype, on_wire) else _FLOAT
+    def _wire_row_bytes(self, table: TableSpec) -> int:
+        """Of a row between processes."""
+        storage = table.config.storage
+        if storage.dtype == "float32":
+            storage = STORAGES[self.options.wire_dtype]
+        return storage.row_bytes(table.config.dim)
 
     def _gradient_bytes(self) -> int:
         """Of a number of an activation or a gradient between processes."""
@@ -248,7 +250,7 @@ class Machines:
             samples=samples,
             lengths=lengths,
             gains=gains,
-            row_bytes=self._value_bytes(table) * config.dim,
+            row_bytes=self._wire_row_bytes(table),
             gradient_bytes=self._gradient_bytes() * config.dim,
         )
         return sum(found.values())

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from tpu_embedding.config import STORAGES
 from tpu_embedding.layout.limits import Excess
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.text import aligned, size_text
@@ -28,8 +29,8 @@ class ArrayBytes:
       table: Name of the table.
       array: "parameters" or the name of the slot.
       shape: [V, D], or [V, 1] for a slot of one number for each row.
-      dtype: "float32" or "bfloat16".
-      bytes: Of the whole array, without padding.
+      dtype: "float32", "bfloat16" or "int8".
+      bytes: Of the whole array, without padding; of int8 with scales and offsets.
     """
 
     table: str
@@ -53,7 +54,7 @@ def table_arrays(table: TableSpec) -> list[ArrayBytes]:
             name,
             shape,
             dtype,
-            math.prod(shape) * (2 if dtype == "bfloat16" else 4),
+            shape[0] * STORAGES[dtype].row_bytes(shape[1]),
         )
         for name, shape, dtype in shapes
     ]

@@ -117,6 +117,9 @@ class ConvertedTable(TableReader, tf.Module):
     """A table in another form: variables without a value, to be written by slices."""
 
     storage: ClassVar[str]
+    keeps_codes: ClassVar[bool] = (
+        False  # Whether its parts are those of a table of int8.
+    )
     # The largest magnitude that can be stored; None: anything, NaN too.
     largest: ClassVar[float | None] = float(np.finfo(np.float32).max)
 
@@ -216,7 +219,13 @@ class Conversion:
         for start, values in self._source.slices(begin, end):
             ids = range(start, start + len(values))
             self._table.require_storable(self._source.name, ids, values)
-            converted = self._table.convert(values)
+            coded = self._source.rows.coded.values() if self._table.keeps_codes else ()
+            parts = [part.read(start, start + len(values)) for part in coded]
+            converted = (
+                Converted(parts, values, np.zeros([len(values), 1]))
+                if parts
+                else self._table.convert(values)
+            )
             here = slice(start - begin, start - begin + len(values))
             for array, part in zip(arrays.values(), converted.parts, strict=True):
                 array[here] = part

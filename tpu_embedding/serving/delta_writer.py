@@ -351,17 +351,27 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
                 some = rows.keys[start : start + step]
                 values = rows.read(start, start + step)
                 form.require_storable(spec.name, some, values)
-                yield DeltaRows(index, some, _NOTHING, form.convert(values).parts)
+                parts = self._parts(index, some, values)
+                yield DeltaRows(index, some, _NOTHING, parts)
             step = rows_of_block(0)
             for start in range(0, len(rows.deleted), step):
                 yield DeltaRows(index, _NOTHING, rows.deleted[start : start + step], ())
+
+    def _parts(
+        self, index: int, ids: np.ndarray, values: np.ndarray
+    ) -> Sequence[np.ndarray]:
+        """Rows of a table of the base as they are stored."""
+        form, coded = self._forms[index], []
+        if form.keeps_codes:
+            coded = self._changes.read_coded(self._numbers[index], ids)
+        return coded or form.convert(values).parts
 
     def _mark_differences(self, bundle: Bundle) -> None:
         for index, spec in enumerate(self._base.tables):
             form = self._forms[index]
             for start, ids, values in self._exported(index, bundle):
                 form.require_storable(spec.name, ids, values)
-                parts = form.convert(values).parts
+                parts = self._parts(index, ids, values)
                 stored = _stored_rows(bundle, spec, form, start, start + len(ids))
                 differs = np.zeros([len(ids)], bool)
                 for own, other in zip(parts, stored, strict=True):

@@ -11,6 +11,7 @@ import tensorflow as tf
 from tpu_embedding import distribution, errors
 from tpu_embedding.checkpoint.stored import VariableTables
 from tpu_embedding.checkpoint.trackable import RestoresLayouts
+from tpu_embedding.layout.plan import require_dtypes
 from tpu_embedding.lookup.feature_structure import FeatureStructure
 from tpu_embedding.nest_utils import flatten_with_paths
 from tpu_embedding.serving.growing_tables import RestoredGrowingTable
@@ -121,7 +122,10 @@ class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrack
         )
         self._tables: _Tables | None = None
         self._mapped = None if mapped is None else os.fspath(mapped)
-        if self._mapped is not None:
+        if self._mapped is None:
+            kept = ("float32", "bfloat16")
+            require_dtypes(self._plan, kept, "TPUEmbeddingForServing")
+        else:
             specs = self._plan.tables
             readers = open_tables(self._mapped, specs, verify=verify)
             lookup = FeatureLookup(self._plan, readers, any_batch_size=True)

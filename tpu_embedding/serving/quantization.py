@@ -21,12 +21,12 @@ import tensorflow as tf
 from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
 
 from tpu_embedding.serving.conversion import Converted, ConvertedTable, Source
+from tpu_embedding.tables.codes import decode, encode
 from tpu_embedding.tables.readers import TableReader
 from tpu_embedding.tables.waiting import flush_before
 
 # Makes what holds a part of a table: its name, shape and dtype.
 _MakePart = Callable[[str, list[int], tf.DType], Any]
-_BFLOAT16: Any = tf.bfloat16.as_numpy_dtype
 
 
 class WholeTable(TableReader, tf.Module):
@@ -181,6 +181,7 @@ class Int8Table(_CodedTable):
 
     storage = "int8"
     levels = 256
+    keeps_codes = True
 
     @classmethod
     def _code_bytes(cls, dim: int) -> int:
@@ -214,42 +215,6 @@ class Int4Table(_CodedTable):
         high = tf.bitwise.right_shift(packed, tf.constant(4, tf.uint8))
         codes = tf.concat([low, high], axis=1)
         return codes[:, : self._dim] if self._dim % 2 else codes
-
-
-def encode(
-    values: np.ndarray, levels: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes uint8 [n, D], and scale and offset bfloat16 [n, 1], of rows [n, D].
-
-    >>> codes, scale, offset = encode(np.float32([[-1.0, 0.25, 1.0], [3, 3, 3]]), 16)
-    >>> codes[0].tolist(), float(offset[0, 0]), float(offset[1, 0])
-    ([0, 9, 15], 0.0, 3.0)
-    """
-    precise = values.astype(np.float64)
-    low = precise.min(axis=1, keepdims=True)
-    high = precise.max(axis=1, keepdims=True)
-    offset = ((low + high) / 2).astype(_BFLOAT16)
-    middle = (levels - 1) / 2
-    spread = np.maximum(high - offset.astype(np.float64), offset - low)
-    # Enlarged, because rounding to bfloat16 may reduce it: the ends stay in range.
-    scale = (spread * (1 + 2.0**-8) / middle).astype(_BFLOAT16)
-    steps = np.divide(
-        precise - offset.astype(np.float64),
-        scale.astype(np.float64),
-        out=np.zeros_like(precise),
-        where=scale > 0,
-    )
-    codes = np.clip(np.rint(steps + middle), 0, levels - 1).astype(np.uint8)
-    return codes, scale, offset
-
-
-def decode(
-    codes: np.ndarray, scale: np.ndarray, offset: np.ndarray, levels: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """The values [n, D] of codes, and the bounds [n, 1] of their errors."""
-    step = scale.astype(np.float64)
-    values = (codes - (levels - 1) / 2) * step + offset.astype(np.float64)
-    return values, step / 2
 
 
 class _UnsavedVariable(UninitializedVariable):

@@ -99,7 +99,7 @@ class FirstValues:
 def table_values(spec: TableSpec) -> FirstValues:
     """What a table starts as."""
     config = spec.config
-    dtype = tf.as_dtype(config.dtype)
+    dtype = tf.as_dtype(config.storage.first_dtype)
     if config.vocabulary is not None:
         return _of_growing(spec.name, config.dim, dtype)
     rows = spec.hashing.hashes if spec.hashing else 1  # Of an id.

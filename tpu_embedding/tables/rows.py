@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import functools
 import itertools
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -17,6 +18,7 @@ import numpy as np
 from tpu_embedding.layout.partition import Partition, Run, TableLayout
 
 PARAMETERS = "parameters"  # Name of the table itself, beside its slots.
+SCALE_OFFSET = "scale_offset"  # Of a table of int8, whose parameters are codes.
 SLICE_BYTES = 4 << 20  # Bytes of a matrix that are held in memory at a time.
 
 _T = TypeVar("_T")
@@ -38,6 +40,12 @@ def by_checkpoint_name(tables: Mapping[str, Mapping[str, _T]]) -> dict[str, _T]:
         for table, arrays in tables.items()
         for array, value in arrays.items()
     }
+
+
+def stored_arrays(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """What stores the parameters and slots: of a table of int8 the codes, too."""
+    parameters = arrays[PARAMETERS]
+    return {**arrays, **(parameters.coded or {PARAMETERS: parameters})}
 
 
 class ProcessGroup(Protocol):
@@ -75,7 +83,11 @@ class TableRows(abc.ABC):
       row_bytes: Size of a row.
       nbytes: Size of the matrix.
       slice_rows: Number of rows in a slice of about `SLICE_BYTES`.
+      coded: Of a table of int8 what stores it, by name: the codes, as `PARAMETERS`,
+        and `SCALE_OFFSET`. Empty for others.
     """
+
+    coded: Mapping[str, TableRows] = types.MappingProxyType({})
 
     def __init__(self, shape: Sequence[int], dtype: np.dtype[Any]) -> None:
         rows, columns = shape

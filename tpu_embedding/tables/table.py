@@ -14,8 +14,14 @@ from tpu_embedding.layout.partition import Partition
 from tpu_embedding.layout.placement import Placement
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.ops import library
+from tpu_embedding.tables.codes import CODED_DTYPES, CodedReader
 from tpu_embedding.tables.reach import ALONE, Reach, ReachedRows
-from tpu_embedding.tables.readers import PartsReader, StoredReader, VariableReader
+from tpu_embedding.tables.readers import (
+    PartsReader,
+    StoredReader,
+    TableReader,
+    VariableReader,
+)
 from tpu_embedding.tables.rows import (
     PARAMETERS,
     MutableTableRows,
@@ -23,6 +29,7 @@ from tpu_embedding.tables.rows import (
     by_checkpoint_name,
     checkpoint_name,
     interleaved,
+    stored_arrays,
 )
 from tpu_embedding.tables.variables import TableVariables, variable_rows
 from tpu_embedding.tables.vocabularies import Changed, StoredVocabulary, Vocabulary
@@ -56,7 +63,9 @@ class Identity:
         """
         return {
             name: made(name, rows) if rows.variable is None else rows.variable
-            for name, rows in by_checkpoint_name({self.name: self.rows}).items()
+            for name, rows in by_checkpoint_name(
+                {self.name: stored_arrays(self.rows)}
+            ).items()
         }
 
     def values(self) -> dict[str, Any]:
@@ -129,9 +138,22 @@ class Table:
 
     def read(self, rows: np.ndarray, call: str) -> np.ndarray:
         """Rows int64 [n] of the parameters, float32 [n, D]; a call of all processes."""
+        return self._gather(self.stored, rows, call)
+
+    def read_coded(self, rows: np.ndarray, call: str) -> list[np.ndarray]:
+        """Of int8 the codes, and scales and offsets, of rows; else nothing."""
+        if not isinstance(self.stored, CodedReader):
+            return []
+        parts = zip(self.stored.parts, CODED_DTYPES, strict=True)
+        return [
+            self._gather(part, rows, f"{call} ({dtype.name})").astype(dtype)
+            for part, dtype in parts
+        ]
+
+    def _gather(self, reader: TableReader, rows: np.ndarray, call: str) -> np.ndarray:
         owned = self.reach.owned(self.spec.index, rows)
         _, local = owned[self.reach.rank]
-        stored = self.reach.call(lambda: self.stored.read(tf.constant(local)).numpy())
+        stored = self.reach.call(lambda: reader.read(tf.constant(local)).numpy())
         values = np.empty([len(rows), stored.shape[1]], np.float32)
         for (has, _), part in zip(owned, self.reach.gather(stored, call), strict=True):
             values[has] = part
@@ -152,18 +174,28 @@ def stored_table(
       reach: Where the table is.
       vocabulary: Of a growing table by part; none of a static one.
     """
-    by_part = [variable_rows(spec, part.arrays) for part in parts]
-    rows = {array: interleaved([p[array] for p in by_part]) for array in by_part[0]}
-    if reach is not ALONE:  # Else each call of a save would pass through one more.
+    by_part = [variable_rows(spec, part) for part in parts]
+
+    def whole(array: str, local: Sequence[MutableTableRows]) -> MutableTableRows:
+        rows = interleaved(local)
+        if reach is ALONE:  # Else each call of a save would pass through one more.
+            return rows
         height, index = spec.config.vocabulary_size, spec.index
-        rows = {
-            array: ReachedRows(
-                checkpoint_name(spec.name, array), height, local, index, reach
-            )
-            for array, local in rows.items()
-        }
+        name = checkpoint_name(spec.name, array)
+        return ReachedRows(name, height, rows, index, reach)
+
+    rows = {array: whole(array, [p[array] for p in by_part]) for array in by_part[0]}
+    stored = _stored_reader([part.parameters for part in parts], spec.config.dim)
+    grids = [part.scale_offset for part in parts if part.scale_offset is not None]
+    if grids:
+        stored = CodedReader(stored, _stored_reader(grids, 2))
+        coded: Any = [p[PARAMETERS].coded for p in by_part]
+        if rows[PARAMETERS] is not by_part[0][PARAMETERS]:
+            rows[PARAMETERS].coded = {
+                array: whole(array, [local[array] for local in coded])
+                for array in coded[0]
+            }
     parameters = [part.parameters for part in parts]
-    stored = _stored_reader(spec, parameters)
     ids = (
         Vocabulary(spec, vocabulary, reach) if vocabulary else Identity(spec.name, rows)
     )
@@ -172,7 +204,20 @@ def stored_table(
         # A part without rows is a variable of one row.
         has = reach.within(spec.index, reach.rank, 0, spec.config.max_rows).count
         values = [(p.device, p.read_value()) for p in parameters]
+        if grids:
+            values = [
+                (p.device, tf.constant(own[PARAMETERS].numpy()))
+                for p, own in zip(parameters, by_part, strict=True)
+            ]
         return values if has else [(device, value[:0]) for device, value in values]
+
+    def variables() -> Sequence[tf.Variable]:
+        if grids:
+            raise NotImplementedError(
+                f"Table {spec.name} is stored as int8, in codes, scales and offsets: "
+                "no variables have its values. Use `embedding_tables`."
+            )
+        return reach.variables(stored)
 
     return Table(
         spec=spec,
@@ -180,12 +225,12 @@ def stored_table(
         stored=stored,
         values=ids.values,
         shards=shards,
-        variables=lambda: reach.variables(stored),
+        variables=variables,
         reach=reach,
     )
 
 
-def _stored_reader(spec: TableSpec, parameters: Sequence[tf.Variable]) -> StoredReader:
+def _stored_reader(parameters: Sequence[tf.Variable], columns: int) -> StoredReader:
     if len(parameters) == 1:
         return VariableReader(parameters[0])
     # Of growing tables the rows of parts are read by their ids only.
@@ -197,7 +242,7 @@ def _stored_reader(spec: TableSpec, parameters: Sequence[tf.Variable]) -> Stored
         first = tf.gather(tf.constant(starts, tf.int64), partition.owner(ids))
         return first + partition.local(ids)
 
-    return PartsReader(parameters, row_of, spec.config.dim)
+    return PartsReader(parameters, row_of, columns)
 
 
 class Marks(NamedTuple):
@@ -294,6 +339,11 @@ class RowChanges:
         """The values of rows int64 [n] of a table, float32 [n, D]."""
         what = self._described(f"{len(rows)} rows of table {table}")
         return self._tables[table].read(rows, what)
+
+    def read_coded(self, table: int, rows: np.ndarray) -> list[np.ndarray]:
+        """See `Table.read_coded`."""
+        what = self._described(f"{len(rows)} rows of table {table}")
+        return self._tables[table].read_coded(rows, what)
 
     def _described(self, what: str) -> str:
         return f"the reading of {what} for the DeltaWriter of {self._consumer}"

@@ -13,6 +13,8 @@ import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
 from tpu_embedding.layout.plan import Plan, TableSpec
+from tpu_embedding.ops import library
+from tpu_embedding.tables.codes import CodedRows
 from tpu_embedding.tables.initial import (
     FirstValues,
     initial_rows,
@@ -22,6 +24,7 @@ from tpu_embedding.tables.initial import (
 from tpu_embedding.tables.memory import require_memory
 from tpu_embedding.tables.rows import (
     PARAMETERS,
+    SCALE_OFFSET,
     InitialValue,
     MutableTableRows,
 )
@@ -36,12 +39,14 @@ class TableVariables:
     """The state of one table.
 
     Attributes:
-      parameters: [V, D] of the table's dtype.
+      parameters: [V, D] of the table's dtype; the codes of a table of int8.
       slots: By name, float32 [V, D] or [V, 1].
+      scale_offset: Those of a table of int8, bfloat16 [V, 2]; else None.
     """
 
     parameters: tf.Variable
     slots: dict[str, tf.Variable]
+    scale_offset: tf.Variable | None = None
 
     @property
     def arrays(self) -> dict[str, tf.Variable]:
@@ -94,9 +99,9 @@ class VariableRows(MutableTableRows):
 
 
 def variable_rows(
-    spec: TableSpec, arrays: Mapping[str, Any]
+    spec: TableSpec, part: TableVariables
 ) -> Mapping[str, MutableTableRows]:
-    """The rows of a table and its slots, whose variables have the names of `arrays`.
+    """The rows of a part of a table and of its slots, by name.
 
     None of a growing table, whose rows are nothing without their ids: `Vocabulary`.
     """
@@ -104,7 +109,13 @@ def variable_rows(
         return {}
     slots = spec.optimizer.slots if spec.optimizer else ()
     starts = {slot.name: initial_rows(slot) for slot in slots}
-    return {name: VariableRows(v, starts.get(name)) for name, v in arrays.items()}
+    rows: dict[str, MutableTableRows] = {
+        name: VariableRows(v, starts.get(name)) for name, v in part.arrays.items()
+    }
+    if part.scale_offset is not None:
+        coded = CodedRows(rows[PARAMETERS], VariableRows(part.scale_offset))
+        rows[PARAMETERS] = coded
+    return rows
 
 
 # A part of a table: its device, and its rows. None: the whole table.
@@ -114,8 +125,7 @@ Place = tuple[str, range | None]
 def create_variables(plan: Plan, device: str) -> list[TableVariables]:
     """Makes the tables and slots of a plan, each one variable, if memory is free."""
     if _is_here(device):
-        values = [made for spec in plan.tables for made in _all_values(spec)]
-        require_memory({v.name: math.prod(v.shape) * v.dtype.size for v in values})
+        require_memory(dict(_all_bytes(plan)))
     places = [[(device, None)]] * len(plan.tables)
     return [part for (part,) in create_parts(plan, places)]
 
@@ -139,8 +149,7 @@ def create_parts(
       For each table its parts.
     """
     tables = [
-        [TableVariables(part, {}) for part in _create(table_values(spec), own)]
-        for spec, own in zip(plan.tables, places, strict=True)
+        _create_rows(spec, own) for spec, own in zip(plan.tables, places, strict=True)
     ]
     for spec, own, parts in zip(plan.tables, places, tables, strict=True):
         if spec.optimizer is None:
@@ -155,6 +164,49 @@ def create_parts(
             for part, variable in zip(parts, made, strict=True):
                 part.slots[slot.name] = variable
     return tables
+
+
+def _create_rows(spec: TableSpec, places: Sequence[Place]) -> list[TableVariables]:
+    """Makes the parts of a table, without slots."""
+    values = table_values(spec)
+    if not spec.config.storage.is_coded:
+        return [TableVariables(part, {}) for part in _create(values, places)]
+    read = values.reader(places[0][0])
+    made = []
+    for device, rows in places:
+        with tf.device(device):
+            own = range(values.shape[0]) if rows is None else rows
+            made.append(_create_coded(spec, values, read, own))
+    return made
+
+
+def _create_coded(
+    spec: TableSpec,
+    values: FirstValues,
+    read: Callable[[range], tf.Tensor],
+    rows: range,
+) -> TableVariables:
+    """Makes rows of a table of int8 on the current device, a few MiB at a time."""
+    height, dim = max(1, len(rows)), values.shape[1]
+    name = variable_name(values.name)
+    codes = create_state(name, tf.zeros([height, dim], tf.uint8))
+    grids = tf.zeros([height, 2], tf.bfloat16)
+    scale_offset = create_state(f"{name}/{SCALE_OFFSET}", grids)
+    count = max(1, _BLOCK_BYTES // (dim * values.dtype.size * rows.step))
+    for first in range(0, len(rows), count):
+        block = rows[first : first + count]
+        stored = library.load().tpu_embedding_encode_rows(
+            values=read(block),
+            rows=tf.range(block.start, block.stop, block.step, dtype=tf.int64),
+            seed=tf.constant(spec.rounding_seed, tf.int64),
+        )
+        for variable, updates in ((codes, stored.codes), (scale_offset, stored.grids)):
+            tf.raw_ops.ResourceScatterUpdate(
+                resource=variable.handle,
+                indices=tf.range(first, first + len(block), dtype=tf.int64),
+                updates=updates,
+            )
+    return TableVariables(codes, {}, scale_offset)
 
 
 def _create(values: FirstValues, places: Sequence[Place]) -> list[tf.Variable]:
@@ -204,10 +256,14 @@ def _create_part(
     return variable
 
 
-def _all_values(spec: TableSpec) -> Iterator[FirstValues]:
-    yield table_values(spec)
-    for slot in spec.optimizer.slots if spec.optimizer else ():
-        yield slot_values(spec, slot)
+def _all_bytes(plan: Plan) -> Iterator[tuple[str, int]]:
+    """The name and the size of each table and slot."""
+    for spec in plan.tables:
+        rows, dim = table_values(spec).shape
+        yield spec.name, rows * spec.config.storage.row_bytes(dim)
+        for slot in spec.optimizer.slots if spec.optimizer else ():
+            values = slot_values(spec, slot)
+            yield values.name, math.prod(values.shape) * values.dtype.size
 
 
 def _is_here(device: str) -> bool:

@@ -215,7 +215,7 @@ def _table_record(spec: TableSpec, waiting: Mapping[str, Any]) -> Any:
         name=spec.name,
         rows=config.max_rows,
         dim=config.dim,
-        is_bfloat16=config.dtype == "bfloat16",
+        storage=config.dtype,
         num_buckets=quantization.num_buckets if quantization else 0,
         lower=float(quantization.lower) if quantization else 0.0,
         upper=float(quantization.upper) if quantization else 0.0,

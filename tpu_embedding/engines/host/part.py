@@ -61,6 +61,11 @@ class TablePart:
         self._ops = library.load()
         self._plan, self._topology = options.plan, options.topology
         self._tables = [table.parameters.handle for table in variables]
+        self._tables += [
+            table.scale_offset.handle
+            for table in variables
+            if table.scale_offset is not None
+        ]
         self._slots = [
             slot.handle for table in variables for slot in table.slots.values()
         ]

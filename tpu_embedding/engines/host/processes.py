@@ -33,6 +33,7 @@ class ShardedEngine(HostEngine):
     """
 
     name = "sharded"
+    table_dtypes = ("float32", "bfloat16")
     synchronizes = True
     differentiates_weights = False
     stand_in = None

@@ -53,6 +53,7 @@ class ParameterServerEngine(HostEngine):
     """
 
     name = "parameter_server"
+    table_dtypes = ("float32", "bfloat16")
     differentiates_weights = False
     stand_in = None
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding.config import DTYPES
 from tpu_embedding.engines.base import (
     Call,
     Engine,
@@ -57,7 +56,7 @@ class PortableEngine(Engine, StepQueue):
     """Looks up and updates entries (row, sample, gain); it is its own queue."""
 
     name = "portable"
-    table_dtypes = DTYPES
+    table_dtypes = ("float32", "bfloat16")
     differentiates_weights = True
 
     def __init__(self, options: EngineOptions) -> None:

@@ -1,4 +1,4 @@
-// Rows of bfloat16: to floats, and back with stochastic rounding.
+// Rows of bfloat16: stochastic rounding, whose random bits int8 has, too.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_BFLOAT16_INL_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_BFLOAT16_INL_H_
@@ -126,6 +126,25 @@ class Threefry {
   Words words_[4][kCount];
 };
 
+// Calls rows.RoundBlock(r, begin, size, random) for blocks of columns of each
+// row, whose random bits are every kRowsAtOnce-th run of kWordColumns.
+template <class Words, class Rows>
+TPU_EMBEDDING_INLINE void ForRandomBlocks(const Rounding& rounding,
+                                          const Rows& rows, int64_t dim) {
+  uint32_t numbers[kRowsAtOnce];
+  std::copy_n(rows.rows, kRowsAtOnce, numbers);
+  for (int64_t begin = 0; begin < dim; begin += kRandomColumns) {
+    uint16_t random[kRowsAtOnce * kRandomColumns];
+    Threefry<Words>::Run(rounding, begin / kRandomColumns * kRandomBlocks,
+                         numbers, random);
+    const int64_t size = std::min(dim - begin, kRandomColumns);
+    for (int r = 0; r < kRowsAtOnce; ++r) {
+      rows.template RoundBlock<Words>(r, begin, size,
+                                      random + r * kWordColumns);
+    }
+  }
+}
+
 TPU_EMBEDDING_INLINE BFloat16 Round(float value, uint16_t random) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof(bits));
@@ -188,20 +207,17 @@ TPU_EMBEDDING_INLINE void RoundColumns(const float* values,
   }
 }
 
-// A body of simd.h: out[d] = row[d] for d < dim.
-struct ExpandBody {
-  template <class F32xN>
-  TPU_EMBEDDING_INLINE static void Run(const BFloat16* __restrict row,
-                                       int64_t dim, float* __restrict out) {
-    for (int64_t d = 0; d < dim; ++d) Load(row + d, out + d);
-  }
-};
-
 // Rows with their numbers; twice the same where there is one.
 struct RowsToRound {
   const float* values[kRowsAtOnce];
   int64_t rows[kRowsAtOnce];
   BFloat16* out[kRowsAtOnce];
+
+  template <class Words>
+  TPU_EMBEDDING_INLINE void RoundBlock(int r, int64_t begin, int64_t size,
+                                       const uint16_t* random) const {
+    RoundColumns<Words>(values[r] + begin, random, size, out[r] + begin);
+  }
 };
 
 // A body of simd.h. Of each row, out[d] is one of the two bfloat16 around
@@ -222,19 +238,7 @@ struct RoundBody {
   template <class F32xN>
   TPU_EMBEDDING_INLINE static void Run(const RowsToRound& rows, int64_t dim,
                                        const Rounding& rounding) {
-    using Words = RandomWords<F32xN>;
-    uint32_t numbers[kRowsAtOnce];
-    std::copy_n(rows.rows, kRowsAtOnce, numbers);
-    for (int64_t begin = 0; begin < dim; begin += kRandomColumns) {
-      uint16_t random[kRowsAtOnce * kRandomColumns];
-      Threefry<Words>::Run(rounding, begin / kRandomColumns * kRandomBlocks,
-                           numbers, random);
-      const int64_t size = std::min(dim - begin, kRandomColumns);
-      for (int r = 0; r < kRowsAtOnce; ++r) {
-        RoundColumns<Words>(rows.values[r] + begin, random + r * kWordColumns,
-                            size, rows.out[r] + begin);
-      }
-    }
+    ForRandomBlocks<RandomWords<F32xN>>(rounding, rows, dim);
   }
 };
 

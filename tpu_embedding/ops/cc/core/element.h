@@ -3,6 +3,7 @@
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_ELEMENT_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_ELEMENT_H_
 
+#include <array>
 #include <cstdint>
 #include <variant>
 
@@ -13,11 +14,65 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-// A table [V, dim], row-major, by the type of its elements. What reads or
-// writes rows is a template over that type and is chosen by this once for a
-// table.
-using TableData = std::variant<float*, BFloat16*>;
-using ConstTableData = std::variant<const float*, const BFloat16*>;
+// A table of int8: column d of row r is
+//   grids[2 * r + 1] + grids[2 * r] * (codes[r * dim + d] - 127.5).
+struct ConstInt8Table {
+  const uint8_t* codes;   // [V, dim]
+  const BFloat16* grids;  // [V, 2], scale and offset
+};
+struct Int8Table {
+  uint8_t* codes;
+  BFloat16* grids;
+
+  operator ConstInt8Table() const { return {codes, grids}; }
+};
+
+// A table [V, dim], row-major, by how its rows are stored. What reads or writes
+// rows is a template over the alternative, which is chosen once for a table.
+using TableData = std::variant<float*, BFloat16*, Int8Table>;
+using ConstTableData =
+    std::variant<const float*, const BFloat16*, ConstInt8Table>;
+
+// The same, in the order of the alternatives.
+enum class RowStorage { kFloat32, kBFloat16, kInt8 };
+
+// Bytes of a row in each of the arrays of a table; 0: there is no such array.
+inline std::array<int64_t, 2> ArrayBytes(RowStorage storage, int64_t dim) {
+  switch (storage) {
+    case RowStorage::kBFloat16:
+      return {2 * dim, 0};
+    case RowStorage::kInt8:
+      return {dim, 4};
+    default:
+      return {4 * dim, 0};
+  }
+}
+
+// A table whose arrays begin at `arrays`.
+inline ConstTableData TableAt(RowStorage storage,
+                              const std::array<const void*, 2>& arrays) {
+  switch (storage) {
+    case RowStorage::kBFloat16:
+      return static_cast<const BFloat16*>(arrays[0]);
+    case RowStorage::kInt8:
+      return ConstInt8Table{static_cast<const uint8_t*>(arrays[0]),
+                            static_cast<const BFloat16*>(arrays[1])};
+    default:
+      return static_cast<const float*>(arrays[0]);
+  }
+}
+inline TableData TableAt(RowStorage storage,
+                         const std::array<void*, 2>& arrays) {
+  switch (storage) {
+    case RowStorage::kBFloat16:
+      return static_cast<BFloat16*>(arrays[0]);
+    case RowStorage::kInt8:
+      return Int8Table{static_cast<uint8_t*>(arrays[0]),
+                       static_cast<BFloat16*>(arrays[1])};
+    default:
+      return static_cast<float*>(arrays[0]);
+  }
+}
 
 }  // namespace tpu_embedding
 

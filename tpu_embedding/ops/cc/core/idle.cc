@@ -6,6 +6,7 @@
 #include <variant>
 
 #include "core/bfloat16-inl.h"
+#include "core/rows-inl.h"
 #include "core/simd.h"
 
 // The symbols of these functions that older systems have, too: see
@@ -157,12 +158,10 @@ float Sign(float x) { return x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : x; }
 
 // A row as float32: where it is, or in `copy`.
 float* Floats(const TableView& table, int64_t row, float* copy) {
-  const int64_t begin = row * table.dim;
   if (float* const* const data = std::get_if<float*>(&table.parameters)) {
-    return *data + begin;
+    return *data + row * table.dim;
   }
-  RunOnThisCpu<ExpandBody>(std::get<BFloat16*>(table.parameters) + begin,
-                           table.dim, copy);
+  ReadRow(table.parameters, row, table.dim, copy);
   return copy;
 }
 

@@ -5,6 +5,7 @@
 #include <variant>
 
 #include "core/dims.h"
+#include "core/rows-inl.h"
 #include "core/simd.h"
 #include "core/weighted_sum-inl.h"
 
@@ -12,9 +13,9 @@ namespace tpu_embedding {
 namespace {
 
 // The rows of a sample and their gains. Asking for a row asks for a later one.
-template <class Element, Gains kGains>
+template <class Table, Gains kGains>
 struct RowTerms {
-  const Element* table;
+  Table table;
   int64_t dim;
   const int32_t* rows;
   const float* gains;
@@ -22,10 +23,10 @@ struct RowTerms {
   int64_t distance;          // of a row that is prefetched
   float sample_gain = 1.0f;  // of the sample at hand
 
-  TPU_EMBEDDING_INLINE const Element* vector(int64_t i) const {
+  TPU_EMBEDDING_INLINE auto vector(int64_t i) const {
     const int64_t ahead = std::min(i + distance, last);
-    Prefetch(table + rows[ahead] * dim, dim);
-    return table + rows[i] * dim;
+    PrefetchRow(table, rows[ahead], dim);
+    return RowAt(table, rows[i], dim);
   }
   TPU_EMBEDDING_INLINE float gain(int64_t i) const {
     if (kGains == Gains::kOnes) return 1.0f;
@@ -34,24 +35,24 @@ struct RowTerms {
 };
 
 // All samples of a feature.
-template <class Element, Gains kGains>
-TPU_EMBEDDING_INLINE RowTerms<Element, kGains> TermsOf(
-    const FeatureEntries& entries, const Element* table, int64_t dim) {
+template <class Table, Gains kGains>
+TPU_EMBEDDING_INLINE RowTerms<Table, kGains> TermsOf(
+    const FeatureEntries& entries, Table table, int64_t dim) {
   return {table,
           dim,
           entries.rows->data(),
           entries.csr->gains.data(),
           entries.rows->size() - 1,
-          RowsAhead(dim * static_cast<int64_t>(sizeof(Element)))};
+          RowsAhead(RowBytes(table, dim))};
 }
 
 // Entries of sample `s`, as terms of `SumManyTerms`.
-template <class Element, Gains kGains>
+template <class Table, Gains kGains>
 struct PlainEntries {
   template <class F32xN>
   TPU_EMBEDDING_INLINE void Run(int64_t begin, int64_t end, int64_t dim,
                                 float* sum) const {
-    auto terms = TermsOf<Element, kGains>(entries, table, dim);
+    auto terms = TermsOf<Table, kGains>(entries, table, dim);
     if (kGains == Gains::kOfSamples) {
       terms.sample_gain = entries.csr->sample_gains[s];
     }
@@ -59,24 +60,24 @@ struct PlainEntries {
   }
 
   const FeatureEntries& entries;
-  const Element* table;
+  Table table;
   int64_t s;
 };
 
-template <class Element, Gains kGains, class Dim>
+template <class Table, Gains kGains, class Dim>
 struct PlainLookup {
   template <class F32xN>
   TPU_EMBEDDING_INLINE static void Run(const FeatureEntries& entries,
-                                       const Element* table, int64_t any_dim,
+                                       Table table, int64_t any_dim,
                                        int64_t begin, int64_t end, float* out) {
     const int64_t dim = DimOn<F32xN, Dim>::Of(any_dim);
     const FeatureCsr& csr = *entries.csr;
     const int64_t* offsets = csr.offsets.data();
-    auto terms = TermsOf<Element, kGains>(entries, table, dim);
+    auto terms = TermsOf<Table, kGains>(entries, table, dim);
     for (int64_t s = begin; s < end; ++s) {
       if (!AreFewTerms(offsets[s], offsets[s + 1])) {
-        SumManyTerms(PlainEntries<Element, kGains>{entries, table, s},
-                     offsets[s], offsets[s + 1], dim, out + s * dim);
+        SumManyTerms(PlainEntries<Table, kGains>{entries, table, s}, offsets[s],
+                     offsets[s + 1], dim, out + s * dim);
         continue;
       }
       if (kGains == Gains::kOfSamples) terms.sample_gain = csr.sample_gains[s];
@@ -86,7 +87,7 @@ struct PlainLookup {
 };
 
 // Entries of sample `s`, whose values are rounded to `num_buckets` levels.
-template <class Element>
+template <class Table>
 struct QuantizedEntries {
   template <class F32xN>
   TPU_EMBEDDING_INLINE void Run(int64_t begin, int64_t end, int64_t dim,
@@ -96,7 +97,7 @@ struct QuantizedEntries {
     const float step = (upper - lower) / (quantization.num_buckets - 1);
     std::fill(sum, sum + dim, 0.0f);
     for (int64_t i = begin; i < end; ++i) {
-      const Element* __restrict row = table + rows[i] * dim;
+      const auto row = RowAt(table, rows[i], dim);
       const float gain = csr->gain(s, i);
       for (int64_t d = 0; d < dim; ++d) {
         float value;
@@ -110,20 +111,20 @@ struct QuantizedEntries {
 
   const FeatureCsr* csr;
   const int32_t* rows;
-  const Element* table;
+  Table table;
   Quantization quantization;
   int64_t s;
 };
 
 struct QuantizedLookup {
-  template <class F32xN, class Element>
+  template <class F32xN, class Table>
   TPU_EMBEDDING_INLINE static void Run(const FeatureEntries& entries,
-                                       const Element* table, int64_t dim,
+                                       Table table, int64_t dim,
                                        Quantization quantization, int64_t begin,
                                        int64_t end, float* out) {
     const int64_t* offsets = entries.csr->offsets.data();
-    QuantizedEntries<Element> own{entries.csr, entries.rows->data(), table,
-                                  quantization, begin};
+    QuantizedEntries<Table> own{entries.csr, entries.rows->data(), table,
+                                quantization, begin};
     for (; own.s < end; ++own.s) {
       const int64_t first = offsets[own.s], last = offsets[own.s + 1];
       if (AreFewTerms(first, last)) {
@@ -135,8 +136,8 @@ struct QuantizedLookup {
   }
 };
 
-template <class Element>
-void LookupIn(const Element* table, const FeatureEntries& entries, int64_t dim,
+template <class Table>
+void LookupIn(Table table, const FeatureEntries& entries, int64_t dim,
               const Quantization& quantization, int64_t begin, int64_t end,
               float* out) {
   if (quantization.num_buckets) {
@@ -149,11 +150,11 @@ void LookupIn(const Element* table, const FeatureEntries& entries, int64_t dim,
         RunOnThisCpu<decltype(body)>(entries, table, dim, begin, end, out);
       };
       if (entries.csr->gains.size()) {
-        run(PlainLookup<Element, Gains::kOfEntries, Dim>());
+        run(PlainLookup<Table, Gains::kOfEntries, Dim>());
       } else if (entries.csr->sample_gains.size()) {
-        run(PlainLookup<Element, Gains::kOfSamples, Dim>());
+        run(PlainLookup<Table, Gains::kOfSamples, Dim>());
       } else {
-        run(PlainLookup<Element, Gains::kOnes, Dim>());
+        run(PlainLookup<Table, Gains::kOnes, Dim>());
       }
     });
   }
@@ -165,7 +166,7 @@ void Lookup(const FeatureEntries& entries, const ConstTableData& table,
             int64_t dim, const Quantization& quantization, int64_t begin,
             int64_t end, float* out) {
   std::visit(
-      [&](const auto* rows) {
+      [&](const auto& rows) {
         LookupIn(rows, entries, dim, quantization, begin, end, out);
       },
       table);

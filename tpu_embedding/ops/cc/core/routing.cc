@@ -664,38 +664,38 @@ void GatherRows(const Buffer<int32_t>& rows, const ConstTableData& table,
                 int64_t dim, bool narrow, int64_t begin, int64_t end,
                 char* out) {
   constexpr int64_t kAhead = 16;
-  const auto gather = [&](const auto* data, const auto& copy, int64_t bytes) {
+  const auto gather = [&](const auto* data, int64_t width, const auto& copy,
+                          int64_t bytes, char* to) {
     for (int64_t i = begin; i < end; ++i) {
       const auto* ahead =
-          data + int64_t{rows[std::min(i + kAhead, rows.size() - 1)]} * dim;
+          data + int64_t{rows[std::min(i + kAhead, rows.size() - 1)]} * width;
       __builtin_prefetch(ahead);
-      __builtin_prefetch(reinterpret_cast<const char*>(ahead + dim) - 1);
-      copy(data + int64_t{rows[i]} * dim, out + i * bytes);
+      __builtin_prefetch(reinterpret_cast<const char*>(ahead + width) - 1);
+      copy(data + int64_t{rows[i]} * width, to + i * bytes);
     }
   };
+  const auto copy = [&](const auto* data, int64_t width, char* to) {
+    const int64_t bytes = width * static_cast<int64_t>(sizeof(*data));
+    gather(
+        data, width,
+        [bytes](const auto* row, char* at) { std::memcpy(at, row, bytes); },
+        bytes, to);
+  };
   if (const auto* data = std::get_if<const BFloat16*>(&table)) {
-    const int64_t bytes = dim * sizeof(BFloat16);
+    copy(*data, dim, out);
+  } else if (const auto* coded = std::get_if<ConstInt8Table>(&table)) {
+    copy(coded->codes, dim, out);
+    copy(coded->grids, 2, out + Padded(rows.size() * dim));
+  } else if (narrow) {
     gather(
-        *data,
-        [bytes](const BFloat16* row, char* to) { std::memcpy(to, row, bytes); },
-        bytes);
-    return;
-  }
-  const float* data = std::get<const float*>(table);
-  if (narrow) {
-    gather(
-        data,
+        std::get<const float*>(table), dim,
         [dim](const float* row, char* to) {
           ToBFloat16(row, dim, reinterpret_cast<BFloat16*>(to));
         },
-        dim * sizeof(BFloat16));
-    return;
+        dim * sizeof(BFloat16), out);
+  } else {
+    copy(std::get<const float*>(table), dim, out);
   }
-  const int64_t bytes = dim * sizeof(float);
-  gather(
-      data,
-      [bytes](const float* row, char* to) { std::memcpy(to, row, bytes); },
-      bytes);
 }
 
 }  // namespace tpu_embedding

@@ -169,8 +169,8 @@ struct Message {
 Error ReadMessages(const std::vector<Message>& messages, const TableMap& tables,
                    const ParallelFor& parallel_for, RoutedBatch* routed);
 
-// Copies rows [begin, end) of those asked for to where they travel from;
-// `narrow`: rows of float32 as bfloat16.
+// Copies rows [begin, end) of those asked for to where they travel from, array
+// by array; `narrow`: rows of float32 as bfloat16.
 void GatherRows(const Buffer<int32_t>& rows, const ConstTableData& table,
                 int64_t dim, bool narrow, int64_t begin, int64_t end,
                 char* out);

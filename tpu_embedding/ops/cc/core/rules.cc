@@ -6,13 +6,13 @@
 namespace tpu_embedding {
 namespace {
 
-template <class Rule, class... Elements>
-constexpr RuleEntry EntryOf(std::variant<Elements*...>*) {
+template <class Rule, class... Tables>
+constexpr RuleEntry EntryOf(std::variant<Tables...>*) {
   return {Rule::kName,
           Rule::kNumSlots,
           Rule::kSlotsPerRow,
           Rule::kNumHyperparameters,
-          {&Update<Rule, Elements>...}};
+          {&Update<Rule, Tables>...}};
 }
 
 template <class Rule>

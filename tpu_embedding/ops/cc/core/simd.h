@@ -33,10 +33,16 @@ using F32x1 = float;
 template <class F32xN>
 constexpr int64_t kWidth = sizeof(F32xN) / sizeof(float);
 
-// As many bfloat16, and as many words of 32 bits.
+// As many bfloat16, bytes and words of 32 bits.
 using U16x16 = uint16_t __attribute__((vector_size(32)));
 using U16x8 = uint16_t __attribute__((vector_size(16)));
 using U16x4 = uint16_t __attribute__((vector_size(8)));
+using U8x16 = uint8_t __attribute__((vector_size(16)));
+using U8x8 = uint8_t __attribute__((vector_size(8)));
+using U8x4 = uint8_t __attribute__((vector_size(4)));
+using I32x16 = int32_t __attribute__((vector_size(64)));
+using I32x8 = int32_t __attribute__((vector_size(32)));
+using I32x4 = int32_t __attribute__((vector_size(16)));
 using U32x16 = uint32_t __attribute__((vector_size(64)));
 using U32x8 = uint32_t __attribute__((vector_size(32)));
 using U32x4 = uint32_t __attribute__((vector_size(16)));
@@ -67,6 +73,42 @@ TPU_EMBEDDING_INLINE void Load(const BFloat16* values, F32x4* vector) {
 TPU_EMBEDDING_INLINE void Load(const BFloat16* values, float* value) {
   const uint32_t word = uint32_t{values->bits} << 16;
   std::memcpy(value, &word, sizeof(word));
+}
+
+// A row of int8, or its columns from one on.
+struct Int8Row {
+  const uint8_t* codes = nullptr;
+  float scale = 0.0f;
+  float offset = 0.0f;
+
+  explicit operator bool() const { return codes; }
+  TPU_EMBEDDING_INLINE Int8Row operator+(int64_t columns) const {
+    return {codes + columns, scale, offset};
+  }
+};
+
+constexpr float kMiddleCode = 127.5f;
+
+template <class U8xN, class I32xN, class F32xN>
+TPU_EMBEDDING_INLINE void Decode(const Int8Row& row, F32xN* vector) {
+  U8xN codes;
+  std::memcpy(&codes, row.codes, sizeof(codes));
+  const I32xN words = __builtin_convertvector(codes, I32xN);
+  const F32xN steps = __builtin_convertvector(words, F32xN) - kMiddleCode;
+  *vector = steps * row.scale + row.offset;
+}
+TPU_EMBEDDING_INLINE void Load(const Int8Row& row, F32x16* vector) {
+  Decode<U8x16, I32x16>(row, vector);
+}
+TPU_EMBEDDING_INLINE void Load(const Int8Row& row, F32x8* vector) {
+  Decode<U8x8, I32x8>(row, vector);
+}
+TPU_EMBEDDING_INLINE void Load(const Int8Row& row, F32x4* vector) {
+  Decode<U8x4, I32x4>(row, vector);
+}
+TPU_EMBEDDING_INLINE void Load(const Int8Row& row, float* value) {
+  const float steps = static_cast<float>(*row.codes) - kMiddleCode;
+  *value = steps * row.scale + row.offset;
 }
 
 template <class F32xN>

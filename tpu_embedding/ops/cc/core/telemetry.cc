@@ -2,34 +2,14 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <utility>
-#include <variant>
 
 #include "core/idle.h"
+#include "core/rows-inl.h"
 
 namespace tpu_embedding {
 namespace {
-
-float ToFloat(float value) { return value; }
-
-float ToFloat(BFloat16 value) {
-  const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
-  float result;
-  std::memcpy(&result, &bits, sizeof(result));
-  return result;
-}
-
-void CopyRow(const TableView& table, int64_t row, float* copy) {
-  std::visit(
-      [&](const auto* data) {
-        for (int64_t d = 0; d < table.dim; ++d) {
-          copy[d] = ToFloat(data[row * table.dim + d]);
-        }
-      },
-      table.parameters);
-}
 
 float Norm(const float* values, int64_t dim) {
   float squares = 0.0f;
@@ -90,13 +70,13 @@ void CountingObserver::Apply(const UpdatePiece& piece,
     if (table.waiting) {  // What the row moved while it waited is no update.
       ReadCaughtUp(table, *table.waiting, row(u), old);
     } else {
-      CopyRow(table, row(u), old);
+      ReadRow(table.parameters, row(u), dim, old);
     }
   }
   apply();
   for (int64_t u = begin; u < end; ++u) {
     const float* old = before.data() + (u - begin) * dim;
-    CopyRow(table, row(u), values.data());
+    ReadRow(table.parameters, row(u), dim, values.data());
     for (int64_t d = 0; d < dim; ++d) values[d] -= old[d];
     counted->update_norms[u] = Norm(values.data(), dim);
   }

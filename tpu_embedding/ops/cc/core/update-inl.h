@@ -11,7 +11,9 @@
 
 #include "core/bfloat16-inl.h"
 #include "core/dims.h"
+#include "core/int8-inl.h"
 #include "core/row_options.h"
+#include "core/rows-inl.h"
 #include "core/simd.h"
 #include "core/update.h"
 #include "core/weighted_sum-inl.h"
@@ -106,12 +108,13 @@ struct RowBlock {
   float* gradients;  // [size, dim], the sums, which UpdateRows clips in place
 };
 
-// The rows of a table as a rule sees them: floats that it changes in place.
-template <class Element>
+// The rows of a table as a rule sees them: floats that it changes in place. By
+// the alternative of TableData.
+template <class Table>
 class TableRows;
 
 template <>
-class TableRows<float> {
+class TableRows<float*> {
  public:
   TableRows(const TableView& table, int64_t dim, const Rounding&)
       : data_(std::get<float*>(table.parameters)), dim_(dim) {}
@@ -119,6 +122,7 @@ class TableRows<float> {
   const float* data() const { return data_; }
 
   // The row, in place `k` of the block, until `Close`.
+  template <class F32xN>
   TPU_EMBEDDING_INLINE float* Open(int, int64_t row) {
     return data_ + row * dim_;
   }
@@ -131,7 +135,7 @@ class TableRows<float> {
 };
 
 template <>
-class TableRows<BFloat16> {
+class TableRows<BFloat16*> {
  public:
   TableRows(const TableView& table, int64_t dim, const Rounding& rounding)
       : data_(std::get<BFloat16*>(table.parameters)),
@@ -141,9 +145,10 @@ class TableRows<BFloat16> {
 
   const BFloat16* data() const { return data_; }
 
+  template <class F32xN>
   TPU_EMBEDDING_INLINE float* Open(int k, int64_t row) {
     float* const opened = rows_.data() + k * dim_;
-    ExpandBody::Run<F32x1>(data_ + row * dim_, dim_, opened);
+    ExpandBody::Run<F32xN>(RowAt(data(), row, dim_), dim_, opened);
     return opened;
   }
   template <class F32xN>
@@ -163,6 +168,46 @@ class TableRows<BFloat16> {
 
  private:
   BFloat16* const data_;
+  const int64_t dim_;
+  const Rounding rounding_;
+  std::vector<float> rows_;  // of the block
+};
+
+template <>
+class TableRows<Int8Table> {
+ public:
+  TableRows(const TableView& table, int64_t dim, const Rounding& rounding)
+      : data_(std::get<Int8Table>(table.parameters)),
+        dim_(dim),
+        rounding_(rounding),
+        rows_(kRowsOfBlock * dim) {}
+
+  ConstInt8Table data() const { return data_; }
+
+  template <class F32xN>
+  TPU_EMBEDDING_INLINE float* Open(int k, int64_t row) {
+    float* const opened = rows_.data() + k * dim_;
+    ExpandBody::Run<F32xN>(RowAt(data(), row, dim_), dim_, opened);
+    return opened;
+  }
+  template <class F32xN>
+  TPU_EMBEDDING_INLINE void Close(const RowBlock& block) {
+    for (int k = 0; k < block.size; k += kRowsAtOnce) {
+      RowsToCode rows;
+      for (int r = 0; r < kRowsAtOnce; ++r) {
+        const int own = std::min(k + r, block.size - 1);
+        const int64_t row = block.rows[own];
+        rows.values[r] = block.weights[own];
+        rows.rows[r] = rounding_.first_row + row * rounding_.row_step;
+        rows.codes[r] = data_.codes + row * dim_;
+        rows.grids[r] = data_.grids + 2 * row;
+      }
+      CodeBody::Run<F32xN>(rows, dim_, rounding_);
+    }
+  }
+
+ private:
+  const Int8Table data_;
   const int64_t dim_;
   const Rounding rounding_;
   std::vector<float> rows_;  // of the block
@@ -244,11 +289,11 @@ struct UpdateRows {
   }
 };
 
-template <class Element>
-TPU_EMBEDDING_INLINE void PrefetchRow(const Element* parameters,
-                                      const TableUpdate& update, int64_t dim,
-                                      int64_t row) {
-  Prefetch<2>(parameters + row * dim, dim);
+template <class Table>
+TPU_EMBEDDING_INLINE void PrefetchRowAndSlots(const Table& parameters,
+                                              const TableUpdate& update,
+                                              int64_t dim, int64_t row) {
+  PrefetchRow<2>(parameters, row, dim);
   for (int k = 0; k < update.num_slots; ++k) {
     const float* slot = update.table->slots[k];
     if (update.slots_per_row) {
@@ -260,12 +305,12 @@ TPU_EMBEDDING_INLINE void PrefetchRow(const Element* parameters,
 }
 
 // The loop over the rows of one table; a body of simd.h. It is compiled for
-// each type of elements and each dim, not for each rule, which takes a fifth of
+// each storage of rows and each dim, not for each rule, which takes a fifth of
 // the time, and calls a rule through a pointer for each block of rows: a call
 // for each row made a DLRM step with SGD 2 to 3 % slower. The sum is inlined:
 // as a call it added a tenth to the time of short rows.
 // docs/performance-notes.md has the measurements.
-template <class Element, class KnownDim>
+template <class Table, class KnownDim>
 struct RowLoop {
   template <class F32xN>
   TPU_EMBEDDING_INLINE static void Run(const TableUpdate& update,
@@ -275,16 +320,15 @@ struct RowLoop {
     const TableView& table = *update.table;
     const bool all_rows = update.options->all_rows;
     const int64_t dim = DimOn<F32xN, KnownDim>::Of(table.dim);
-    TableRows<Element> parameters(table, dim, rounding);
+    TableRows<Table> parameters(table, dim, rounding);
     std::vector<float> sums(kRowsOfBlock * dim);
     RowBlock block;
     block.gradients = sums.data();
     const int32_t* const rows = gradients.groups->rows.data();
     const int64_t num_groups = gradients.groups->num_rows();
     const int64_t slot_bytes = update.slots_per_row ? 4 : 4 * dim;
-    const int64_t distance =
-        RowsAhead(dim * static_cast<int64_t>(sizeof(Element)) +
-                  update.num_slots * slot_bytes);
+    const int64_t distance = RowsAhead(RowBytes(parameters.data(), dim) +
+                                       update.num_slots * slot_bytes);
     int64_t group = begin;
     if (all_rows) {
       group = std::lower_bound(rows, rows + num_groups, begin) - rows;
@@ -297,7 +341,7 @@ struct RowLoop {
         if (group < num_groups && rows[group] == row) {
           const int64_t ahead = group + distance;
           if (ahead < num_groups) {
-            PrefetchRow(parameters.data(), update, dim, rows[ahead]);
+            PrefetchRowAndSlots(parameters.data(), update, dim, rows[ahead]);
             if (table.waiting) {
               PrefetchWait(table, rows[ahead], rows[group + distance / 2]);
             }
@@ -307,7 +351,7 @@ struct RowLoop {
           std::fill_n(sum, dim, 0.0f);
         }
         block.rows[k] = row;
-        block.weights[k] = parameters.Open(k, row);
+        block.weights[k] = parameters.template Open<F32xN>(k, row);
         if (table.waiting) EndWait(table, row, block.weights[k]);
       }
       update.update_rows(&update, &block);
@@ -317,7 +361,7 @@ struct RowLoop {
 };
 
 // An UpdateFn for one dim.
-template <class Rule, class Element, class Dim>
+template <class Rule, class Table, class Dim>
 void UpdateWithDim(const RuleArguments& arguments, const RowOptions& options,
                    const TableGradients& gradients, const TableView& table,
                    int64_t begin, int64_t end) {
@@ -332,19 +376,25 @@ void UpdateWithDim(const RuleArguments& arguments, const RowOptions& options,
       options.weight_decay_factor * rate,
       FunctionForThisCpu<UpdateRows<Rule, Dim>, const TableUpdate*,
                          const RowBlock*>()};
-  RunOnThisCpu<RowLoop<Element, Dim>>(update, arguments.rounding, gradients,
-                                      begin, end);
+  RunOnThisCpu<RowLoop<Table, Dim>>(update, arguments.rounding, gradients,
+                                    begin, end);
 }
+
+// Rows of int8 have one loop for all dims, which halves what they add to the
+// time to compile.
+template <class Table>
+constexpr bool kKnowsDim = !std::is_same_v<Table, Int8Table>;
 
 // An UpdateFn. Rows are independent: any split of [begin, end) over threads
 // gives the same bits.
-template <class Rule, class Element = float>
+template <class Rule, class Table = float*>
 void Update(const RuleArguments& arguments, const RowOptions& options,
             const TableGradients& gradients, const TableView& table,
             int64_t begin, int64_t end) {
   RunForDim(table.dim, [&](auto dim) {
-    UpdateWithDim<Rule, Element, decltype(dim)>(arguments, options, gradients,
-                                                table, begin, end);
+    using Dim = std::conditional_t<kKnowsDim<Table>, decltype(dim), AnyDim>;
+    UpdateWithDim<Rule, Table, Dim>(arguments, options, gradients, table, begin,
+                                    end);
   });
 }
 

@@ -50,7 +50,7 @@ TPU_EMBEDDING_INLINE void SumBlocks(const Terms& terms, int64_t begin,
   constexpr int kCount = kColumns / kWidth<F32xN>;
   F32xN sum[kBlocks][kCount] = {};
   for (int64_t i = begin; i < end; ++i) {
-    const auto* vector = terms.vector(i);
+    const auto vector = terms.vector(i);
     if (!vector) continue;
     const float gain = terms.gain(i);
     for (int b = 0; b < kBlocks; ++b) {

@@ -296,7 +296,7 @@ absl::Status MakeViews(const StepQueueResource& resource,
           "A malformed graph: table ", spec.name, " has no optimizer."));
     }
     TableView& view = (*views)[t];
-    view.parameters = DataOf(tables[t]->tensor());
+    view.parameters = RowsOf(tables, plan, t);
     const GrowingTable* const growing = resource.growing[t].get();
     view.num_rows = growing ? growing->num_rows() : spec.rows;
     view.slots.clear();
@@ -335,7 +335,7 @@ absl::Status ApplyUpdates(tensorflow::OpKernelContext* context,
   std::vector<TableView> views(plan.tables.size());
   TF_RETURN_IF_ERROR(MakeViews(*resource, tables, slots, &views));
   size_t slot = tables.size();
-  for (size_t t = 0; t < tables.size(); ++t) {
+  for (size_t t = 0; t < views.size(); ++t) {
     const size_t first = slot;
     slot += views[t].slots.size();
     if (resource->growing[t]) continue;  // It asks for them as rows come.

@@ -96,9 +96,7 @@ GrowingTable::GrowingTable(const TablePlan& plan, int table,
     array.memory->Grow(0);
     return array;
   };
-  parameters_ =
-      reserve(plan.is_bfloat16 ? tensorflow::DT_BFLOAT16 : tensorflow::DT_FLOAT,
-              plan.dim, kMaxBorrowedRows);
+  parameters_ = reserve(DataTypeOf(plan.storage), plan.dim, kMaxBorrowedRows);
   for (size_t k = 0; k < plan.first_slots.size(); ++k) {
     slots_.push_back(reserve(tensorflow::DT_FLOAT,
                              plan.rule->slots_per_row ? 1 : plan.dim, 0));
@@ -120,14 +118,13 @@ absl::Status GrowingTable::AdoptParameters(Var* parameters) {
 
 ConstTableData GrowingTable::rows() const {
   const char* const data = parameters_.row(0);
-  if (plan_.is_bfloat16) return reinterpret_cast<const BFloat16*>(data);
-  return reinterpret_cast<const float*>(data);
+  return TableAt(plan_.storage, std::array<const void*, 2>{data, nullptr});
 }
 
 void GrowingTable::WriteFirst(int64_t id, int64_t row) const {
   const FirstValues& values = vocabulary_->options().first_values;
   char* const data = parameters_.row(row);
-  if (plan_.is_bfloat16) {
+  if (plan_.storage == RowStorage::kBFloat16) {
     values.Write(id, plan_.dim, reinterpret_cast<BFloat16*>(data));
   } else {
     values.Write(id, plan_.dim, reinterpret_cast<float*>(data));

@@ -42,7 +42,16 @@ absl::Status CopyIfShared(OpKernelContext* context, Var* variable) {
 
 constexpr tensorflow::DataTypeSet kTableTypes =
     tensorflow::ToSet(tensorflow::DT_FLOAT) |
-    tensorflow::ToSet(tensorflow::DT_BFLOAT16);
+    tensorflow::ToSet(tensorflow::DT_BFLOAT16) |
+    tensorflow::ToSet(tensorflow::DT_UINT8);
+
+// The arrays of table `t`, which CheckTables has checked.
+std::array<void*, 2> ArraysOf(const std::vector<Variable>& tables,
+                              const Plan& plan, size_t t) {
+  const int64_t grids = plan.tables[t].grids;
+  return {tables[t]->tensor()->data(),
+          grids < 0 ? nullptr : tables[grids]->tensor()->data()};
+}
 
 }  // namespace
 
@@ -165,7 +174,8 @@ absl::Status LookUpVariables(OpKernelContext* context, const char* name,
 absl::Status LookUpTables(OpKernelContext* context,
                           std::vector<Variable>* tables) {
   return LookUpVariables(context, "tables", 2, kTableTypes,
-                         "Tables must be float32 or bfloat16 matrices", tables);
+                         "Tables must be float32, bfloat16 or uint8 matrices",
+                         tables);
 }
 
 absl::Status LookUpSlots(OpKernelContext* context,
@@ -179,31 +189,39 @@ absl::Status LookUpArrays(OpKernelContext* context,
                           std::vector<Variable>* arrays) {
   return LookUpVariables(
       context, "arrays", 2, kTableTypes,
-      "Tables and slots must be float32 or bfloat16 matrices", arrays);
+      "Tables and slots must be float32, bfloat16 or uint8 matrices", arrays);
 }
 
-TableData DataOf(Tensor* table) {
-  if (table->dtype() == tensorflow::DT_BFLOAT16) {
-    return static_cast<BFloat16*>(table->data());
+tensorflow::DataType DataTypeOf(RowStorage storage) {
+  switch (storage) {
+    case RowStorage::kBFloat16:
+      return tensorflow::DT_BFLOAT16;
+    case RowStorage::kInt8:
+      return tensorflow::DT_UINT8;
+    default:
+      return tensorflow::DT_FLOAT;
   }
-  return static_cast<float*>(table->data());
 }
 
-ConstTableData DataOf(const Tensor& table) {
-  if (table.dtype() == tensorflow::DT_BFLOAT16) {
-    return static_cast<const BFloat16*>(table.data());
-  }
-  return static_cast<const float*>(table.data());
+TableData RowsOf(const std::vector<Variable>& tables, const Plan& plan,
+                 size_t t) {
+  return TableAt(plan.tables[t].storage, ArraysOf(tables, plan, t));
+}
+
+ConstTableData ConstRowsOf(const std::vector<Variable>& tables,
+                           const Plan& plan, size_t t) {
+  const auto [rows, grids] = ArraysOf(tables, plan, t);
+  return TableAt(plan.tables[t].storage,
+                 std::array<const void*, 2>{rows, grids});
 }
 
 absl::Status CheckTables(const std::vector<Variable>& tables,
                          const Plan& plan) {
-  TF_RETURN_IF_ERROR(CheckLength("tables", tables.size(), plan.tables.size()));
-  for (size_t t = 0; t < tables.size(); ++t) {
+  TF_RETURN_IF_ERROR(CheckLength("tables", tables.size(), plan.num_arrays));
+  for (size_t t = 0; t < plan.tables.size(); ++t) {
     const TablePlan& table = plan.tables[t];
     const tensorflow::TensorShape& shape = tables[t]->tensor()->shape();
-    const tensorflow::DataType dtype =
-        table.is_bfloat16 ? tensorflow::DT_BFLOAT16 : tensorflow::DT_FLOAT;
+    const tensorflow::DataType dtype = DataTypeOf(table.storage);
     if (tables[t]->tensor()->dtype() != dtype) {
       return absl::InvalidArgumentError(absl::StrCat(
           "A malformed graph: table ", table.name, " has another dtype than ",
@@ -216,6 +234,15 @@ absl::Status CheckTables(const std::vector<Variable>& tables,
           "Table ", table.name, " has shape ", shape.DebugString(), ", but ",
           table.rows, " rows of width ", table.dim,
           " were checked for. Do not change the shape of a table."));
+    }
+    if (table.grids < 0) continue;
+    const Tensor& grids = *tables[table.grids]->tensor();
+    if (grids.dtype() != tensorflow::DT_BFLOAT16 ||
+        grids.shape() != tensorflow::TensorShape({rows, 2})) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "Table ", table.name, " has scales and offsets of shape ",
+          grids.shape().DebugString(), " for ", rows,
+          " rows. Do not change the shape of a table."));
     }
   }
   return absl::OkStatus();

@@ -67,8 +67,9 @@ absl::Status LookUpVariables(tensorflow::OpKernelContext* context,
                              tensorflow::DataTypeSet types, const char* rule,
                              std::vector<Variable>* variables);
 
-// The variables behind the resource inputs `tables`; each must hold a matrix of
-// one of the types of TableData.
+// The variables behind the resource inputs `tables`: the first array of each
+// table, then the second ones of those that have two. Each must hold a matrix
+// of one of the types of TableData.
 absl::Status LookUpTables(tensorflow::OpKernelContext* context,
                           std::vector<Variable>* tables);
 
@@ -80,9 +81,14 @@ absl::Status LookUpSlots(tensorflow::OpKernelContext* context,
 absl::Status LookUpArrays(tensorflow::OpKernelContext* context,
                           std::vector<Variable>* arrays);
 
-// The rows of a table that LookUpTables has checked.
-TableData DataOf(tensorflow::Tensor* table);
-ConstTableData DataOf(const tensorflow::Tensor& table);
+// The type of the first array of a table.
+tensorflow::DataType DataTypeOf(RowStorage storage);
+
+// The rows of table `t`. CheckTables must have checked the tables.
+TableData RowsOf(const std::vector<Variable>& tables, const Plan& plan,
+                 size_t t);
+ConstTableData ConstRowsOf(const std::vector<Variable>& tables,
+                           const Plan& plan, size_t t);
 
 // Fails unless the tables have the shape, which ids were checked for, and the
 // dtype of the plan. The tables must be locked.

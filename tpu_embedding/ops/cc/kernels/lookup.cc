@@ -91,7 +91,7 @@ class LookupOp : public tensorflow::OpKernel {
     Outputs outputs;
     outputs.caught_up.resize(resource->plan->features.size());
     if (AnyWaits(*resource)) {
-      outputs.views.resize(tables.size());
+      outputs.views.resize(resource->plan->tables.size());
       OP_REQUIRES_OK(context,
                      MakeViews(*resource, tables, slots, &outputs.views));
     }
@@ -162,7 +162,7 @@ class LookupOp : public tensorflow::OpKernel {
            const std::vector<Variable>& tables, StepQueueResource* resource,
            Outputs* outputs) const {
     const Plan& plan = *resource->plan;
-    for (size_t t = 0; t < tables.size(); ++t) {
+    for (size_t t = 0; t < plan.tables.size(); ++t) {
       if (resource->growing[t]) continue;
       resource->huge_pages.Advise(t, *tables[t]->tensor());
     }
@@ -193,9 +193,8 @@ class LookupOp : public tensorflow::OpKernel {
       const GrowingTable* growing = resource->growing[table].get();
       const ConstTableData rows =
           caught_up[f].found ? ConstTableData(caught_up[f].found->values.data())
-          : growing
-              ? growing->rows()
-              : DataOf(static_cast<const Tensor&>(*tables[table]->tensor()));
+          : growing          ? growing->rows()
+                             : ConstRowsOf(tables, plan, table);
       Lookup(entries_of(f), rows, plan.dim(f), plan.tables[table].quantization,
              piece.begin, piece.end, outputs->features[f]);
     });

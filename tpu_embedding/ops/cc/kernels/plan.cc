@@ -135,7 +135,13 @@ absl::Status ReadTable(const Record& record, TablePlan* table) {
   TF_RETURN_IF_ERROR(record.Get("name", &table->name));
   TF_RETURN_IF_ERROR(record.Get("rows", &table->rows));
   TF_RETURN_IF_ERROR(record.Get("dim", &table->dim));
-  TF_RETURN_IF_ERROR(record.Get("is_bfloat16", &table->is_bfloat16));
+  static const auto* storages =
+      new std::map<std::string, RowStorage>{{"float32", RowStorage::kFloat32},
+                                            {"bfloat16", RowStorage::kBFloat16},
+                                            {"int8", RowStorage::kInt8}};
+  std::string storage;
+  TF_RETURN_IF_ERROR(record.Get("storage", &storage));
+  TF_RETURN_IF_ERROR(Choose("storage", storage, *storages, &table->storage));
   if (table->rows < 1 || table->rows > kMaxRows || table->dim < 1) {
     return absl::InvalidArgumentError(absl::StrCat(
         "A malformed graph: a table of ", table->rows, " rows and ", table->dim,
@@ -235,6 +241,12 @@ absl::Status ParsePlan(const std::string& text, Plan* plan) {
     plan->tables[table].features.push_back(plan->features.size());
     plan->feature_tables.push_back(table);
     plan->features.push_back(std::move(spec));
+  }
+  plan->num_arrays = plan->tables.size();
+  for (TablePlan& table : plan->tables) {
+    if (ArrayBytes(table.storage, table.dim)[1]) {
+      table.grids = plan->num_arrays++;
+    }
   }
   plan->table_map.feature_tables = plan->feature_tables;
   TF_RETURN_IF_ERROR(ReadPlacement(record, plan));

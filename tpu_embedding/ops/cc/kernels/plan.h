@@ -60,7 +60,8 @@ struct TablePlan {
   std::string name;
   int64_t rows = 0;
   int64_t dim = 0;
-  bool is_bfloat16 = false;
+  RowStorage storage = RowStorage::kFloat32;
+  int64_t grids = -1;  // of int8, the place of its second array in `tables`
   Quantization quantization;
   std::vector<int> features;  // that look it up, ascending
   // Null for a table without an optimizer, which is never updated.
@@ -91,6 +92,7 @@ struct Plan {
   std::vector<int> feature_tables;
   TableMap table_map;
   std::vector<TablePlan> tables;
+  int64_t num_arrays = 0;         // of all tables
   std::vector<StackPlan> stacks;  // none where no class hands batches out
   bool check_numerics = false;
   int num_replicas = 1;

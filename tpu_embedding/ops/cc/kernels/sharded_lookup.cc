@@ -90,8 +90,23 @@ activations, output_shapes: as of TpuEmbeddingLookup.
 apply_now: whether updates are due, as of TpuEmbeddingLookup.
 )doc");
 
-int64_t ElementBytes(bool is_bfloat16) {
-  return is_bfloat16 ? sizeof(BFloat16) : sizeof(float);
+int64_t ElementBytes(bool narrow) {
+  return narrow ? sizeof(BFloat16) : sizeof(float);
+}
+
+// How rows travel.
+RowStorage WireStorage(const TablePlan& table, bool narrow) {
+  const bool rounds = narrow && table.storage == RowStorage::kFloat32;
+  return rounds ? RowStorage::kBFloat16 : table.storage;
+}
+
+// Bytes of rows, array by array.
+int64_t RowsBytes(RowStorage storage, int64_t dim, int64_t num_rows) {
+  int64_t bytes = 0;
+  for (const int64_t width : ArrayBytes(storage, dim)) {
+    bytes += Padded(num_rows * width);
+  }
+  return bytes;
 }
 
 // The message from `owner` to a process that asked it for `num_rows(t)` and
@@ -107,8 +122,8 @@ MessageLayout LookupLayout(const Plan& plan, int owner, bool narrow,
   for (size_t t = 0; t < plan.tables.size(); ++t) {
     layout.tables[t] = layout.bytes;
     if (!placement.by_rows(t)) continue;
-    layout.bytes += Padded(num_rows(t) * plan.tables[t].dim *
-                           ElementBytes(narrow || plan.tables[t].is_bfloat16));
+    layout.bytes += RowsBytes(WireStorage(plan.tables[t], narrow),
+                              plan.tables[t].dim, num_rows(t));
   }
   for (size_t f = 0; f < plan.features.size(); ++f) {
     layout.features[f] = layout.bytes;
@@ -138,11 +153,11 @@ class ServeOp : public tensorflow::OpKernel {
     if (status.ok()) status = CheckTables(tables, plan);
     std::vector<TableView> views;  // none if no row waits
     if (status.ok() && AnyWaits(*resource)) {
-      views.resize(tables.size());
+      views.resize(plan.tables.size());
       status = MakeViews(*resource, tables, slots, &views);
     }
     if (status.ok()) status = CheckShapes(plan, *looked_up.batch);
-    std::vector<GrowingTable::Found> found(tables.size());
+    std::vector<GrowingTable::Found> found(plan.tables.size());
     if (status.ok()) {
       status = FindGrowing(looked_up.batch, tables, WorkerPool(context),
                            resource.get(), &found);
@@ -163,7 +178,7 @@ class ServeOp : public tensorflow::OpKernel {
                    SetMessages(context, placement, status, bytes,
                                [&](int p, char* data) { messages[p] = data; }));
     if (status.ok()) {
-      for (size_t t = 0; t < tables.size(); ++t) {
+      for (size_t t = 0; t < plan.tables.size(); ++t) {
         if (resource->growing[t]) continue;
         resource->huge_pages.Advise(t, *tables[t]->tensor());
       }
@@ -293,9 +308,7 @@ class ServeOp : public tensorflow::OpKernel {
       const auto data = [&](int64_t table) -> ConstTableData {
         if (copy) return copy->values.data();
         const GrowingTable* growing = resource.growing[table].get();
-        return growing ? growing->rows()
-                       : DataOf(static_cast<const Tensor&>(
-                             *tables[table]->tensor()));
+        return growing ? growing->rows() : ConstRowsOf(tables, plan, table);
       };
       if (item < num_tables) {
         const int64_t t = item;
@@ -405,14 +418,26 @@ class CombineOp : public tensorflow::OpKernel {
     ForEachPiece(WorkerPool(context), works, [&](const Piece& piece) {
       const int64_t f = piece.owner;
       const int t = plan.feature_tables[f];
-      Lookup(batch.features[f], DataOf(static_cast<const Tensor&>(rows[t])),
+      Lookup(batch.features[f], Joined(plan.tables[t], routed, t, rows[t]),
              plan.dim(f), plan.tables[t].quantization, piece.begin, piece.end,
              outputs[f]);
     });
     return absl::OkStatus();
   }
 
-  // The rows of each table that is divided by rows, those of owner 0 first.
+  // What `Join` has made of the rows of a table.
+  static ConstTableData Joined(const TablePlan& table,
+                               const RoutedBatch& routed, int t,
+                               const Tensor& rows) {
+    const char* const data = static_cast<const char*>(rows.data());
+    const int64_t first = ArrayBytes(table.storage, table.dim)[0];
+    return TableAt(table.storage,
+                   std::array<const void*, 2>{
+                       data, data + Padded(routed.NumArriving(t) * first)});
+  }
+
+  // The rows of each table that is divided by rows, those of owner 0 first;
+  // array by array.
   static absl::Status Join(OpKernelContext* context, const Plan& plan,
                            const RoutedBatch& routed,
                            const OpInputList& received,
@@ -420,39 +445,45 @@ class CombineOp : public tensorflow::OpKernel {
                            std::vector<Tensor>* rows) {
     const int64_t size = received.size();
     rows->resize(plan.tables.size());
-    std::vector<char*> starts;  // by table and owner
+    std::vector<int64_t> first_rows;  // by table and owner
     std::vector<Work> works;
     for (size_t t = 0; t < plan.tables.size(); ++t) {
       const TablePlan& table = plan.tables[t];
-      char* to = nullptr;
+      int64_t row = 0;
       if (plan.placement.by_rows(t)) {
         TF_RETURN_IF_ERROR(context->allocate_temp(
-            table.is_bfloat16 ? tensorflow::DT_BFLOAT16 : tensorflow::DT_FLOAT,
-            {routed.NumArriving(t), table.dim}, &(*rows)[t]));
-        to = static_cast<char*>((*rows)[t].data());
+            tensorflow::DT_UINT8,
+            {RowsBytes(table.storage, table.dim, routed.NumArriving(t))},
+            &(*rows)[t]));
       }
       for (const Sent& sent : routed.sent) {
         const int64_t count = sent.wanted[t].size();
-        starts.push_back(to);
+        first_rows.push_back(row);
         works.push_back({count, count * (5 + table.dim / 4)});
-        to += count * table.dim * ElementBytes(table.is_bfloat16);
+        row += count;
       }
     }
     ForEachPiece(WorkerPool(context), works, [&](const Piece& piece) {
       const int64_t t = piece.owner / size;
       const int p = piece.owner % size;
       const TablePlan& table = plan.tables[t];
-      const int64_t first = piece.begin * table.dim;
-      const int64_t count = piece.end * table.dim - first;
+      const int64_t first = first_rows[piece.owner] + piece.begin;
+      const int64_t count = piece.end - piece.begin;
       const char* from = DataOf(received, p) + layouts[p].tables[t];
-      char* to = starts[piece.owner];
-      if (Narrow(plan, p) && !table.is_bfloat16) {
-        FromBFloat16(reinterpret_cast<const BFloat16*>(from) + first, count,
-                     reinterpret_cast<float*>(to) + first);
+      char* to = static_cast<char*>((*rows)[t].data());
+      if (WireStorage(table, Narrow(plan, p)) != table.storage) {
+        FromBFloat16(
+            reinterpret_cast<const BFloat16*>(from) + piece.begin * table.dim,
+            count * table.dim,
+            reinterpret_cast<float*>(to) + first * table.dim);
         return;
       }
-      const int64_t width = ElementBytes(table.is_bfloat16);
-      std::memcpy(to + first * width, from + first * width, count * width);
+      for (const int64_t width : ArrayBytes(table.storage, table.dim)) {
+        std::memcpy(to + first * width, from + piece.begin * width,
+                    count * width);
+        from += Padded(routed.sent[p].wanted[t].size() * width);
+        to += Padded(routed.NumArriving(t) * width);
+      }
     });
     return absl::OkStatus();
   }

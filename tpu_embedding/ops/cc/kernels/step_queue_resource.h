@@ -59,7 +59,7 @@ class StepQueueResource : public tensorflow::ResourceBase {
       : plan(std::move(shared_plan)),
         queue(plan->num_replicas, plan->capacity, plan->pipelined,
               [this](const SharedBatch& batch) { ForgetLookup(batch); }),
-        huge_pages(plan->tables.size() + num_slots),
+        huge_pages(plan->num_arrays + num_slots),
         merged(plan->tables.size()),
         waiting(MakeWaiting(*plan)),
         changed_rows(RowsOf(*plan)) {
@@ -123,7 +123,7 @@ inline absl::Status FindGrowing(const SharedBatch& batch,
                                 StepQueueResource* resource,
                                 std::vector<GrowingTable::Found>* found) {
   std::vector<GrowingTable::Search> searches;
-  for (size_t t = 0; t < tables.size(); ++t) {
+  for (size_t t = 0; t < resource->growing.size(); ++t) {
     if (!resource->growing[t]) continue;
     searches.push_back(
         {resource->growing[t].get(), tables[t].get(), &(*found)[t]});

@@ -73,7 +73,7 @@ struct LockedTables {
         return absl::InvalidArgumentError(
             "A malformed graph: a table whose rows wait is not of float32.");
       }
-      view.parameters = DataOf(table);
+      view.parameters = static_cast<float*>(table->data());
       view.num_rows = table->dim_size(0);
       view.dim = table->dim_size(1);
       TF_RETURN_IF_ERROR(

@@ -11,6 +11,7 @@
 
 #include "core/idle.h"
 #include "core/pieces.h"
+#include "core/rows-inl.h"
 #include "core/update.h"
 #include "core/weighted_sum-inl.h"
 #include "kernels/kernel_util.h"
@@ -66,7 +67,7 @@ constexpr int64_t kCyclesPerWait = 150;
 
 inline void PrefetchRow(const TableView& view, int64_t row) {
   const int64_t begin = row * view.dim;
-  std::visit([&](const auto* data) { Prefetch(data + begin, view.dim); },
+  std::visit([&](const auto& table) { PrefetchRow(table, row, view.dim); },
              view.parameters);
   for (const float* slot : view.slots) Prefetch(slot + begin, view.dim);
 }

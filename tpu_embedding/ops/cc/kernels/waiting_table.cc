@@ -77,7 +77,7 @@ class CatchUpTablesOp : public tensorflow::OpKernel {
     if (!AnyWaits(*resource)) return;
     OP_REQUIRES_OK(context, CheckTables(tables, *resource->plan));
     OP_REQUIRES_OK(context, locks.MakeWritable(context));
-    std::vector<TableView> views(tables.size());
+    std::vector<TableView> views(resource->plan->tables.size());
     OP_REQUIRES_OK(context, MakeViews(*resource, tables, slots, &views));
     for (size_t t = 0; t < views.size(); ++t) {
       CatchUpTable(WorkerPool(context), *resource, t, views[t]);
@@ -124,7 +124,7 @@ class ReadRowsOp : public tensorflow::OpKernel {
     OP_REQUIRES_OK(context, LookUpSlots(context, &slots));
     const ReadLocks locks(tables, slots);
     OP_REQUIRES_OK(context, CheckTables(tables, *resource->plan));
-    std::vector<TableView> views(tables.size());
+    std::vector<TableView> views(resource->plan->tables.size());
     OP_REQUIRES_OK(context, MakeViews(*resource, tables, slots, &views));
     const tensorflow::Tensor& numbers =
         context->input(context->num_inputs() - 1);
