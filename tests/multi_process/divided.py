@@ -159,7 +159,7 @@ def fuzz(strategy: Any, seed: int, steps: int, folder: str) -> int:
             evicted = sum(part.evict() for part in paper.parts)
             assert embedding.evict(films) == evicted
         if rng.random() < 0.1:
-            tracked, path = rng.random() < 0.5, f"{folder}/{seed}-{number}"
+            tracked, path = rng.random() < 0.5, f"{folder}/{processes}-{seed}-{number}"
             if tracked:
                 path = tf.train.Checkpoint(tables=embedding).write(f"{path}-{own}")
             else:
