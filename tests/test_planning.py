@@ -66,6 +66,20 @@ def test_bytes_on_paper() -> None:
         assert text in placement(report, name).unsupported
 
 
+def test_the_steps_that_rows_wait_for_take_memory() -> None:
+    films = table(1001, 6, "films", optimizer=te.Adam(0.1, lazy_adam=False))
+    report = te.plan(
+        te.FeatureConfig(films), batch_size=64, processes=[3], machine_bytes=GIB
+    )
+    history = 512 * (2 + 4) * 8
+    for name, rows, waits in (
+        ("one machine", 1001, 4 * 1001 + history),
+        ("3 processes, synchronous", 334, 4 * 334 + history),
+        ("3 parameter servers", 1001, 0),
+    ):
+        assert placement(report, name).by_table == {"films": rows * 72 + waits}
+
+
 def test_stacks_of_sparse_cores_on_paper() -> None:
     features = {
         name: te.FeatureConfig(table(rows, 6, name), output_shape=[16], name=name)

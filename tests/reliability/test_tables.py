@@ -79,6 +79,10 @@ def test_tables_that_do_not_fit(engine: str, monkeypatch: pytest.MonkeyPatch) ->
         "made. Use a smaller `vocabulary_size` or `dim`, an optimizer with fewer or "
         "smaller slots (SGD, RowwiseAdagrad), or a machine with more memory."
     )
+    adam = te.Adam(0.1, lazy_adam=False)
+    if engine == "host":
+        with pytest.raises(tf.errors.ResourceExhaustedError, match=r" for 8\.0 GiB"):
+            make(adam, "zeros", 2**31 - 1).enqueue(BATCH)
     assert not called
 
 

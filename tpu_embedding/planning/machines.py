@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tpu_embedding.config import STORAGES, DistributedOptions
+from tpu_embedding.engines.host.waiting import waiting_bytes
 from tpu_embedding.layout import limits
 from tpu_embedding.layout.placement import (
     ALL_PROCESSES,
@@ -107,7 +108,7 @@ class Machines:
     ) -> PlannedPlacement:
         """What each process needs: for steps, or before that to make the tables."""
         least = 1 if kind == "synchronous" else 0  # Of rows, as `create_parts` does.
-        tables = [self._table_bytes(place, least) for place in places]
+        tables = [self._table_bytes(place, least, kind) for place in places]
         held = [sum(own.values()) for own in tables]
         engine = [_HOST_BYTES + min(own // 8, _HOST_TABLE_BYTES) for own in held]
         buffers = [own + size for own, size in zip(engine, step, strict=True)]
@@ -150,12 +151,18 @@ class Machines:
             ),
         )
 
-    def _table_bytes(self, place: Placement, least: int) -> dict[str, int]:
+    def _table_bytes(self, place: Placement, least: int, kind: str) -> dict[str, int]:
         """By table, the bytes of its rows and their slots in one process."""
         found = {}
         for table in self.plan.tables:
             rows = place.count(table.index, table.config.vocabulary_size)
             found[table.name] = max(rows, least) * self._row_bytes[table.index][1]
+            found[table.name] += waiting_bytes(
+                table,
+                rows,
+                divided=kind == "synchronous",
+                served=kind == "parameter_servers",
+            )
         return found
 
     @functools.cached_property

@@ -122,10 +122,21 @@ def variable_rows(
 Place = tuple[str, range | None]
 
 
-def create_variables(plan: Plan, device: str) -> list[TableVariables]:
-    """Makes the tables and slots of a plan, each one variable, if memory is free."""
+def create_variables(
+    plan: Plan, device: str, waiting_bytes: int = 0
+) -> list[TableVariables]:
+    """Makes the tables and slots of a plan, each one variable, if memory is free.
+
+    Args:
+      plan: The tables.
+      device: Where they are.
+      waiting_bytes: What the engine keeps of the steps that rows wait for.
+    """
     if _is_here(device):
-        require_memory(dict(_all_bytes(plan)))
+        sizes = dict(_all_bytes(plan))
+        if waiting_bytes:
+            sizes["steps that rows wait for"] = waiting_bytes
+        require_memory(sizes)
     places = [[(device, None)]] * len(plan.tables)
     return [part for (part,) in create_parts(plan, places)]
 

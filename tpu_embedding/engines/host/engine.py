@@ -19,6 +19,7 @@ from tpu_embedding.engines.host.batches import HostBatches, plan_record
 from tpu_embedding.engines.host.part import TablePart
 from tpu_embedding.engines.host.queue import DEQUEUE, HostEngineQueue
 from tpu_embedding.engines.host.transport import CollectiveCall, Transport
+from tpu_embedding.engines.host.waiting import waiting_bytes
 from tpu_embedding.engines.process_group import Channel
 from tpu_embedding.engines.telemetry import Counts
 from tpu_embedding.inputs import IdBatch
@@ -89,7 +90,8 @@ class HostEngine(Engine):
         self.pipelined = options.pipelined
         record = plan_record(options)
         if not parts:
-            variables = create_variables(options.plan, self._device)
+            waits = [waiting_bytes(t, t.config.max_rows) for t in options.plan.tables]
+            variables = create_variables(options.plan, self._device, sum(waits))
             number = len(variables)
             whole = Placement(0, 1, (0,) * number)
             parts = [TablePart(options, record, variables, whole, range(number))]

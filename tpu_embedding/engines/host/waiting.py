@@ -61,6 +61,19 @@ def waiting_records(spec: TableSpec, divided: bool, served: bool) -> dict[str, A
     }
 
 
+def waiting_bytes(
+    spec: TableSpec, rows: int, divided: bool = False, served: bool = False
+) -> int:
+    """Returns what a process that has so many rows of a table keeps of their waits."""
+    idle = idle_of(spec, divided, served)
+    if idle is None:
+        return 0
+    rule = idle.quadrature
+    terms, horizon = rule.weights.shape[::-1] if rule else (1, 1)
+    history = history_length(spec.config.max_rows, horizon)
+    return 4 * rows + 8 * history * (2 + terms)
+
+
 class PartWaits:
     """What the rows of a table of a part wait for; see `tables.waiting.Waits`."""
 
