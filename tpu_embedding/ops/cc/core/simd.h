@@ -89,22 +89,24 @@ struct Int8Row {
 
 constexpr float kMiddleCode = 127.5f;
 
-template <class U8xN, class I32xN, class F32xN>
+// By way of 16 bits: GCC takes four times the width apart, column by column.
+template <class U8xN, class U16xN, class I32xN, class F32xN>
 TPU_EMBEDDING_INLINE void Decode(const Int8Row& row, F32xN* vector) {
   U8xN codes;
   std::memcpy(&codes, row.codes, sizeof(codes));
-  const I32xN words = __builtin_convertvector(codes, I32xN);
+  const U16xN halves = __builtin_convertvector(codes, U16xN);
+  const I32xN words = __builtin_convertvector(halves, I32xN);
   const F32xN steps = __builtin_convertvector(words, F32xN) - kMiddleCode;
   *vector = steps * row.scale + row.offset;
 }
 TPU_EMBEDDING_INLINE void Load(const Int8Row& row, F32x16* vector) {
-  Decode<U8x16, I32x16>(row, vector);
+  Decode<U8x16, U16x16, I32x16>(row, vector);
 }
 TPU_EMBEDDING_INLINE void Load(const Int8Row& row, F32x8* vector) {
-  Decode<U8x8, I32x8>(row, vector);
+  Decode<U8x8, U16x8, I32x8>(row, vector);
 }
 TPU_EMBEDDING_INLINE void Load(const Int8Row& row, F32x4* vector) {
-  Decode<U8x4, I32x4>(row, vector);
+  Decode<U8x4, U16x4, I32x4>(row, vector);
 }
 TPU_EMBEDDING_INLINE void Load(const Int8Row& row, float* value) {
   const float steps = static_cast<float>(*row.codes) - kMiddleCode;
