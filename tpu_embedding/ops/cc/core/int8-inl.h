@@ -87,7 +87,7 @@ inline bool Fits(const Int8Row& grid, const RowRange& range) {
          range.high - range.low > kLeastFull * grid.scale;
 }
 
-// The grid that `encode` of serving/quantization.py gives; `grid` has scale and
+// The grid that `encode` of tables/codes.py gives; `grid` has scale and
 // offset.
 inline void MakeGrid(const RowRange& range, BFloat16* grid) {
   grid[0] = kNotANumber;
