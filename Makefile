@@ -194,7 +194,7 @@ fuzz-deltas: $(VENV)/dev.stamp $(VENV)/package.stamp ## long tests: trainers, de
 test-everywhere: $(VENV)/dev.stamp ops ## long tests: both queue classes on every engine, 1, 2 and 4 devices, pipelined or not
 	TPU_EMBEDDING_TEST_EVERY_CELL=1 $(BIN)/pytest tests/everywhere -k test_numbers
 
-fuzz-growing: $(VENV)/dev.stamp ops ## long tests: growing tables beside vocabularies on paper: make fuzz-growing STEPS=2000
+fuzz-growing: $(VENV)/dev.stamp ops ## long tests: growing tables beside a NumPy reference: make fuzz-growing STEPS=2000
 	TPU_EMBEDDING_GROWING_STEPS=$(STEPS) $(BIN)/pytest tests/test_growing_fuzz.py
 
 # A checkout of TensorFlow, of which only test files are read.

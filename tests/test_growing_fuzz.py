@@ -1,4 +1,4 @@
-"""Random updates of growing tables with admission and eviction, against paper.
+"""Random updates of growing tables with admission and eviction, beside a reference.
 
 A static table has the numbers: before an update the rows that it creates get their
 first values. So all bits must be equal.
@@ -73,16 +73,16 @@ class Lookup:
     """A training lookup whose gradients have not come.
 
     Attributes:
-      paper: The same on paper.
+      reference: The same in the reference.
       looked_up: What the engine gave for the update.
     """
 
-    paper: growing.Lookup
+    reference: growing.Lookup
     looked_up: Any
 
 
 class Twins:
-    """A growing table of the engine, and a static one with the rows of the paper.
+    """A growing table of the engine, and a static one with the rows of the reference.
 
     Rows of the static table: those of the growing one, one of zeros, one for the first
     values of each id, one for those of the shared row.
@@ -91,7 +91,7 @@ class Twins:
     def __init__(self, rng: np.random.Generator, folder: pathlib.Path) -> None:
         self.rng, self.folder, self.strategy = rng, folder, self.draw_strategy(rng)
         self.options = draw_options(rng)
-        self.paper = growing.Vocabulary(self.options)
+        self.reference = growing.Vocabulary(self.options)
         optimizer = te.Adagrad(0.3, initial_accumulator_value=0.25)
         combiner = str(rng.choice(["sum", "mean", "sqrtn"]))
         initializer = tf.keras.initializers.RandomUniform(-1.0, 1.0)
@@ -146,28 +146,30 @@ class Twins:
     def look_up(self, *, training: bool) -> None:
         ids, batch = self.draw()
         found, looked_up = self.growing.core.look_up(batch, training=training)
-        paper = self.paper.look_up(ids, training=training, awaited=self.awaited())
-        assert self.reads(found, paper), (self.options, paper)
+        reference = self.reference.look_up(
+            ids, training=training, awaited=self.awaited()
+        )
+        assert self.reads(found, reference), (self.options, reference)
         if training:
-            self.lookups.append(Lookup(paper, looked_up))
+            self.lookups.append(Lookup(reference, looked_up))
 
     def awaited(self) -> list[growing.Lookup]:
-        return [lookup.paper for lookup in self.lookups]
+        return [lookup.reference for lookup in self.lookups]
 
-    def reads(self, found: Sequence[Any], paper: growing.Lookup) -> bool:
-        """Whether these activations are those of a lookup on paper."""
-        return all(map(np.array_equal, found, self.expected(paper)))
+    def reads(self, found: Sequence[Any], reference: growing.Lookup) -> bool:
+        """Whether these activations are those of a lookup of the reference."""
+        return all(map(np.array_equal, found, self.expected(reference)))
 
-    def expected(self, paper: growing.Lookup) -> Sequence[Any]:
-        """The activations of a lookup on paper."""
-        rows = self.inputs(self.rows_to_read(paper))
+    def expected(self, reference: growing.Lookup) -> Sequence[Any]:
+        """The activations of a lookup of the reference."""
+        rows = self.inputs(self.rows_to_read(reference))
         return self.static.core.look_up(rows, training=False)[0]
 
     def rows_to_read(self, lookup: growing.Lookup) -> list[int]:
         """The rows of the static table that have what a lookup reads."""
         rows = []
         for id_ in lookup.ids:
-            row = self.paper.read(lookup, id_)
+            row = self.reference.read(lookup, id_)
             if not isinstance(row, int):
                 names = {"first": id_, "shared": growing.SHARED_ID, "zeros": "zeros"}
                 row = self.special[names[row]]
@@ -178,13 +180,13 @@ class Twins:
         gradients = [
             tf.constant(self.rng.normal(size=(n, D)), tf.float32) for n in (1, 2)
         ]
-        if self.is_full([lookup.paper], self.awaited()):
+        if self.is_full([lookup.reference], self.awaited()):
             with pytest.raises(tf.errors.InvalidArgumentError, match="is full"):
                 self.submit(lookup.looked_up, gradients)
             self.counts["refused"] += 1
             return
         self.submit(lookup.looked_up, gradients)
-        (rows,) = self.begin([lookup.paper], self.awaited())
+        (rows,) = self.begin([lookup.reference], self.awaited())
         _, looked_up = self.static.core.look_up(self.inputs(rows))
         self.static.core.update(looked_up, gradients)
         self.end()
@@ -197,7 +199,7 @@ class Twins:
     ) -> bool:
         """Whether there is no room for the update of these lookups."""
         try:
-            copy.deepcopy(self.paper).update(lookups, awaited)
+            copy.deepcopy(self.reference).update(lookups, awaited)
         except growing.FullError:
             return True
         return False
@@ -205,15 +207,15 @@ class Twins:
     def begin(
         self, lookups: Sequence[growing.Lookup], awaited: Sequence[growing.Lookup]
     ) -> list[list[int]]:
-        """Begins an update on paper; the rows of the static table that it trains."""
-        update = self.paper.update(lookups, awaited)
+        """Begins an update of the reference; the rows that the static table trains."""
+        update = self.reference.update(lookups, awaited)
         for row, id_ in update.created:
             self.rows["parameters"].write(row, first_values(id_)[np.newaxis])
             self.rows["accumulators"].write(row, np.full((1, D), 0.25, np.float32))
         for lookup in lookups:
             given = lookup.given.items()
             untrained = [i for i, how in given if how != "first"]
-            known = [i for i in untrained if self.paper.row_of(i) is not None]
+            known = [i for i in untrained if self.reference.row_of(i) is not None]
             self.counts["untrained rows"] += len(known)
             self.counts["mixed lookups"] += 0 < len(untrained) < len(given)
         return [[self.zeros if r is None else r for r in rows] for rows in update.rows]
@@ -224,20 +226,23 @@ class Twins:
 
     def check(self) -> None:
         """The tables, slots, ids, hits and counts are equal."""
-        live = sorted(self.paper.rows)
+        live = sorted(self.reference.rows)
         for name, variable in self.growing.variables[self.table].items():
             own = variable.numpy()
-            assert len(own) == self.paper.num_rows
+            assert len(own) == self.reference.num_rows
             other = self.rows[name].numpy()
             assert np.array_equal(own[live], other[live]), (self.options, name)
         contents = self.growing.vocabularies[self.table]
-        by_id = sorted((r.id, n, r.hits, r.last) for n, r in self.paper.rows.items())
+        by_id = sorted(
+            (r.id, n, r.hits, r.last) for n, r in self.reference.rows.items()
+        )
         found = list(zip(*(a.tolist() for a in contents[:4]), strict=True))
         if self.options.eviction is None:
             by_id = [(i, n, 0, 0) for i, n, _, _ in by_id]
         assert found == by_id, self.options
         assert contents[4:] == tuple(
-            self.paper.counts[n] for n in ("unknown", "admitted", "refused", "evicted")
+            self.reference.counts[n]
+            for n in ("unknown", "admitted", "refused", "evicted")
         )
         self.counts["evicted"] = contents.evicted
 
@@ -276,7 +281,7 @@ class Twins:
         if self.options.eviction is None:
             return
         awaited = [i for lookup in self.awaited() for i in lookup.ids]
-        assert self.growing.evict(self.table) == self.paper.evict(awaited)
+        assert self.growing.evict(self.table) == self.reference.evict(awaited)
 
     def step(self) -> None:
         if self.rng.random() < 0.05:
@@ -316,41 +321,43 @@ class ThreadedTwins(Twins):
         results = [future.result() for future in found]
         for order in itertools.permutations(range(3)):
             awaited = self.awaited()
-            papers = {}
+            references = {}
             for k in order:
                 ids, _, trains = drawn[k]
-                papers[k] = self.paper.look_up(ids, training=trains, awaited=awaited)
-                awaited += [papers[k]] * trains
-            if all(self.reads(results[k][0], papers[k]) for k in order):
+                references[k] = self.reference.look_up(
+                    ids, training=trains, awaited=awaited
+                )
+                awaited += [references[k]] * trains
+            if all(self.reads(results[k][0], references[k]) for k in order):
                 break
         else:
             raise AssertionError(self.options, drawn)
         self.counts["other orders"] += order != (0, 1, 2)
         for k in order:
             if drawn[k][2]:
-                self.lookups.append(Lookup(papers[k], results[k][1]))
+                self.lookups.append(Lookup(references[k], results[k][1]))
 
     def submit(self, looked_up: Any, gradients: Sequence[tf.Tensor]) -> None:
         drawn = [self.draw() for _ in range(2)]
-        papers = [self.paper.look_up(ids, training=False) for ids, _ in drawn]
-        before = [self.expected(paper) for paper in papers]
+        references = [self.reference.look_up(ids, training=False) for ids, _ in drawn]
+        before = [self.expected(reference) for reference in references]
         with futures.ThreadPoolExecutor(3) as pool:
             found = [
                 pool.submit(self.growing.core.look_up, batch, training=False)
                 for _, batch in drawn
             ]
             update = pool.submit(self.growing.core.update, looked_up, gradients)
-        for paper, values, future in zip(papers, before, found, strict=True):
-            self.beside.append((paper.ids, values, future.result()[0]))
+        for reference, values, future in zip(references, before, found, strict=True):
+            self.beside.append((reference.ids, values, future.result()[0]))
         update.result()
 
     def update(self, lookup: Lookup) -> None:
         """Each evaluation beside it sees the table before or after it."""
         super().update(lookup)
         for ids, before, found in self.beside:
-            paper = self.paper.look_up(ids, training=False)
+            reference = self.reference.look_up(ids, training=False)
             is_before = all(map(np.array_equal, found, before))
-            assert is_before or self.reads(found, paper), (self.options, ids)
+            assert is_before or self.reads(found, reference), (self.options, ids)
         self.beside.clear()
 
 
@@ -401,18 +408,20 @@ class QueuedTwins(Twins):
     def expect(
         self, ids: list[list[int]], *, training: bool
     ) -> tuple[list[list[np.ndarray]], list[growing.Lookup]]:
-        """The activations of a lookup in each replica, and the same on paper."""
+        """The activations of a lookup in each replica, and that of the reference."""
         lookups: list[growing.Lookup] = []
         before = [] if self.pending is None else self.pending[0]
         for own in ids:
             awaited = [*before, *lookups]
-            lookups.append(self.paper.look_up(own, training=training, awaited=awaited))
+            lookups.append(
+                self.reference.look_up(own, training=training, awaited=awaited)
+            )
         rows = [self.rows_to_read(lookup) for lookup in lookups]
         self.enqueue(self.static, rows, training=False)
         return self.dequeue(self.static), lookups
 
     def apply(self, awaited: Sequence[growing.Lookup] = ()) -> None:
-        """Applies the pending update to the paper and the static table."""
+        """Applies the pending update to the reference and the static table."""
         if self.pending is None:
             return
         (lookups, gradients), self.pending = self.pending, None
@@ -532,7 +541,7 @@ def run(
         pytest.param(QueuedTwins, STEPS // 3, marks=pytest.mark.third_tier),
     ],
 )
-def test_growing_tables_are_as_on_paper(
+def test_growing_tables_are_as_in_the_reference(
     make: type[Twins], steps: int, rng: np.random.Generator, tmp_path: pathlib.Path
 ) -> None:
     counts = run(make, rng, tmp_path, steps)

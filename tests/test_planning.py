@@ -30,7 +30,7 @@ def placement(report: Any, name: str) -> Any:
     return found
 
 
-def test_bytes_on_paper() -> None:
+def test_bytes_by_hand() -> None:
     films = table(1001, 6, "films", optimizer=te.Adam(0.1))
     users = table(64, 8, "users", dtype="bfloat16", optimizer=te.RowwiseAdagrad(0.1))
     report = te.plan(
@@ -80,7 +80,7 @@ def test_the_steps_that_rows_wait_for_take_memory() -> None:
         assert placement(report, name).by_table == {"films": rows * 72 + waits}
 
 
-def test_stacks_of_sparse_cores_on_paper() -> None:
+def test_stacks_of_sparse_cores_by_hand() -> None:
     features = {
         name: te.FeatureConfig(table(rows, 6, name), output_shape=[16], name=name)
         for name, rows in (("a", 100), ("b", 65))

@@ -1,4 +1,4 @@
-"""Growing tables that are divided over the processes of a job, against paper."""
+"""Divided growing tables of a job, beside a NumPy reference of their parts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def step(embedding: Any, ids: Any, **arguments: Any) -> np.ndarray:
     return activations.numpy()
 
 
-class Paper:
+class Reference:
     """What the parts of a table hold: each admits and evicts for itself."""
 
     def __init__(self, options: growing.Options, parts: int) -> None:
@@ -136,14 +136,14 @@ def fuzz(strategy: Any, seed: int, steps: int, folder: str) -> int:
     rng = np.random.default_rng(seed)
     processes, own = strategy.num_replicas_in_sync, rank(strategy)
     options = draw_options(rng)
-    vocabulary, paper = vocabulary_of(options), Paper(options, processes)
+    vocabulary, reference = vocabulary_of(options), Reference(options, processes)
     embedding, films = make(strategy, vocabulary)
     full = 0
     for number in range(steps):
         batches = [rng.choice(POOL, int(rng.integers(0, 6))) for _ in range(processes)]
         activations: list[np.ndarray] = []
         try:
-            expected = paper.update(batches)
+            expected = reference.update(batches)
         except growing.FullError:
             full += 1
             raised = failure(functools.partial(step, embedding, batches[own]))
@@ -154,9 +154,9 @@ def fuzz(strategy: Any, seed: int, steps: int, folder: str) -> int:
             activations.append(step(embedding, batches[own]))
             assert activations[0][:, 0].tolist() == expected[own], number
         if rng.random() < 0.15:
-            paper.check(embedding, films)
+            reference.check(embedding, films)
         if options.eviction and rng.random() < 0.1:
-            evicted = sum(part.evict() for part in paper.parts)
+            evicted = sum(part.evict() for part in reference.parts)
             assert embedding.evict(films) == evicted
         if rng.random() < 0.1:
             tracked, path = rng.random() < 0.5, f"{folder}/{processes}-{seed}-{number}"
@@ -170,7 +170,7 @@ def fuzz(strategy: Any, seed: int, steps: int, folder: str) -> int:
                 tf.train.Checkpoint(tables=embedding).read(path).assert_consumed()
             else:
                 te.checkpoint.restore(embedding, path)
-    paper.check(embedding, films)
+    reference.check(embedding, films)
     return full
 
 

@@ -15,7 +15,7 @@ from tpu_embedding.layout.placement import BY_ID, place_on_servers, place_tables
 
 
 @pytest.mark.second_tier
-def test_parts_admit_and_evict_as_on_paper(
+def test_parts_admit_and_evict_as_in_the_reference(
     two: Job, three: Job, tmp_path: pathlib.Path
 ) -> None:
     full = 0
@@ -26,7 +26,7 @@ def test_parts_admit_and_evict_as_on_paper(
 
 
 @pytest.mark.third_tier
-def test_parts_admit_and_evict_as_on_paper_for_long(
+def test_parts_admit_and_evict_as_in_the_reference_for_long(
     two: Job, three: Job, tmp_path: pathlib.Path
 ) -> None:
     for job in (two, three):
