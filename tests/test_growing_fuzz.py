@@ -545,9 +545,9 @@ def test_growing_tables_are_as_in_the_reference(
     make: type[Twins], steps: int, rng: np.random.Generator, tmp_path: pathlib.Path
 ) -> None:
     counts = run(make, rng, tmp_path, steps)
-    assert counts["refused"] > 0
     assert counts["evicted"] > steps / 100
     if steps > 600:
+        assert counts["refused"] > 0
         assert counts["untrained rows"] > steps / 1000
         assert counts["mixed lookups"] > steps / 1000
         assert make is not QueuedTwins or counts["refused lookups"] > 0
