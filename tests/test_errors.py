@@ -120,19 +120,19 @@ CALLS = [
     Case(
         lambda: TableConfig(8, 4, dtype="float16"),
         ValueError,
-        "Argument `dtype` must be float32 or bfloat16. Received: 'float16'.",
+        "Argument `dtype` must be float32, bfloat16 or int8. Received: 'float16'.",
     ),
     Case(
         lambda: TableConfig(8, 4, dtype="int32"),
         NotImplementedError,
-        "Tables of dtype int32 are not supported. Argument `dtype` must be float32 or "
-        "bfloat16.",
+        "Tables of dtype int32 are not supported. Argument `dtype` must be "
+        "float32, bfloat16 or int8.",
     ),
     Case(
         lambda: TableConfig(8, 4, rounding_seed=3),
         ValueError,
         "Argument `rounding_seed` is 3, but a table of dtype float32 is not rounded. "
-        'Leave it at None, or set `dtype="bfloat16"`.',
+        'Leave it at None, or set `dtype="bfloat16"` or "int8".',
     ),
     Case(
         lambda: FeatureConfig("films"),
