@@ -199,7 +199,7 @@ void RunAnyDim(const RuleArguments& arguments, const RowOptions& options,
   const TableView view = state->View();
   const TableGradients given{&gradients.groups, gradients.samples.data()};
   const int64_t size = options.all_rows ? kRows : gradients.groups.num_rows();
-  UpdateWithDim<Rule, float, AnyDim>(arguments, options, given, view, 0, size);
+  UpdateWithDim<Rule, float*, AnyDim>(arguments, options, given, view, 0, size);
 }
 
 template <class Rule>
