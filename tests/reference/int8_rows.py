@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from reference import rounding
-from tpu_embedding.tables.codes import encode
 
 WORD = np.uint32(0xFFFFFFFF)
 
@@ -47,6 +46,21 @@ def values_of(codes: np.ndarray, grids: np.ndarray) -> np.ndarray:
     return (codes.astype(np.float32) - np.float32(127.5)) * scale + offset
 
 
+def exported_grid(
+    low: np.ndarray, high: np.ndarray, bfloat16: np.dtype
+) -> tuple[np.ndarray, np.ndarray]:
+    """The scale and offset, float32 [n, 1], that an export of int8 gives to rows.
+
+    The offset is the bfloat16 nearest to the middle; the scale covers both ends also
+    after it was rounded to bfloat16.
+    """
+    low, high = low.astype(np.float64), high.astype(np.float64)
+    offset = ((low + high) / 2).astype(bfloat16).astype(np.float64)
+    reach = np.maximum(high - offset, offset - low) * (1 + 1 / 256)
+    scale = (reach / 127.5).astype(bfloat16)
+    return scale.astype(np.float32), offset.astype(np.float32)
+
+
 @np.errstate(all="ignore")
 def store(
     x: np.ndarray, grids: np.ndarray, rows: np.ndarray, seed: int, step: int
@@ -69,8 +83,8 @@ def store(
     keeps = (scale > 0) & (np.abs(low - offset) <= reach)
     keeps &= (np.abs(high - offset) <= reach) & (high - low > np.float32(204) * scale)
     ok = finite & np.isfinite(high - low)
-    _, new_scale, new_offset = encode(np.where(ok, x, 0), 256)
-    new_scale, new_offset = (a.astype(np.float32) for a in (new_scale, new_offset))
+    ends = np.where(ok, low, 0), np.where(ok, high, 0)
+    new_scale, new_offset = exported_grid(*ends, dtype)
     ok &= np.isfinite(new_scale) & np.isfinite(new_offset)
     new_scale = np.where(new_scale < np.float32(2.0**-100), 0, new_scale)
     new_scale = np.where(ok, new_scale, np.nan)
