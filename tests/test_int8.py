@@ -304,7 +304,10 @@ def test_checkpoints_go_from_one_dtype_to_the_other(
     train(coded)
     train(plain)
     widened, rounded = make(dtype), make()
-    checkpoint.restore(widened, save(coded, tmp_path / "coded"))
+    path = save(coded, tmp_path / "coded")
+    stored = checkpoint.read(path)["films"].parameters.stored_dtype
+    assert stored == ("float32" if save is save_numpy else "int8")
+    checkpoint.restore(widened, path)
     expected = table_of(coded)
     if dtype == "bfloat16":
         expected = rounding.nearest(expected)

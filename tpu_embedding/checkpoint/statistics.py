@@ -121,7 +121,7 @@ def _report(table: LogicalTable, progress: Progress) -> TableReport:
         rows=table.parameters.shape[0],
         dim=table.parameters.shape[1],
         grows=ids is not None,
-        dtype=table.parameters.dtype.name,
+        dtype=table.parameters.stored_dtype,
         bytes={name: rows.nbytes for name, rows in table.arrays.items()},
         optimizers=[type(optimizer).__name__ for optimizer in matching],
         norms=norms.buckets(),

@@ -172,7 +172,9 @@ def _read_norms(
             progress.advance((stop - start) * rows.row_bytes)
         size = rows.nbytes
         reports.append(
-            _ArrayReport(table, array, rows.shape, rows.dtype.name, size, squares**0.5)
+            _ArrayReport(
+                table, array, rows.shape, rows.stored_dtype, size, squares**0.5
+            )
         )
     for name, table in checkpoint.items():
         for part, vector in table.vocabulary.items():

@@ -79,7 +79,7 @@ class TableRows(abc.ABC):
 
     Attributes:
       shape: [V, C]; V is the vocabulary without padding.
-      dtype: A floating point dtype.
+      dtype: A floating point dtype, of what is read.
       row_bytes: Size of a row.
       nbytes: Size of the matrix.
       slice_rows: Number of rows in a slice of about `SLICE_BYTES`.
@@ -96,6 +96,11 @@ class TableRows(abc.ABC):
         self.row_bytes: int = columns * dtype.itemsize
         self.nbytes: int = rows * self.row_bytes
         self.slice_rows = max(1, SLICE_BYTES // max(1, self.row_bytes))
+
+    @property
+    def stored_dtype(self) -> str:
+        """The name of the dtype in which the matrix is stored, e.g. "int8"."""
+        return "int8" if self.coded else self.dtype.name
 
     @abc.abstractmethod
     def read(self, start: int, stop: int) -> np.ndarray:
