@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from reference import rounding
+from saved_files import save_numpy, save_ours, save_tensorflow
 
 import tpu_embedding as te
 from tpu_embedding import checkpoint, distribution, serving
-from tpu_embedding.__main__ import main
 from tpu_embedding.keras import TPUEmbedding
 from tpu_embedding.testing import SoftwareTPUStrategy
 
@@ -204,21 +204,6 @@ def test_the_layer_is_saved(engine: str, tmp_path: pathlib.Path) -> None:
     np.testing.assert_array_equal(table_of(other), table_of(layer))
     (table,) = other.embedding_tables
     assert (table.dtype, table.rounding_seed) == ("bfloat16", 7)
-
-
-def save_numpy(embedding: Any, path: pathlib.Path) -> str:
-    saved = checkpoint.save(embedding, path / "first")
-    folder = str(path / "arrays")
-    assert main(["checkpoint", "convert", saved, folder, "--to", "numpy"]) == 0
-    return folder
-
-
-def save_tensorflow(embedding: Any, path: pathlib.Path) -> str:
-    return tf.train.Checkpoint(embedding=embedding).write(str(path / "tensorflow"))
-
-
-def save_ours(embedding: Any, path: pathlib.Path) -> str:
-    return checkpoint.save(embedding, path / "ours")
 
 
 @pytest.mark.parametrize("save", [save_ours, save_tensorflow])

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from reference import int8_rows, rounding
+from saved_files import save_numpy, save_ours, save_tensorflow
 
 import tpu_embedding as te
 from tpu_embedding import checkpoint, engines, serving
-from tpu_embedding.__main__ import main
 from tpu_embedding.keras import TPUEmbedding
 from tpu_embedding.testing import SoftwareTPUStrategy
 
@@ -258,21 +258,6 @@ def test_pipelining_does_not_change_the_bits() -> None:
     train(plain)
     train(pipelined)
     assert_same_bits(pipelined, plain)
-
-
-def save_numpy(embedding: Any, path: pathlib.Path) -> str:
-    saved = checkpoint.save(embedding, path / "first")
-    folder = str(path / "arrays")
-    assert main(["checkpoint", "convert", saved, folder, "--to", "numpy"]) == 0
-    return folder
-
-
-def save_tensorflow(embedding: Any, path: pathlib.Path) -> str:
-    return tf.train.Checkpoint(embedding=embedding).write(str(path / "tensorflow"))
-
-
-def save_ours(embedding: Any, path: pathlib.Path) -> str:
-    return checkpoint.save(embedding, path / "ours")
 
 
 @pytest.mark.parametrize("save", [save_ours, save_tensorflow])
