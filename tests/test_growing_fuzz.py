@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from growing_options import vocabulary_of
 from reference import growing
 
 import tpu_embedding as te
@@ -57,17 +58,6 @@ def draw_options(rng: np.random.Generator) -> growing.Options:
     )
 
 
-def vocabulary_of(options: growing.Options) -> te.GrowingVocabulary:
-    arguments = dataclasses.asdict(options)
-    if options.eviction is None:
-        arguments["min_rows"] = None
-    if options.eviction != "age":
-        arguments["max_age"] = None
-    if options.min_count == 1:
-        arguments["max_candidates"] = None
-    return te.GrowingVocabulary(**arguments, seed=SEED)
-
-
 @dataclasses.dataclass
 class Lookup:
     """A training lookup whose gradients have not come.
@@ -96,7 +86,7 @@ class Twins:
         combiner = str(rng.choice(["sum", "mean", "sqrtn"]))
         initializer = tf.keras.initializers.RandomUniform(-1.0, 1.0)
         self.table = te.TableConfig(
-            vocabulary_of(self.options), D, initializer, combiner=combiner
+            vocabulary_of(self.options, seed=SEED), D, initializer, combiner=combiner
         )
         self.zeros = self.options.max_rows
         start = np.zeros((self.zeros + 2 + len(POOL), D), np.float32)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from growing_options import vocabulary_of
 from multi_process.calls import failure, rank
 from reference import growing
 
@@ -118,17 +119,6 @@ def draw_options(rng: np.random.Generator) -> growing.Options:
         min_rows=int(rng.integers(0, max_rows // 2)) if eviction else 0,
         unknown=str(rng.choice(["zeros", "initializer"])),
     )
-
-
-def vocabulary_of(options: growing.Options) -> te.GrowingVocabulary:
-    arguments = dataclasses.asdict(options)
-    if options.eviction is None:
-        arguments["min_rows"] = None
-    if options.eviction != "age":
-        arguments["max_age"] = None
-    if options.min_count == 1:
-        arguments["max_candidates"] = None
-    return te.GrowingVocabulary(**arguments)
 
 
 def fuzz(strategy: Any, seed: int, steps: int, folder: str) -> int:
