@@ -213,6 +213,11 @@ struct RowsToRound {
   int64_t rows[kRowsAtOnce];
   BFloat16* out[kRowsAtOnce];
 
+  TPU_EMBEDDING_INLINE void StoreInto(int r, BFloat16* table, int64_t row,
+                                      int64_t dim) {
+    out[r] = table + row * dim;
+  }
+
   template <class Words>
   TPU_EMBEDDING_INLINE void RoundBlock(int r, int64_t begin, int64_t size,
                                        const uint16_t* random) const {

@@ -147,6 +147,12 @@ struct RowsToCode {
   BFloat16* grids[kRowsAtOnce];  // scale and offset, which may be kept
   Int8Row grid[kRowsAtOnce] = {};
 
+  TPU_EMBEDDING_INLINE void StoreInto(int r, const Int8Table& table,
+                                      int64_t row, int64_t dim) {
+    codes[r] = table.codes + row * dim;
+    grids[r] = table.grids + 2 * row;
+  }
+
   template <class Words>
   TPU_EMBEDDING_INLINE void RoundBlock(int r, int64_t begin, int64_t size,
                                        const uint16_t* random) const {

@@ -134,83 +134,57 @@ class TableRows<float*> {
   const int64_t dim_;
 };
 
-template <>
-class TableRows<BFloat16*> {
+// Rows that are rounded when they are stored; the rule changes a copy of
+// floats. `Body` stores as many of them at once as `Rows` has places for.
+template <class Table, class Rows, class Body>
+class RoundedRows {
  public:
-  TableRows(const TableView& table, int64_t dim, const Rounding& rounding)
-      : data_(std::get<BFloat16*>(table.parameters)),
+  RoundedRows(const TableView& table, int64_t dim, const Rounding& rounding)
+      : data_(std::get<Table>(table.parameters)),
         dim_(dim),
         rounding_(rounding),
         rows_(kRowsOfBlock * dim) {}
 
-  const BFloat16* data() const { return data_; }
+  Table data() const { return data_; }
 
   template <class F32xN>
   TPU_EMBEDDING_INLINE float* Open(int k, int64_t row) {
     float* const opened = rows_.data() + k * dim_;
-    ExpandBody::Run<F32xN>(RowAt(data(), row, dim_), dim_, opened);
+    ExpandBody::Run<F32xN>(RowAt(data_, row, dim_), dim_, opened);
     return opened;
   }
   template <class F32xN>
   TPU_EMBEDDING_INLINE void Close(const RowBlock& block) {
     for (int k = 0; k < block.size; k += kRowsAtOnce) {
-      RowsToRound rows;
+      Rows rows;
       for (int r = 0; r < kRowsAtOnce; ++r) {
         const int own = std::min(k + r, block.size - 1);
         const int64_t row = block.rows[own];
         rows.values[r] = block.weights[own];
         rows.rows[r] = rounding_.first_row + row * rounding_.row_step;
-        rows.out[r] = data_ + row * dim_;
+        rows.StoreInto(r, data_, row, dim_);
       }
-      RoundBody::Run<F32xN>(rows, dim_, rounding_);
+      Body::template Run<F32xN>(rows, dim_, rounding_);
     }
   }
 
  private:
-  BFloat16* const data_;
+  const Table data_;
   const int64_t dim_;
   const Rounding rounding_;
   std::vector<float> rows_;  // of the block
 };
 
 template <>
-class TableRows<Int8Table> {
- public:
-  TableRows(const TableView& table, int64_t dim, const Rounding& rounding)
-      : data_(std::get<Int8Table>(table.parameters)),
-        dim_(dim),
-        rounding_(rounding),
-        rows_(kRowsOfBlock * dim) {}
+class TableRows<BFloat16*>
+    : public RoundedRows<BFloat16*, RowsToRound, RoundBody> {
+  using RoundedRows::RoundedRows;
+};
 
-  ConstInt8Table data() const { return data_; }
-
-  template <class F32xN>
-  TPU_EMBEDDING_INLINE float* Open(int k, int64_t row) {
-    float* const opened = rows_.data() + k * dim_;
-    ExpandBody::Run<F32xN>(RowAt(data(), row, dim_), dim_, opened);
-    return opened;
-  }
-  template <class F32xN>
-  TPU_EMBEDDING_INLINE void Close(const RowBlock& block) {
-    for (int k = 0; k < block.size; k += kRowsAtOnce) {
-      RowsToCode rows;
-      for (int r = 0; r < kRowsAtOnce; ++r) {
-        const int own = std::min(k + r, block.size - 1);
-        const int64_t row = block.rows[own];
-        rows.values[r] = block.weights[own];
-        rows.rows[r] = rounding_.first_row + row * rounding_.row_step;
-        rows.codes[r] = data_.codes + row * dim_;
-        rows.grids[r] = data_.grids + 2 * row;
-      }
-      CodeBody::Run<F32xN>(rows, dim_, rounding_);
-    }
-  }
-
- private:
-  const Int8Table data_;
-  const int64_t dim_;
-  const Rounding rounding_;
-  std::vector<float> rows_;  // of the block
+template <>
+class TableRows<Int8Table>
+    : public RoundedRows<Int8Table, RowsToCode, CodeBody> {
+  using RoundedRows::RoundedRows;
 };
 
 // What a block of rows needs: a rule, whose type only update_rows knows, and
