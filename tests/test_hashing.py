@@ -129,12 +129,19 @@ def test_a_feature_is_a_feature_for_each_hash(
     static = [
         dataclasses.replace(t, vocabulary_size=ROWS, dim=own.width(DIM)) for t in tables
     ]
-    hashed = cls(alone(configs(*tables)), te.Adagrad(0.1))
+    salts = {case.name: (None, 5, 9)[n % 3] for n, case in enumerate(cases.INPUTS)}
+    salted = {
+        name: dataclasses.replace(config, salt=salts[name])
+        for name, config in alone(configs(*tables)).items()
+    }
+    hashed = cls(salted, te.Adagrad(0.1))
     plain = cls(configs(static[0], static[1], own.hashes), te.Adagrad(0.1))
     for _ in range(2):
         ids, weights = batch(rng)
         found, gradients = [], []
-        rows = {name: by_hand(value, own) for name, value in ids.items()}
+        rows = {
+            name: by_hand(value, salted[name].hashing) for name, value in ids.items()
+        }
         repeated = {name: [w] * own.hashes for name, w in weights.items()}
         real = {
             n: cases.with_values(v, POOL[cases.values_of(v)]) for n, v in ids.items()
@@ -161,6 +168,35 @@ def test_a_feature_is_a_feature_for_each_hash(
         for array, variable in hashed.variables[mine].items():
             other = plain.variables[theirs][array]
             assert variable.numpy().tobytes() == other.numpy().tobytes()
+
+
+def test_a_feature_has_a_salt_of_its_own_in_copies_files_and_exports(
+    tmp_path: pathlib.Path,
+):
+    """Two features of one table give an id other rows, as TFRS's UnifiedEmbedding."""
+    table = te.TableConfig(te.Hashing(1000, hashes=2), 8, name="all")
+    config = {n: te.FeatureConfig(table, salt=s) for n, s in (("a", 3), ("b", None))}
+    layer = te.keras.TPUEmbedding(config, te.SGD(0.1))
+    ids = dict.fromkeys("ab", tf.constant(POOL))
+    expected = layer(ids)
+    assert (expected["a"].numpy() != expected["b"].numpy()).any(-1).all()
+    copy = te.keras.TPUEmbedding.from_config(layer.get_config())
+    copy(ids)
+    copy.set_weights(layer.get_weights())
+    te.serving.export(layer, tmp_path / "served")
+    served = tf.saved_model.load(str(tmp_path / "served"))
+    for answer in (copy(ids), served.signatures["serving_default"](**ids)):
+        for name, value in expected.items():
+            assert (answer[name].numpy() == value.numpy()).all()
+
+
+@pytest.mark.parametrize("salt", [-1, 2**63, 0.5, "a"])
+def test_a_salt_of_a_feature_is_checked(salt: Any):
+    table = te.TableConfig(te.Hashing(10, hashes=1), 8)
+    with pytest.raises(ValueError, match="salt"):
+        te.FeatureConfig(table, salt=salt)
+    with pytest.raises(ValueError, match="its table is not hashed"):
+        te.FeatureConfig(te.TableConfig(10, 8), salt=salt)
 
 
 def feature(own: Any = None, **table: Any) -> Any:

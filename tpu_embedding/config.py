@@ -344,10 +344,13 @@ class FeatureConfig(_ChangeableUntilUsed):
         takes it from build() or from the input. Kept as a tuple whose unknown
         axes are None, with `rank`, `as_list` and `num_elements` of a tf.TensorShape.
       name: A name for messages and for SparseCore, or None.
+      salt: The salt of this feature, in the place of that of the table's Hashing, from
+        0 to 2**63 - 1: an id of two features with different salts has different rows.
+        None is the salt of the Hashing.
 
     Raises:
-      ValueError: If a value is not allowed, or if both `max_sequence_length` and
-        `output_shape` are set.
+      ValueError: If a value is not allowed, if both `max_sequence_length` and
+        `output_shape` are set, or if a table with a `salt` has no Hashing.
       TypeError: If `output_shape` or `name` is of the wrong type.
       AttributeError: On assignment, once an embedding or layer was made of the feature.
     """
@@ -357,6 +360,7 @@ class FeatureConfig(_ChangeableUntilUsed):
     validate_weights_and_indices: bool = True
     output_shape: Any = None
     name: str | None = None
+    salt: int | None = None
 
     def __post_init__(self) -> None:
         table, length = self.table, self.max_sequence_length
@@ -383,6 +387,21 @@ class FeatureConfig(_ChangeableUntilUsed):
                 f"`output_shape`. Received: {length} and {self.output_shape}. Leave "
                 "one of them at its default."
             )
+        if self.salt is not None and getattr(table, "hashing", None) is None:
+            raise ValueError(
+                f"A feature has the salt {self.salt!r}, but its table is not hashed. "
+                "Make the table with a Hashing in the place of its `vocabulary_size`, "
+                "or leave `salt` out."
+            )
+        _ = self.hashing  # Checks the salt.
+
+    @property
+    def hashing(self) -> Hashing | None:
+        """Which rows of a hashed table the ids of this feature have; None of others."""
+        hashing = getattr(self.table, "hashing", None)
+        if hashing is None or self.salt is None:
+            return hashing
+        return dataclasses.replace(hashing, salt=self.salt)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -162,6 +162,7 @@ def _encode_feature(feature: Any, tables: Sequence[Any]) -> dict[str, Any]:
         "validate_weights_and_indices": feature.validate_weights_and_indices,
         "output_shape": None if shape is None else list(shape),
         "name": feature.name,
+        **({} if getattr(feature, "salt", None) is None else {"salt": feature.salt}),
     }
 
 

@@ -185,10 +185,10 @@ def feature_specs(
       table: Index of the table.
       stored: `config.table.stored`.
     """
-    hashing, strings = config.table.hashing, config.table.string_ids
+    hashing, strings = config.hashing, config.table.string_ids
     if hashing is None:
         return [FeatureSpec(first, path, config, table, string_ids=strings)]
-    config = dataclasses.replace(config, table=stored)
+    config = dataclasses.replace(config, table=stored, salt=None)
     return [
         FeatureSpec(
             first + k,
