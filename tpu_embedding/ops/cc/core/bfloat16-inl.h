@@ -14,8 +14,8 @@
 
 namespace tpu_embedding {
 
-// Rows whose random bits are made together, in half the time.
-constexpr int kRowsAtOnce = 2;
+// Rows whose random bits are made together, in less than half the time.
+constexpr int kRowsAtOnce = 4;
 constexpr int64_t kRandomBlocks = 8;
 constexpr int64_t kRandomColumns = 64;  // of kRandomBlocks blocks of 128 bits
 constexpr int64_t kWordColumns = 16;    // of one word of each
@@ -207,7 +207,7 @@ TPU_EMBEDDING_INLINE void RoundColumns(const float* values,
   }
 }
 
-// Rows with their numbers; twice the same where there is one.
+// Rows with their numbers; the last one again where there are fewer.
 struct RowsToRound {
   const float* values[kRowsAtOnce];
   int64_t rows[kRowsAtOnce];

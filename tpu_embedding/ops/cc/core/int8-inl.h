@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <type_traits>
 
@@ -26,6 +27,18 @@ constexpr BFloat16 kNotANumber{0x7FC0};
 template <class Words>
 using FloatsOf = std::conditional_t<sizeof(Words) == 64, F32x16, F32x8>;
 
+// The first of a vector's lanes in the order of `less`, found without branches.
+template <class Vector, class Less>
+TPU_EMBEDDING_INLINE auto FirstOf(const Vector& vector, Less less) {
+  Vector lanes = vector;
+  for (int half = kWidth<Vector> / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) {
+      lanes[i] = less(lanes[half + i], lanes[i]) ? lanes[half + i] : lanes[i];
+    }
+  }
+  return lanes[0];
+}
+
 struct RowRange {
   float low, high;
   bool finite;
@@ -36,42 +49,31 @@ template <class Words>
 TPU_EMBEDDING_INLINE RowRange RangeOf(const float* values, int64_t dim) {
   using F32xN = FloatsOf<Words>;
   constexpr int64_t kLanes = kWidth<F32xN>;
-  float lows[kLanes], highs[kLanes];
-  uint32_t sizes[kLanes];
-  if (dim >= kLanes) {
-    F32xN low, high;
-    Words largest = {};
-    Load(values, &low);
-    high = low;
-    for (int64_t d = 0; d < dim; d += kLanes) {
-      const float* const columns = values + std::min(d, dim - kLanes);
-      F32xN x;
-      Words bits;
-      Load(columns, &x);
-      std::memcpy(&bits, columns, sizeof(bits));
-      bits &= ~kSign;
-      low = x < low ? x : low;
-      high = x > high ? x : high;
-      largest = bits > largest ? bits : largest;
-    }
-    Store(low, lows);
-    Store(high, highs);
-    std::memcpy(sizes, &largest, sizeof(largest));
-  } else {  // Tables are not so narrow.
-    std::fill_n(lows, kLanes, values[0]);
-    std::fill_n(highs, kLanes, values[0]);
-    std::fill_n(sizes, kLanes, 0);
-    for (int64_t d = 0; d < dim; ++d) {
-      lows[0] = std::min(lows[0], values[d]);
-      highs[0] = std::max(highs[0], values[d]);
-      uint32_t bits;
-      std::memcpy(&bits, values + d, sizeof(bits));
-      sizes[0] = std::max(sizes[0], bits & ~kSign);
-    }
+  float padded[kLanes];  // of a row that is narrower, as no table is
+  if (dim < kLanes) {
+    std::fill_n(padded, kLanes, values[0]);
+    std::copy_n(values, dim, padded);
+    values = padded;
+    dim = kLanes;
   }
-  return {*std::min_element(lows, lows + kLanes),
-          *std::max_element(highs, highs + kLanes),
-          *std::max_element(sizes, sizes + kLanes) < kInfinity};
+  F32xN low, high;
+  Words largest = {};
+  Load(values, &low);
+  high = low;
+  for (int64_t d = 0; d < dim; d += kLanes) {
+    const float* const columns = values + std::min(d, dim - kLanes);
+    F32xN x;
+    Words bits;
+    Load(columns, &x);
+    std::memcpy(&bits, columns, sizeof(bits));
+    bits &= ~kSign;
+    low = x < low ? x : low;
+    high = x > high ? x : high;
+    largest = bits > largest ? bits : largest;
+  }
+  return {FirstOf(low, std::less<float>()),
+          FirstOf(high, std::greater<float>()),
+          FirstOf(largest, std::greater<uint32_t>()) < kInfinity};
 }
 
 // Values that the arithmetic of TensorFlow's threads takes for 0.
@@ -135,11 +137,13 @@ TPU_EMBEDDING_INLINE void CodeLanes(const Int8Row& grid, const float* values,
   const Words size = bits & 0x7FFFFF;
   const Words fixed = ((size ^ negative) - negative) + 127 * 65536 + 32768;
   const Words sum = fixed + __builtin_convertvector(added, Words);
-  const Bytes rounded = __builtin_convertvector(sum >> 16, Bytes);
+  // In two steps, for each of which there is an instruction.
+  const Bytes rounded = __builtin_convertvector(
+      __builtin_convertvector(sum >> 16, Halves), Bytes);
   std::memcpy(codes, &rounded, sizeof(rounded));
 }
 
-// Rows with their numbers; twice the same where there is one.
+// Rows with their numbers; the last one again where there are fewer.
 struct RowsToCode {
   const float* values[kRowsAtOnce];
   int64_t rows[kRowsAtOnce];
