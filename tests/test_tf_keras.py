@@ -14,11 +14,9 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 FOLDER = "tests/tf_keras"
 FIRST_TIER = [f"{FOLDER}/test_models.py"]
 # Those of tf_keras alone, and those that each Keras runs.
-SECOND_TIER = [
-    *(FOLDER, f"--ignore={FIRST_TIER[0]}"),
-    "tests/keras_layer/test_catch_up.py",
-]
+SECOND_TIER = [FOLDER, f"--ignore={FIRST_TIER[0]}"]
 THIRD_TIER = [
+    "tests/keras_layer/test_catch_up.py",
     "tests/keras_layer/test_fused_rows.py",
     "tests/keras_layer/test_growing.py",
     "tests/keras_layer/test_preprocessing_layers.py",
@@ -38,7 +36,7 @@ THIRD_TIER = [
         pytest.param(SECOND_TIER, marks=pytest.mark.second_tier),
         pytest.param(THIRD_TIER, marks=pytest.mark.third_tier),
     ],
-    ids=["models", "catch-up", "all others"],
+    ids=["models", "of tf_keras alone", "of each Keras"],
 )
 def test_the_layer_of_tf_keras(files: list[str]):
     run = subprocess.run(
