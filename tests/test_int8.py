@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import pathlib
-import types
 import zipfile
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +17,7 @@ from reference import int8_rows, rounding
 from saved_files import save_numpy, save_ours, save_tensorflow
 
 import tpu_embedding as te
-from tpu_embedding import checkpoint, engines, serving
+from tpu_embedding import checkpoint, serving
 from tpu_embedding.keras import TPUEmbedding
 from tpu_embedding.testing import SoftwareTPUStrategy
 
@@ -537,11 +536,3 @@ def test_stacked_tables_have_no_variables_of_values() -> None:
         _ = embedding.stacked_tables
     ((_, shard),) = next(iter(embedding.embedding_table_shards.values()))
     np.testing.assert_array_equal(shard, table_of(embedding))
-
-
-@pytest.mark.parametrize("engine", ["sharded", "parameter_server"])
-def test_several_machines_are_refused(engine: str) -> None:
-    plan = make().core.plan
-    topology: Any = types.SimpleNamespace(engine=engine, tpu=None)
-    with pytest.raises(NotImplementedError, match=f"films: the {engine} .* int8"):
-        engines.choose(topology, plan)

@@ -75,7 +75,10 @@ def refuse_batches(strategy: Any, case: Case, bad: str) -> Any:
         embedding.enqueue(training.batch(case, 0, rank(strategy))[0])
         activations = embedding.dequeue()
         sums = {name: tf.sin(3 * value) for name, value in activations.items()}
-        given = {**sums, "dense": tf.zeros([99, 5]) if is_bad else sums["dense"]}
+        given = {
+            **sums,
+            "dense": tf.zeros([99, case.dims[1]]) if is_bad else sums["dense"],
+        }
         raised.append(failure(lambda: embedding.apply_gradients(given)))
         embedding.reset()
 

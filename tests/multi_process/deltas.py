@@ -75,7 +75,7 @@ def write(
     return {
         name: rows
         for name, rows in training.tables_of(embedding).items()
-        if name.endswith(("/parameters", "/ids"))
+        if name.endswith(("/parameters", "/scale_offset", "/ids"))
     }
 
 

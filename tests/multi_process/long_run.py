@@ -99,13 +99,14 @@ def random_case(random: np.random.Generator) -> Case:
     def each(*values: Any) -> Any:
         return tuple(one(*values) for _ in range(3))
 
-    version = one(1, 1, 2)
+    version, dtype = one(1, 1, 2), one("float32", "float32", "bfloat16", "int8")
+    dims = (16, 20, 33, 64) if dtype == "int8" else (1, 4, 5, 8, 16, 33)
     return Case(
         optimizer=one(*training.OPTIMIZERS),
         steps=10,
         version=version,
         pipelined=one(False, True),
-        dtype=one("float32", "float32", "bfloat16"),
+        dtype=dtype,
         weights=one(False, True),
         graph=one(False, True),
         invalid_ids=one("error", "drop", "mod"),
@@ -113,7 +114,7 @@ def random_case(random: np.random.Generator) -> Case:
         empty=one(False, True),
         placement=one("auto", "rows", "whole"),
         rows=each(1, 2, 3, 7, 50, 400),
-        dims=each(1, 4, 5, 8, 16, 33),
+        dims=each(*dims),
         combiners=each("sum", "mean", "sqrtn"),
         choices=each(None, None, "rows", "whole"),
         tables=tuple(int(table) for table in random.integers(0, 3, len(FEATURES))),  # type: ignore[arg-type]

@@ -10,10 +10,12 @@ import pytest
 import tensorflow as tf
 from multi_process.deltas import STORAGES, write_in_replicas
 from multi_process.jobs import Job
-from multi_process.test_synchronous import DIVIDED, GROWING
+from multi_process.test_synchronous import DIVIDED, GROWING, WIDE
 from multi_process.training import FEATURES, Case
+from reference import int8_rows
 
 import tpu_embedding as te
+from tpu_embedding.tables.rows import SCALE_OFFSET
 
 pytestmark = pytest.mark.third_tier
 
@@ -21,6 +23,7 @@ CASES = {
     "divided": Case(placement="rows"),
     "mixed": Case("ftrl", choices=("rows", "whole", "whole"), pipelined=True),
     "V2": Case(version=2, dtype="bfloat16", choices=("rows", "whole", "rows")),
+    "int8": Case("rowwise", dtype="int8", dims=WIDE, placement="rows", pipelined=True),
     "layer": Case(version=3, placement="rows"),
     "all rows": Case("adam_all_rows", placement="rows"),
     "growing": Case("ftrl", pipelined=True, growing=GROWING),
@@ -39,10 +42,12 @@ def follow(folder: pathlib.Path, form: str, tables: dict[str, np.ndarray]) -> No
     for table, feature in (("table0", "ragged"), ("table1", "dense")):
         if f"{table}/ids" in tables:
             continue  # The number of a row is no id.
-        rows = tables[f"{table}/parameters"]
+        rows, grids = (tables.get(f"{table}/{n}") for n in ("parameters", SCALE_OFFSET))
+        if grids is not None:
+            rows = int8_rows.values_of(rows, grids)
         every = tf.range(len(rows), dtype=tf.int64)
         found = model.signatures["dense"](**features | {feature: every})[feature]
-        if form == "float32":
+        if form == "float32" or grids is not None:
             np.testing.assert_array_equal(found, rows.astype(np.float32))
         else:
             step = (rows.max(axis=1) - rows.min(axis=1)) / 254

@@ -33,6 +33,7 @@ DIVIDED = (
     None,
     te.GrowingVocabulary(90, min_count=2, unknown="initializer"),
 )
+WIDE = (16, 37, 20)  # The dims of tables of int8.
 CASES = {
     "sgd": Case("sgd", placement="rows"),
     "adagrad": Case("adagrad", weights=True, graph=True, placement="rows"),
@@ -45,6 +46,13 @@ CASES = {
     "ftrl": Case("ftrl", pipelined=True, evaluate=True, steps=5),
     "bfloat16": Case("sgd", dtype="bfloat16", pipelined=True, placement="rows"),
     "bfloat16 whole": Case("adagrad", dtype="bfloat16", placement="whole"),
+    "int8": Case("adagrad", dtype="int8", dims=WIDE, pipelined=True, placement="rows"),
+    "int8 whole": Case(
+        "rowwise", dtype="int8", dims=WIDE, weights=True, placement="whole"
+    ),
+    "int8, version 2": Case(
+        "ftrl", dtype="int8", dims=WIDE, version=2, empty=True, placement="rows"
+    ),
     "drop": Case("adagrad", invalid_ids="drop", weights=True),
     "mod": Case("adagrad", invalid_ids="mod"),
     "adam": Case("adam_all_rows"),
@@ -202,8 +210,9 @@ def test_a_job_saves_and_exports_its_only_table(
 
 
 @pytest.mark.second_tier
-def test_telemetry_counts_the_rows_of_each_process(two: Job) -> None:
-    case = Case("adagrad", placement="rows", rows=(101, 37, 20))
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_telemetry_counts_the_rows_of_each_process(two: Job, dtype: str) -> None:
+    case = Case("adagrad", placement="rows", dtype=dtype, dims=WIDE, rows=(101, 37, 20))
     whole = training.count_replicas(case, 2)
     parts = two.run("telemetry", case)
     for table in ("table0", "table1", "table2"):
@@ -229,7 +238,8 @@ def test_a_bad_batch_in_one_process_is_refused_in_all(two: Job) -> None:
     refuse(two, Case("sgd", version=2, steps=2), "id", "InvalidArgumentError", "dense")
     refuse(two, case, "structure", "ValueError", "more")
     refuse(two, case, "type", "TypeError", "dense")
-    refuse(two, Case("sgd"), "gradient", "InvalidArgumentError", "dense")
+    coded = Case("sgd", dtype="int8", dims=WIDE, placement="rows")
+    refuse(two, coded, "gradient", "InvalidArgumentError", "dense")
 
 
 @pytest.mark.second_tier
@@ -256,10 +266,11 @@ def test_what_several_processes_cannot_have_names_itself(two: Job) -> None:
 
 
 @pytest.mark.second_tier
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_checkpoints_restore_in_any_number_of_processes(
-    two: Job, three: Job, tmp_path: pathlib.Path
+    two: Job, three: Job, tmp_path: pathlib.Path, dtype: str
 ) -> None:
-    case = Case("scheduled", pipelined=True, dtype="bfloat16", placement="rows")
+    case = Case("scheduled", pipelined=True, dtype=dtype, dims=WIDE, placement="rows")
     other = dataclasses.replace(case, placement="whole")
     path = str(tmp_path / "two")
     expected = two.run("save", case, path)[0]
@@ -282,6 +293,12 @@ def test_checkpoints_restore_in_any_number_of_processes(
         for tables, updates in job.run("restore", own, str(tmp_path / name), tracked):
             equal_tables(tables, expected)
             assert updates == case.steps
+    for name in {"float32", "bfloat16", "int8"} - {dtype}:  # By value.
+        by_value = dataclasses.replace(case, dtype=name)
+        plain = training.create(tf.distribute.get_strategy(), by_value)
+        te.checkpoint.restore(plain, path)
+        for tables, _ in three.run("restore", by_value, path, False):
+            equal_tables(tables, training.tables_of(plain))
     for kind, text in three.run("fail_to_restore", case, path):
         assert kind in ("AbortedError", "NotFoundError")
         assert "missing" in text

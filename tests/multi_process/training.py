@@ -11,6 +11,7 @@ import optimizer_cases
 import tensorflow as tf
 
 import tpu_embedding as te
+from tpu_embedding.tables.rows import stored_arrays
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "sgd": lambda: te.SGD(0.1),
@@ -279,14 +280,15 @@ def train(
 
 
 def tables_of(embedding: Any) -> dict[str, np.ndarray]:
-    """Tables and slots by "<table>/<array>"; a call of all processes.
+    """What stores tables and slots by "<table>/<array>"; a call of all processes.
 
     Of growing tables also what their vocabularies hold.
     """
     return {
         f"{name}/{array}": rows.numpy()
         for name, table in embedding.core.tables().items()
-        for array, rows in table.rows.items()
+        if table.rows
+        for array, rows in stored_arrays(table.rows).items()
     } | {
         f"{name}/{part}": np.asarray(value)
         for name, state in embedding.core.growing().items()

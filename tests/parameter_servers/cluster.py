@@ -12,8 +12,9 @@ import optimizer_cases
 import tensorflow as tf
 
 import tpu_embedding as te
+from tpu_embedding.tables.rows import PARAMETERS
 
-V, D, B, H = 50, 8, 16, 3
+V, D, B, H = 50, 16, 16, 3
 FEATURES = "abcd"
 START = np.random.default_rng(0).standard_normal((4, V, D)).astype(np.float32)
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
@@ -28,6 +29,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 JOB: Any = types.SimpleNamespace()  # The strategy and its coordinator.
 ROWS = {"distributed_options": te.DistributedOptions(placement="rows")}
+ROUNDED = ("bfloat16", "int8")  # The dtypes of tables that updates round to.
 # Of the tables of `features`: two on all servers, one on one of them.
 MIXED = ("rows", "rows", "whole")
 
@@ -119,10 +121,16 @@ def step_of(embedding: Any) -> Callable[[Any], tf.Tensor]:
 
 
 def values(embedding: Any) -> dict[str, np.ndarray]:
+    """Tables and slots; of static tables of int8 codes, scales and offsets."""
+
+    def arrays(table: Any) -> dict[str, Any]:
+        coded = table.rows[PARAMETERS].coded if table.rows else {}
+        return {**table.values(), **coded}
+
     return {
-        f"{name}/{array}": variable.numpy()
+        f"{name}/{array}": value.numpy()
         for name, table in embedding.core.tables().items()
-        for array, variable in table.values().items()
+        for array, value in arrays(table).items()
     }
 
 

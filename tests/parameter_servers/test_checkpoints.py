@@ -15,6 +15,7 @@ from parameter_servers.cluster import (
     JOB,
     MIXED,
     OPTIMIZERS,
+    ROUNDED,
     START,
     B,
     D,
@@ -35,11 +36,12 @@ from tpu_embedding.commands.checkpoint import TextProgress
 pytestmark = pytest.mark.second_tier
 
 
+@pytest.mark.parametrize("dtype", ROUNDED)
 @pytest.mark.parametrize("placements", [(None, None, None), MIXED])
 def test_checkpoints_restore_here_and_there(
-    placements: Sequence[str | None], tmp_path: pathlib.Path
+    placements: Sequence[str | None], dtype: str, tmp_path: pathlib.Path
 ) -> None:
-    configs = features("bfloat16", placements)
+    configs = features(dtype, placements)
     optimizer = OPTIMIZERS["schedule"]
     one, served = make(te.TPUEmbedding, configs, optimizer())
     schedule(tf.function(step_of(served)), range(3))
@@ -76,9 +78,12 @@ def contents(path: str) -> dict[str, np.ndarray]:
     return {n: np.asarray(reader.get_tensor(n)) for n in names}
 
 
-def test_a_checkpoint_of_servers_is_that_of_one_machine(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("dtype", ROUNDED)
+def test_a_checkpoint_of_servers_is_that_of_one_machine(
+    dtype: str, tmp_path: pathlib.Path
+) -> None:
     one, served = make(
-        te.TPUEmbedding, features("bfloat16", MIXED), OPTIMIZERS["schedule"]()
+        te.TPUEmbedding, features(dtype, MIXED), OPTIMIZERS["schedule"]()
     )
     for embedding in (one, served):
         for k in range(3):
@@ -99,6 +104,11 @@ def test_a_checkpoint_of_servers_is_that_of_one_machine(tmp_path: pathlib.Path) 
         for p in paths.values()
     )
     assert all(other == own for other in others)
+    for other in {"float32", *ROUNDED} - {dtype}:  # By value.
+        pair = make(te.TPUEmbedding, features(other, MIXED), OPTIMIZERS["schedule"]())
+        for each in pair:
+            te.checkpoint.restore(each, paths["served"])
+        require_same(*pair)
 
 
 def test_tpus_restore_checkpoints_of_servers_and_servers_theirs(

@@ -14,6 +14,7 @@ import tensorflow as tf
 from parameter_servers.cluster import (
     MIXED,
     OPTIMIZERS,
+    ROUNDED,
     V,
     features,
     make,
@@ -59,12 +60,13 @@ def write(embedding: Any, folder: pathlib.Path) -> None:
                 checkpoint.read(path).assert_consumed()
 
 
+@pytest.mark.parametrize("dtype", ROUNDED)
 @pytest.mark.parametrize("placements", [(None, None, None), MIXED])
 @pytest.mark.parametrize("kind", [te.TPUEmbedding, te.TPUEmbeddingV2])
 def test_servers_write_the_delta_of_one_machine(
-    placements: Sequence[str | None], kind: Any, tmp_path: pathlib.Path
+    placements: Sequence[str | None], kind: Any, dtype: str, tmp_path: pathlib.Path
 ) -> None:
-    static = features("bfloat16", placements)
+    static = features(dtype, placements)
     require_same_deltas(make(kind, static, OPTIMIZERS["schedule"]()), tmp_path)
 
 

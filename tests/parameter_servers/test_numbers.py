@@ -14,6 +14,7 @@ from parameter_servers.cluster import (
     JOB,
     MIXED,
     OPTIMIZERS,
+    ROUNDED,
     ROWS,
     START,
     B,
@@ -60,8 +61,9 @@ def test_tables_divided_by_rows_have_the_bits_of_one_process() -> None:
     for kind, options in classes():
         require_bits_of_one_process(kind, features(placements=MIXED), **options)
     quantized = te.QuantizationConfig(16, -1.0, 1.0)
-    configs = features("bfloat16", MIXED, quantization_config=quantized)
-    require_bits_of_one_process(te.TPUEmbedding, configs)
+    for dtype in ROUNDED:
+        configs = features(dtype, MIXED, quantization_config=quantized)
+        require_bits_of_one_process(te.TPUEmbedding, configs)
 
 
 @pytest.mark.second_tier
@@ -75,7 +77,7 @@ def test_random_batches_have_the_bits_of_one_process() -> None:
                 D,
                 initializer=tf.constant_initializer(START[0][: int(rows)]),
                 combiner=str(rng.choice(["sum", "mean", "sqrtn"])),
-                dtype=str(rng.choice(["float32", "bfloat16"])),
+                dtype=str(rng.choice(["float32", *ROUNDED])),
                 placement=str(rng.choice(["rows", "rows", "whole"])),
                 invalid_ids=str(policy),
                 optimizer=OPTIMIZERS[str(rng.choice(["SGD", "Adagrad", "FTRL"]))](),
@@ -162,10 +164,8 @@ def test_every_optimizer_and_dtype_has_the_bits_of_one_process() -> None:
                 np.testing.assert_allclose(found, value, rtol=1e-6, atol=atol)
         else:
             require_same(one, served)
-    for options in ({}, ROWS):
-        one, served = make(
-            te.TPUEmbedding, features("bfloat16"), te.Adagrad(0.1), **options
-        )
+    for dtype, options in itertools.product(ROUNDED, ({}, ROWS)):
+        one, served = make(te.TPUEmbedding, features(dtype), te.Adagrad(0.1), **options)
         schedule(tf.function(step_of(served)), range(3))
         for k in range(3):
             step_of(one)(k)

@@ -33,7 +33,6 @@ class ShardedEngine(HostEngine):
     """
 
     name = "sharded"
-    table_dtypes = ("float32", "bfloat16")
     synchronizes = True
     differentiates_weights = False
     stand_in = None

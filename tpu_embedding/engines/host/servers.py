@@ -53,7 +53,6 @@ class ParameterServerEngine(HostEngine):
     """
 
     name = "parameter_server"
-    table_dtypes = ("float32", "bfloat16")
     differentiates_weights = False
     stand_in = None
 
