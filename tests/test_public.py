@@ -6,10 +6,12 @@ import argparse
 import importlib
 import inspect
 import pkgutil
+import re
 import subprocess
 from typing import Any
 
 import build_docs
+import keras
 import pytest
 
 import tpu_embedding
@@ -163,6 +165,18 @@ def test_the_reference_has_each_public_name_once():
     page = build_docs.reference_index()
     assert "| [`Adagrad`](tpu_embedding.Adagrad.md) | " in page
     assert "| |" not in page  # Each name is described.
+
+
+@pytest.mark.parametrize("name", ["Embedding", "TPUEmbedding", "TelemetryCallback"])
+def test_the_reference_leaves_out_what_keras_calls(name: str):
+    own = {n for n in vars(getattr(tpu_embedding.keras, name)) if n[0] != "_"}
+    of_keras = {*dir(keras.layers.Embedding), *dir(keras.callbacks.Callback)}
+    shown = {n for n in own if not re.search(build_docs.KERAS_CALLS, n)}
+    assert shown & of_keras <= {"build", "call"}
+    assert {"call", "freeze_vocabulary", "read"} & own <= shown
+    assert build_docs.KERAS_CALLS in build_docs.reference_page(
+        f"{build_docs.KERAS}.{name}", members=True
+    )
 
 
 def test_the_site_has_the_version():

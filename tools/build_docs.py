@@ -33,7 +33,12 @@ PUBLIC_PACKAGES = (
     "tpu_embedding.estimator",
 )
 
-
+# Methods of its classes that Keras or this package calls; a user calls the others.
+KERAS = PUBLIC_PACKAGES[1]
+KERAS_CALLS = (
+    r"^(add_weight|core_of_model|make_tables|__call__|quantized_call|compute_\w+|on_\w+"
+    r"|(get_(build_)?|(build_)?from_)config|(save|load)_own_variables)$"
+)
 # Its `__all__` is a part of the outermost package's.
 OPTIMIZERS = "tpu_embedding.optimizers"
 # The class with the options of all of them; the docstring of each names it.
@@ -95,8 +100,8 @@ def public_names(package: str) -> list[str]:
 
 def tasks() -> dict[str, list[str]]:
     """All public names by what they are for, each as it is imported."""
-    outermost, keras, *others = PUBLIC_PACKAGES
-    found = {keras: [f"{keras}.{name}" for name in public_names(keras)]}
+    outermost, _, *others = PUBLIC_PACKAGES
+    found = {KERAS: [f"{KERAS}.{name}" for name in public_names(KERAS)]}
     for task, names in TASKS.items():
         found[task] = [f"{outermost}.{name}" for name in names]
     optimizers = sorted(public_names(OPTIMIZERS), key=str.lower)
@@ -173,6 +178,8 @@ def reference_page(name: str, *, members: bool) -> str:
     lines += ["      heading_level: 1"]
     if not members:
         lines += ["      members: false", "      inherited_members: false"]
+    if package == KERAS:
+        lines += [f"      filters: ['!^_(?!_init__$)', '!{KERAS_CALLS}']"]
     return "\n".join([*lines, ""])
 
 

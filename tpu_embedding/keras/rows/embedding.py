@@ -69,19 +69,8 @@ class Embedding(WeightTable, keras_api.RowEmbedding):
         gives zeros; with `mask_zero=True` the id 0 is no entry of its bag.
       **kwargs: As for `keras.layers.Embedding`.
 
-    Call arguments:
-      inputs: Integers: a dense tensor [..., n], or a sparse or ragged one. With a
-        combiner sparse and ragged ids are of rank 2, [batch, n].
-      weights: With a combiner, a weight for each id, of the kind and the layout of the
-        ids, floating point. None: 1.
-
-    Returns:
-      [*ids.shape, output_dim], or [*ids.shape[:-1], output_dim] with a combiner, of the
-      compute dtype of the layer.
-
     Raises:
-      ValueError: If `combiner` is none of these, weights are given without a combiner,
-        or ids for a combiner have too few axes.
+      ValueError: If `combiner` is none of these.
       RuntimeError: If Keras does not run on TensorFlow.
     """
 
@@ -126,7 +115,22 @@ class Embedding(WeightTable, keras_api.RowEmbedding):
             make_table(weight)
 
     def call(self, inputs: Any, weights: Any = None) -> Any:
-        """Returns the rows of the ids, combined if the layer has a combiner."""
+        """Returns the rows of the ids, combined if the layer has a combiner.
+
+        Args:
+          inputs: Integers: a dense tensor [..., n], or a sparse or ragged one. With a
+            combiner sparse and ragged ids are of rank 2, [batch, n].
+          weights: With a combiner, a weight for each id, of the kind and the layout of
+            the ids, floating point. None: 1.
+
+        Returns:
+          A tensor [..., n, output_dim], or [..., output_dim] with a combiner, of the
+          compute dtype of the layer.
+
+        Raises:
+          ValueError: If weights are given without a combiner, or ids for a combiner
+            have too few axes.
+        """
         served = served_table(self)
         if served is not None:
             return self._combined(served, inputs, weights)
