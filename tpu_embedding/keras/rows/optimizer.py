@@ -1,7 +1,8 @@
 """Keras optimizers that update the rows of a table that a batch names, once each.
 
-The rule of an optimizer is the `update_step` of its Keras class. It runs here with
-`TouchedRows` in place of the variable and the slots, so there is no second copy of it.
+Where the library has the rule of the optimizer, one op of `fused` updates all tables of
+a step. Otherwise the `update_step` of the Keras class runs, with `TouchedRows`, the
+rows of the batch, in place of the variable and its slots.
 """
 
 from __future__ import annotations
