@@ -69,6 +69,13 @@ def test_blocks_of_a_page_are_whole(page: pathlib.Path):
             assert after.startswith(("|--", "| --")), line
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_products_are_code(page: pathlib.Path):
+    """Markdown would take the signs of two products for emphasis."""
+    text = re.sub(r"(`+).*?\1|\*\*", "", prose(page), flags=re.DOTALL)
+    assert re.findall(r".*[\w)]\*[\w(|].*", text) == []
+
+
 @pytest.mark.parametrize("page", PAGES + READMES, ids=lambda page: page.name)
 def test_files_that_pages_name_exist(page: pathlib.Path):
     names = re.findall(r"(?<![\w*<>{}./-])[\w/]+\.(?:py|cc|h|yml)\b", page.read_text())
