@@ -2,6 +2,7 @@
 
 The code blocks of a page are one program. What they need and a reader has already, such
 as data and a model, is in comments of the page, `<!-- setup`, and runs where it stands.
+A ```text block that follows code is a part of what the program prints.
 Each page runs in a process of its own, forked after the imports that take most of the
 time: a page may create TensorFlow's devices.
 """
@@ -9,6 +10,7 @@ time: a page may create TensorFlow's devices.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pathlib
 import re
@@ -19,6 +21,9 @@ import traceback
 
 _CODE = re.compile(
     r"^```python\n(.*?)^```|^<!-- setup\n(.*?)^-->", re.DOTALL | re.MULTILINE
+)
+_OUTPUT = re.compile(
+    r"^```python\n(?:(?!```).*\n)*```\n\n```text\n((?:(?!```).*\n)*)```", re.MULTILINE
 )
 _INDENTED = re.compile(r"^ *```python\n", re.MULTILINE)
 
@@ -57,7 +62,15 @@ def run(page: pathlib.Path) -> bool:
             source = pathlib.Path(folder, f"{page.stem}.py")
             source.write_text(program(page))
             code = compile(source.read_text(), str(source), "exec")
-            exec(code, {"__name__": "__main__"})  # noqa: S102 - our own pages.
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                exec(code, {"__name__": "__main__"})  # noqa: S102 - our own pages.
+        print(printed.getvalue(), end="")
+        for shown in _OUTPUT.findall(page.read_text()):
+            if shown not in printed.getvalue():
+                raise ValueError(
+                    f"{page} shows what its program does not print:\n{shown}"
+                )
         status = 0
     except BaseException:
         traceback.print_exc()

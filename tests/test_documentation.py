@@ -225,6 +225,16 @@ def test_the_program_of_a_page_runs(page: pathlib.Path):
         assert "WARNING:absl" not in ran.stdout + ran.stderr
 
 
+def test_the_output_that_a_page_shows_is_that_of_its_program(tmp_path: pathlib.Path):
+    pages = [tmp_path / "right.md", tmp_path / "wrong.md"]
+    for page, shown in zip(pages, ("5\n", "6\n"), strict=True):
+        page.write_text(f"```python\nprint(5)\n```\n\n```text\n{shown}```\n")
+    ran = forked.run([documented_pages.__file__, *pages])
+    assert ran.returncode == 1
+    assert f"ran {pages[0]}" in ran.stdout
+    assert "wrong.md shows what its program does not print:\n6\n" in ran.stderr
+
+
 def test_lines_of_a_program_are_those_of_its_page(tmp_path: pathlib.Path):
     page = tmp_path / "page.md"
     page.write_text("# A\n\n```python\na = 1\n```\n<!-- setup\nb = 2\n-->\n")
