@@ -219,15 +219,15 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config",
-        help="MODULE:ATTRIBUTE or FILE.py:ATTRIBUTE, where the attribute is a feature "
-        "configuration, or a function that returns one, alone or with an optimizer; or "
+        help="the tables, as MODULE:ATTRIBUTE or FILE.py:ATTRIBUTE: a feature "
+        "configuration, or a function that returns one, alone or with an optimizer. Or "
         "a .json file (docs/planning.md)",
     )
     parser.add_argument("--batch-size", type=int, help="global batch size of a step")
     parser.add_argument(
         "--sample",
         metavar="NAME",
-        help="MODULE:ATTRIBUTE or FILE.py:ATTRIBUTE of an iterable of batches",
+        help="batches of ids, as MODULE:ATTRIBUTE or FILE.py:ATTRIBUTE of an iterable",
     )
     parser.add_argument(
         "--sample-batches",
@@ -240,9 +240,9 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         "--topology",
         action="append",
         metavar="NAME",
-        help="plan for this TPU, such as v6e:2x2, and for machines only if "
-        "`--processes` or `--machine-gib` is given; may be repeated (default: "
-        "machines, and the smallest TPU of each generation that fits)",
+        help="plan for this TPU, such as v6e:2x2; may be repeated. Machines are then "
+        "planned only if `--processes` or `--machine-gib` is given (default: machines, "
+        "and of each generation the smallest TPU that fits)",
     )
     parser.add_argument(
         "--processes",
@@ -298,9 +298,13 @@ def _add_compile(parser: argparse.ArgumentParser) -> None:
 
 
 _COMMANDS: tuple[tuple[str, str, _AddArguments], ...] = (
-    ("try", "measure a Keras program as it is and by rows, and compare", _add_try),
-    ("run", "run a program for Keras or for TPUs without a change of it", _add_run),
-    ("report", "draw a page of the tables of a checkpoint", _add_report),
+    (
+        "try",
+        "run a Keras program as it is and with te.keras; compare time, memory, losses",
+        _add_try,
+    ),
+    ("run", "run a program for Keras or for TPUs without changing it", _add_run),
+    ("report", "write an HTML page about the tables of a checkpoint", _add_report),
     ("checkpoint", "inspect and convert checkpoints", _add_checkpoint),
     ("plan", "print where tables fit: memory, limits, traffic and balance", _add_plan),
     (
@@ -314,8 +318,8 @@ _COMMANDS: tuple[tuple[str, str, _AddArguments], ...] = (
         lambda parser: _runs(parser, "server", "run"),
     ),
     ("delta", "inspect deltas, and apply them to an export", _add_delta),
-    ("place", "write the new path of an export with mapped tables", _add_place),
-    ("compile", "compile a training step for a TPU, without one", _add_compile),
+    ("place", "write the new path into an export that was moved", _add_place),
+    ("compile", "compile a training step for a TPU, without having one", _add_compile),
 )
 # Their log is the user's: that of a program, and of a server.
 _LOGGING = ("run", "launch", "server")
