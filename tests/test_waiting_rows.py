@@ -5,13 +5,16 @@ The definition is a step over all rows in float64, with the betas in float32.
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
+from growing_options import vocabulary_of
+from reference import growing
 
 import tpu_embedding as te
 import tpu_embedding.checkpoint
@@ -78,7 +81,7 @@ class Dense:
     def __init__(self, optimizer: te.Adam, dtype: Any = np.float64) -> None:
         self.optimizer, self.dtype, self.steps = optimizer, dtype, 0
         self.row = first_rows().astype(dtype)
-        self.m, self.v = np.zeros([V, D], dtype), np.zeros([V, D], dtype)
+        self.m, self.v = np.zeros_like(self.row), np.zeros_like(self.row)
 
     def step(self, gradient: np.ndarray) -> None:
         o, number = self.optimizer, self.dtype
@@ -434,3 +437,307 @@ def test_where_rows_wait(options: dict[str, Any], expected: bool) -> None:
     core = te.TPUEmbedding(te.FeatureConfig(table), None).core
     found = idle_of(core.plan.tables[0])
     assert (found is not None) is expected
+
+
+# Some rows are evicted, wait for admission, share a row, or read first values.
+GROWING = {
+    "all_fit": growing.Options(400),
+    "evicts": growing.Options(16, eviction="lru", min_rows=6),
+    "admits": growing.Options(24, 2, 30, "lfu", 0, 8, "initializer"),
+    "ages": growing.Options(40, eviction="age", max_age=25, min_rows=3),
+    "shares": growing.Options(12, 2, 6, "lru", 0, 4, "shared_row", "shared_row"),
+    "is_full": growing.Options(8, unknown="shared_row", when_full="shared_row"),
+}
+
+
+def first_values(id_: int) -> np.ndarray:
+    """What the row of an id starts as, uniform in [-1, 1)."""
+    numbers = growing.uniforms(11, id_, D)
+    return np.array([2.0 * u - 1.0 for u in numbers], np.float32)
+
+
+class DenseGrowing(Dense):
+    """A growing table, each step of which updates all rows."""
+
+    def __init__(self, optimizer: te.Adam, options: growing.Options) -> None:
+        super().__init__(optimizer)
+        self.vocabulary = growing.Vocabulary(options)
+        self.row = np.zeros([options.max_rows, D])
+        self.m, self.v = np.zeros_like(self.row), np.zeros_like(self.row)
+
+    def reads(self, lookup: growing.Lookup) -> np.ndarray:
+        rows = []
+        for id_ in lookup.ids:
+            row = self.vocabulary.read(lookup, id_)
+            shared = first_values(growing.SHARED_ID)
+            special = {"zeros": np.zeros(D), "shared": shared}
+            special["first"] = first_values(id_)
+            rows.append(special[row] if isinstance(row, str) else self.row[row])
+        return np.array(rows)
+
+    def train(
+        self,
+        lookup: growing.Lookup,
+        values: np.ndarray,
+        awaited: Sequence[growing.Lookup] = (),
+    ) -> None:
+        update = self.vocabulary.update([lookup], awaited)
+        for row, id_ in update.created:
+            self.row[row], self.m[row], self.v[row] = first_values(id_), 0.0, 0.0
+        summed = np.zeros_like(self.row)
+        for row, gradient in zip(update.rows[0], values, strict=True):
+            if row is not None:
+                summed[row] += gradient
+        self.step(summed)
+
+    @property
+    def known(self) -> dict[int, int]:
+        """By id its row."""
+        shared = {growing.SHARED_ID: 0} if self.vocabulary._has_shared else {}
+        own = {row.id: number for number, row in self.vocabulary.rows.items()}
+        return shared | own
+
+
+def growing_table(options: growing.Options, name: str, **others: Any) -> te.TableConfig:
+    return te.TableConfig(
+        vocabulary_of(options, seed=11),
+        D,
+        tf.keras.initializers.RandomUniform(-1.0, 1.0),
+        OPTIMIZERS[name](),
+        "sum",
+        name,
+        **others,
+    )
+
+
+def ids_of(ids: np.ndarray) -> np.ndarray:
+    return ids * (1 << 40) - 7
+
+
+def growing_batches(steps: int = STEPS) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    for ids, values in batches(steps):
+        yield ids_of(ids), values
+
+
+def require_rows(trained: Trained, twin: DenseGrowing, table: int = 0) -> None:
+    """Rows and slots are those of the twin, to what sums of float32 leave."""
+    contents = trained.embedding.vocabularies[trained.tables[table]]
+    known = twin.known
+    known.pop(growing.SHARED_ID, None)
+    assert dict(zip(contents.ids, contents.rows, strict=True)) == known
+    numbers = [*twin.known.values()]
+    ours = trained.arrays(table)
+    atol = 2 * twin.steps * EPSILON * V / 4
+    for array, values in twin.arrays.items():
+        np.testing.assert_allclose(
+            ours[array][numbers], values[numbers], rtol=0, atol=atol, err_msg=array
+        )
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+@pytest.mark.parametrize("name", GROWING)
+def test_growing_tables_have_the_numbers_of_steps_over_all_rows(
+    name: str, pipelined: bool
+) -> None:
+    optimizers = ("adam", "large_decay")
+    tables = [growing_table(GROWING[name], o) for o in optimizers]
+    trained = Trained(tables, pipeline_execution_with_tensor_core=pipelined)
+    twins = [DenseGrowing(OPTIMIZERS[o](), GROWING[name]) for o in optimizers]
+    pending: list[tuple[list[growing.Lookup], np.ndarray]] = []
+    for ids, values in growing_batches():
+        awaited = [[own] for own in pending[0][0]] if pending else [[]] * len(twins)
+        lookups = [
+            twin.vocabulary.look_up(ids.tolist(), training=True, awaited=others)
+            for twin, others in zip(twins, awaited, strict=True)
+        ]
+        activations = trained.step(ids, values)
+        for found, twin, lookup in zip(activations, twins, lookups, strict=True):
+            atol = 2 * (twin.steps + 1) * EPSILON * V / 4
+            np.testing.assert_allclose(found, twin.reads(lookup), rtol=0, atol=atol)
+        pending.append((lookups, values))
+        while len(pending) > pipelined:
+            others = [[own] for own in lookups] if pipelined else [[]] * len(twins)
+            for twin, lookup, awaits in zip(twins, pending[0][0], others, strict=True):
+                twin.train(lookup, pending[0][1], awaits)
+            del pending[0]
+    for lookups, values in pending:
+        for twin, lookup in zip(twins, lookups, strict=True):
+            twin.train(lookup, values)
+    for table, twin in enumerate(twins):
+        require_rows(trained, twin, table)
+
+
+def stored_rows(trained: Trained) -> np.ndarray:
+    """The rows of a growing table in memory."""
+    engine: Any = trained.embedding.core.create_engine()
+    variable: Any = engine._parts[0].variables[0].parameters
+    shape = tf.raw_ops.VariableShape(input=variable.handle)
+    return tf.raw_ops.ResourceGather(
+        resource=variable.handle, indices=tf.range(shape[0]), dtype=variable.dtype
+    ).numpy()
+
+
+def test_a_step_of_a_growing_table_writes_the_rows_of_its_batch() -> None:
+    trained = Trained([growing_table(GROWING["all_fit"], "adam")])
+    for ids, values in growing_batches(30):
+        before = stored_rows(trained)
+        trained.step(ids, values)
+        after = stored_rows(trained)
+        written = (before != after[: len(before)]).any(1).sum()
+        assert written <= len(np.unique(ids))
+
+
+def _by_id(trained: Trained, values: Any) -> np.ndarray:
+    """Rows as the variable has them, by ascending id."""
+    contents = trained.embedding.vocabularies[trained.tables[0]]
+    return np.asarray(values)[contents.rows]
+
+
+def _used() -> Trained:
+    """Another embedding, whose rows wait."""
+    other = Trained([growing_table(GROWING["evicts"], "adam")])
+    for ids, values in growing_batches(20):
+        other.step(ids + 1, values)
+    return other
+
+
+def _growing_saved(trained: Trained, folder: pathlib.Path) -> Any:
+    te.checkpoint.save(trained.embedding, str(folder / "checkpoint"))
+    other = _used()
+    te.checkpoint.restore(other.embedding, str(folder / "checkpoint"))
+    return _by_id(other, other.arrays()["parameters"])
+
+
+def _growing_saved_by_tensorflow(trained: Trained, folder: pathlib.Path) -> Any:
+    path = tf.train.Checkpoint(e=trained.embedding).write(str(folder / "tensorflow"))
+    other = _used()
+    tf.train.Checkpoint(e=other.embedding).read(path).assert_consumed()
+    return _by_id(other, other.arrays()["parameters"])
+
+
+def _growing_exported(trained: Trained, folder: pathlib.Path) -> Any:
+    te.serving.export(trained.embedding, folder / "export", signatures=["dense"])
+    model = tf.saved_model.load(str(folder / "export"))
+    ids = trained.embedding.vocabularies[trained.tables[0]].ids
+    (found,) = model.signatures["dense"](tf.constant(ids)).values()
+    return found
+
+
+def _growing_gathered(trained: Trained, folder: pathlib.Path) -> Any:
+    del folder
+    table = trained.embedding.embedding_tables[trained.tables[0]]
+    return _by_id(trained, tf.gather(table, tf.range(tf.shape(table)[0])))
+
+
+def _growing_looked_up(trained: Trained, folder: pathlib.Path) -> Any:
+    del folder
+    engine: Any = trained.embedding.core.create_engine()  # Catches no row up.
+    ids = engine._parts[0].vocabularies["adam"].read([])["ids"]
+    return trained.evaluate(tf.constant(ids))[0]
+
+
+def _growing_frozen(trained: Trained, folder: pathlib.Path) -> Any:
+    del folder
+    frozen = trained.embedding.freeze_vocabulary(trained.tables[0])
+    static = te.TPUEmbedding(te.FeatureConfig(frozen.config), None)
+    return static.embedding_tables[frozen.config].numpy()[: len(frozen.ids)]
+
+
+GROWING_READERS: dict[str, Callable[[Trained, pathlib.Path], Any]] = {
+    "variables": lambda t, folder: _by_id(t, t.arrays()["parameters"]),
+    "gather": _growing_gathered,
+    "evaluation": _growing_looked_up,
+    "Checkpoint": _growing_saved_by_tensorflow,
+    "checkpoint.save": _growing_saved,
+    "export": _growing_exported,
+    "freeze": _growing_frozen,
+}
+
+
+def test_all_readers_of_growing_tables_see_rows_caught_up(
+    tmp_path: pathlib.Path,
+) -> None:
+    options = GROWING["evicts"]
+    trained = Trained([growing_table(options, "adam")])
+    twin = DenseGrowing(OPTIMIZERS["adam"](), options)
+    found = growing_batches()
+    for reader, read in GROWING_READERS.items():
+        for _ in range(8):
+            ids, values = next(found)
+            trained.step(ids, values)
+            twin.train(twin.vocabulary.look_up(ids.tolist(), training=True), values)
+        expected = [twin.row[twin.known[id_]] for id_ in sorted(twin.known)]
+        stale = stored_rows(trained)[[twin.known[id_] for id_ in sorted(twin.known)]]
+        assert np.abs(stale - expected).max() > 1e-3, reader
+        atol = 2 * twin.steps * EPSILON * V / 4
+        np.testing.assert_allclose(
+            read(trained, tmp_path), expected, rtol=0, atol=atol, err_msg=reader
+        )
+    require_rows(trained, twin)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_resumed_growing_table_has_the_bits_of_the_run_that_saved(
+    dtype: str, tmp_path: pathlib.Path
+) -> None:
+    options = GROWING["shares"]
+    table = growing_table(options, "decay", dtype=dtype)
+    first, second = Trained([table]), Trained([table])
+    for number, (ids, values) in enumerate(growing_batches(60)):
+        if number == 20:
+            second.step(ids, values)  # It is used.
+        if number == 30:
+            path = tf.train.Checkpoint(e=first.embedding).write(str(tmp_path / "c"))
+            tf.train.Checkpoint(e=second.embedding).read(path).assert_consumed()
+        first.step(ids, values)
+        if number >= 30:
+            second.step(ids, values)
+    states = []
+    for trained in (first, second):
+        trained.embedding.flush()
+        states.append(trained.embedding.core.growing()["decay"].read())
+    for name in ("ids", "parameters", "momenta", "velocities"):
+        np.testing.assert_array_equal(states[0][name], states[1][name], err_msg=name)
+
+
+def test_a_delta_of_a_growing_table_has_every_row_that_moved(
+    tmp_path: pathlib.Path,
+) -> None:
+    options = dataclasses.replace(GROWING["evicts"], unknown="shared_row")
+    trained = Trained([growing_table(options, "adam")])
+    found = growing_batches()
+    for _ in range(20):
+        trained.step(*next(found))
+    te.serving.export(
+        trained.embedding, tmp_path / "base", signatures=["dense"], deltas=True
+    )
+    writer = te.serving.DeltaWriter(trained.embedding, tmp_path / "base", "test")
+    for number in range(2):
+        for _ in range(4):
+            trained.step(*next(found))
+        writer.export_delta(tmp_path / f"{number}.delta")
+        model = tf.saved_model.load(str(tmp_path / "base"))
+        for k in range(number + 1):
+            te.serving.apply_delta(model, tmp_path / f"{k}.delta")
+        ids = np.append(trained.embedding.vocabularies[trained.tables[0]].ids, 5)
+        (served,) = model.signatures["dense"](tf.constant(ids)).values()
+        np.testing.assert_array_equal(served, trained.evaluate(tf.constant(ids))[0])
+
+
+def test_gradients_of_weights_see_rows_of_growing_tables_caught_up() -> None:
+    options = GROWING["shares"]
+    table = growing_table(options, "adam")
+    embedding = te.TPUEmbedding(te.FeatureConfig(table), None)
+    twin = DenseGrowing(OPTIMIZERS["adam"](), options)
+    for ids, values in growing_batches(60):
+        lookup = twin.vocabulary.look_up(ids.tolist(), training=True)
+        weights = tf.ones([4, 1])
+        features = tf.constant(ids[:, np.newaxis])
+        embedding.enqueue(features, weights)
+        embedding.dequeue()
+        found = embedding.weight_gradients(tf.constant(values), features, weights)
+        expected = (twin.reads(lookup) * values).sum(-1, keepdims=True)
+        atol = 2 * (twin.steps + 4) * EPSILON * D * V / 4 * np.abs(values).max()
+        np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
+        embedding.apply_gradients(tf.constant(values))
+        twin.train(lookup, values)

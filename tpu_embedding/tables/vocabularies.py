@@ -114,23 +114,21 @@ class QueueVocabulary(StoredVocabulary):
         arrays: Mapping[str, tf.Variable],
         device: str,
         part: tuple[int, int],
+        *,
+        find: Callable[[int, tf.Tensor], tf.Tensor],
     ) -> None:
-        """Takes the table as the plan of the part has it, and its variables."""
-        self.part = part
+        """Takes the table as the plan of the part has it, and its variables.
+
+        `find` gives what ids of a table read.
+        """
+        self.part, self._find = part, find
         self._spec, self.arrays, self._parameters = spec, arrays, arrays[PARAMETERS]
         self._queue, self._device = queue, device
         self._ops = library.load()
 
     def find(self, ids: tf.Tensor) -> tf.Tensor:
         """See `StoredVocabulary.find`."""
-        with tf.device(self._device):
-            rows = self._ops.tpu_embedding_read_ids(
-                queue=self._queue,
-                parameters=self._parameters.handle,
-                ids=ids,
-                table=self._spec.index,
-            )
-        return tf.ensure_shape(rows, [None, self._spec.config.dim])
+        return self._find(self._spec.index, ids)
 
     def evict(self) -> int:
         """See `StoredVocabulary.evict`."""

@@ -90,7 +90,8 @@ class HostEngine(Engine):
         self.pipelined = options.pipelined
         record = plan_record(options)
         if not parts:
-            waits = [waiting_bytes(t, t.config.max_rows) for t in options.plan.tables]
+            tables = [t for t in options.plan.tables if not t.config.vocabulary]
+            waits = [waiting_bytes(t, t.config.max_rows) for t in tables]
             variables = create_variables(options.plan, self._device, sum(waits))
             number = len(variables)
             whole = Placement(0, 1, (0,) * number)

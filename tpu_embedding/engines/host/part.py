@@ -91,6 +91,7 @@ class TablePart:
                 table.arrays,
                 self.device,
                 placement.part(spec.index),
+                find=self.read_ids,
             )
             for spec, table in zip(options.plan.tables, variables, strict=True)
             if spec.config.vocabulary is not None
@@ -249,6 +250,18 @@ class TablePart:
             )
         dim = self._plan.tables[table].config.dim
         return tf.reshape(found, tf.concat([tf.shape(rows), [dim]], 0))
+
+    def read_ids(self, table: int, ids: tf.Tensor) -> tf.Tensor:
+        """See `StoredVocabulary.find`."""
+        with tf.device(self.device):
+            found = self._ops.tpu_embedding_read_ids(
+                queue=self.handle,
+                tables=self._tables,
+                slots=self._read_slots,
+                ids=ids,
+                table=table,
+            )
+        return tf.ensure_shape(found, [None, self._plan.tables[table].config.dim])
 
     def apply_all(self) -> None:
         """Applies every complete update, pending or due."""

@@ -31,15 +31,14 @@ def idle_of(
 ) -> Idle | None:
     """Returns how rows of a table wait, or None if each step updates all rows.
 
-    Rows wait in tables of fixed size with slots of our own, but not on servers, nor
-    in tables of int8. Tables
-    that are `divided` over processes must be float32: rows travel in the dtype of their
-    table, and a catch-up is rounded only when it is written.
+    Rows wait in tables with slots of our own, but not on servers, nor in tables of
+    int8. Tables that are `divided` over processes must be float32: rows travel in the
+    dtype of their table, and a catch-up is rounded only when it is written.
     """
     config, optimizer = spec.config, spec.optimizer
     if optimizer is None or optimizer.slot_variable_creation_fn is not None:
         return None
-    if config.vocabulary is not None or served or (divided and spec.is_rounded):
+    if served or (divided and spec.is_rounded):
         return None
     if config.storage.is_coded:  # A catch-up would be rounded to another grid.
         return None

@@ -71,6 +71,13 @@ absl::Status Grow(const BatchQueue::Update& update,
   }
   TF_RETURN_IF_ERROR(GrowingTable::Begin(batches, growths, parallel_for));
   GrowingTable::Grow(growths, parallel_for);
+  for (size_t t = 0; t < plan.tables.size(); ++t) {
+    WaitingTable* const waiting = resource.waiting[t].get();
+    if (!waiting || !resource.growing[t]) continue;
+    for (const auto& [row, id] : (*work)[t].growth.created()) {
+      waiting->rows().CaughtUp(row);
+    }
+  }
   return absl::OkStatus();
 }
 

@@ -136,6 +136,8 @@ class GrowingTable {
       return {(*sources_[source])[feature], rows_[source][feature]};
     }
     int64_t num_rows() const { return num_rows_ + 1; }
+    // Rows that began with this update, and their ids.
+    const std::vector<Vocabulary::RowOfId>& created() const { return created_; }
 
     // Removes the entries that are dropped.
     void Drop(RowGroups* groups) const;

@@ -11,9 +11,11 @@
 #include <vector>
 
 #include "core/lookup.h"
+#include "kernels/apply_updates.h"
 #include "kernels/growing_table.h"
 #include "kernels/kernel_util.h"
 #include "kernels/step_queue_resource.h"
+#include "kernels/waiting_table.h"
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -83,15 +85,22 @@ Evicts rows of a growing table at once. evicted: how many.
 
 REGISTER_OP("TpuEmbeddingReadIds")
     .Input("queue: resource")
-    .Input("parameters: resource")
+    .Input("tables: num_tables * resource")
+    .Input("slots: num_slots * resource")
     .Input("ids: int64")
     .Output("rows: float")
+    .Attr("num_tables: int >= 1")
+    .Attr("num_slots: int >= 0")
     .Attr("table: int >= 0")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::UnknownShape)
     .Doc(R"doc(
 What a lookup for an update reads of each id, or has read if its update is to
-come. ids: [n]. rows: [n, dim].
+come.
+
+tables, slots: as of TpuEmbeddingLookup.
+ids: [n].
+rows: [n, dim].
 )doc");
 
 // The parts of a snapshot in the order of the op's outputs.
@@ -114,12 +123,13 @@ class VocabularyOp : public tensorflow::OpKernel {
     OP_REQUIRES_OK(context, LookUpQueue(context, &resource));
     GrowingTable* growing = nullptr;
     OP_REQUIRES_OK(context, LookUpGrowing(*resource, table_, &growing));
-    OP_REQUIRES_OK(context, Run(context, *resource->plan, growing));
+    OP_REQUIRES_OK(context, Run(context, *resource, growing));
   }
 
  protected:
   int table() const { return table_; }
-  virtual absl::Status Run(OpKernelContext* context, const Plan& plan,
+  virtual absl::Status Run(OpKernelContext* context,
+                           const StepQueueResource& resource,
                            GrowingTable* growing) = 0;
 
  private:
@@ -130,7 +140,7 @@ class SaveVocabularyOp : public VocabularyOp {
  public:
   using VocabularyOp::VocabularyOp;
 
-  absl::Status Run(OpKernelContext* context, const Plan&,
+  absl::Status Run(OpKernelContext* context, const StepQueueResource&,
                    GrowingTable* growing) override {
     std::vector<Variable> arrays;
     TF_RETURN_IF_ERROR(LookUpArrays(context, &arrays));
@@ -154,7 +164,7 @@ class LoadVocabularyOp : public VocabularyOp {
  public:
   using VocabularyOp::VocabularyOp;
 
-  absl::Status Run(OpKernelContext* context, const Plan&,
+  absl::Status Run(OpKernelContext* context, const StepQueueResource& resource,
                    GrowingTable* growing) override {
     OpInputList parts, values;
     TF_RETURN_IF_ERROR(context->input_list("snapshot", &parts));
@@ -172,7 +182,11 @@ class LoadVocabularyOp : public VocabularyOp {
     std::vector<tensorflow::Var*> arrays;
     for (const Variable& variable : variables) arrays.push_back(variable.get());
     const WriteLocks locks(arrays);
-    return growing->Load(snapshot, {values.begin(), values.end()}, arrays);
+    TF_RETURN_IF_ERROR(
+        growing->Load(snapshot, {values.begin(), values.end()}, arrays));
+    WaitingTable* const waiting = resource.waiting[table()].get();
+    if (waiting) waiting->rows().Restart();
+    return absl::OkStatus();
   }
 };
 
@@ -180,7 +194,7 @@ class EvictOp : public VocabularyOp {
  public:
   using VocabularyOp::VocabularyOp;
 
-  absl::Status Run(OpKernelContext* context, const Plan&,
+  absl::Status Run(OpKernelContext* context, const StepQueueResource&,
                    GrowingTable* growing) override {
     Tensor* evicted = nullptr;
     TF_RETURN_IF_ERROR(context->allocate_output(0, {}, &evicted));
@@ -195,18 +209,21 @@ class ReadIdsOp : public VocabularyOp {
  public:
   using VocabularyOp::VocabularyOp;
 
-  absl::Status Run(OpKernelContext* context, const Plan& plan,
+  absl::Status Run(OpKernelContext* context, const StepQueueResource& resource,
                    GrowingTable* growing) override {
-    std::vector<Variable> parameters(1);
-    TF_RETURN_IF_ERROR(tensorflow::LookupResource(
-        context, tensorflow::HandleFromInput(context, 1), &parameters[0]));
-    TF_RETURN_IF_ERROR(growing->AdoptParameters(parameters[0].get()));
-    const auto ids = context->input(2).flat<int64_t>();
+    std::vector<Variable> tables, slots;
+    TF_RETURN_IF_ERROR(LookUpTables(context, &tables));
+    TF_RETURN_IF_ERROR(LookUpSlots(context, &slots));
+    const Plan& plan = *resource.plan;
+    TF_RETURN_IF_ERROR(CheckLength("tables", tables.size(), plan.num_arrays));
+    TF_RETURN_IF_ERROR(growing->AdoptParameters(tables[table()].get()));
+    const auto ids = context->input(context->num_inputs() - 1).flat<int64_t>();
     const auto batch = std::make_shared<PreparedBatch>();
     const TablePlan& own = plan.tables[table()];
+    const int feature = own.features[0];
     batch->features.resize(plan.features.size());
     // One sample for each.
-    FeatureCsr& csr = batch->features[own.features[0]];
+    FeatureCsr& csr = batch->features[feature];
     csr.ids.Resize(ids.size());
     csr.offsets.Resize(ids.size() + 1);
     std::copy_n(ids.data(), ids.size(), csr.ids.data());
@@ -214,13 +231,25 @@ class ReadIdsOp : public VocabularyOp {
     Tensor* rows = nullptr;
     TF_RETURN_IF_ERROR(
         context->allocate_output(0, {ids.size(), own.dim}, &rows));
-    const ReadLocks locks(parameters);
+    const ReadLocks locks(tables, slots);
+    std::vector<TableView> views(plan.tables.size());
+    const bool waits = resource.waiting[table()] && AnyWaits(resource);
+    if (waits) TF_RETURN_IF_ERROR(MakeViews(resource, tables, slots, &views));
     GrowingTable::Found found;
     TF_RETURN_IF_ERROR(GrowingTable::Find(
         batch, GrowingTable::Purpose::kRepetition,
-        {{growing, parameters[0].get(), &found}}, WorkerPool(context)));
-    Lookup({csr, found.rows(0, own.features[0])}, growing->rows(), own.dim,
-           Quantization(), 0, ids.size(), rows->flat<float>().data());
+        {{growing, tables[table()].get(), &found}}, WorkerPool(context)));
+    std::vector<CaughtUp> copies = {
+        {waits ? table() : -1, &found.rows(0, feature)}};
+    ReadCaughtUp(WorkerPool(context), resource, views, &copies);
+    FeatureEntries entries(csr, found.rows(0, feature));
+    ConstTableData data = growing->rows();
+    if (const CaughtUpRows* const copy = copies[0].found.get()) {
+      entries.rows = &copy->places;
+      data = copy->values.data();
+    }
+    Lookup(entries, data, own.dim, Quantization(), 0, ids.size(),
+           rows->flat<float>().data());
     return absl::OkStatus();
   }
 };

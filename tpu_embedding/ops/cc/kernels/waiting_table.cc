@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <new>
 #include <utility>
 
 #include "core/distinct.h"
@@ -22,10 +21,11 @@ namespace {
 // Rough cycles to find whether an entry names a row that others name.
 constexpr int64_t kCyclesPerReadEntry = 20;
 
-int32_t* Zeros(int64_t size) {
-  void* const memory = std::calloc(size, sizeof(int32_t));
-  if (!memory) throw std::bad_alloc();
-  return static_cast<int32_t*>(memory);
+// The steps since when rows wait: zeros.
+int32_t* SinceOf(GrowingMemory* memory, int64_t rows) {
+  const size_t bytes = rows * sizeof(int32_t);
+  if (memory->capacity() < bytes) memory->Grow(bytes);
+  return reinterpret_cast<int32_t*>(memory->data());
 }
 
 void FindDistinct(const WaitingRows& waiting, const Buffer<int32_t>& rows,
@@ -175,10 +175,10 @@ WaitingTable::WaitingTable(const TablePlan& plan)
     : idle_(plan.idle),
       all_rows_(*plan.options),
       clock_(3),
-      since_(Zeros(plan.rows)),
+      since_(plan.rows * sizeof(int32_t)),
       history_(plan.history * (2 + idle_->num_terms())),
-      rows_(*idle_, {clock_.data(), since_.get(), history_.data(), plan.history,
-                     plan.rows}) {
+      rows_(*idle_, {clock_.data(), SinceOf(&since_, plan.rows),
+                     history_.data(), plan.history, plan.rows}) {
   all_rows_.all_rows = true;
 }
 
@@ -238,15 +238,24 @@ void ReadCaughtUp(const ParallelFor& parallel_for,
               });
   for (CaughtUp* copy : own) {
     const TableView& view = views[copy->table];
+    const GrowingTable* const growing = resource.growing[copy->table].get();
     const WaitingRows& waiting = resource.waiting[copy->table]->rows();
     CaughtUpRows& found = *copy->found;
     found.values.Resize(found.distinct.size() * view.dim);
+    const auto waits = [&](int64_t i) {
+      const int32_t row = found.distinct[i];
+      return !growing || (row >= 0 && row < view.num_rows);
+    };
     ReadDistinct(
         parallel_for, view, waiting, found.distinct.size(),
-        [&](int64_t i) { return found.distinct[i]; },
+        [&](int64_t i) { return waits(i) ? found.distinct[i] : 0; },
         [&](int64_t i) {
-          ReadCaughtUp(view, waiting, found.distinct[i],
-                       found.values.data() + i * view.dim);
+          float* const values = found.values.data() + i * view.dim;
+          if (waits(i)) {
+            ReadCaughtUp(view, waiting, found.distinct[i], values);
+          } else {
+            ReadRow(growing->rows(), found.distinct[i], view.dim, values);
+          }
         });
   }
 }

@@ -5,13 +5,13 @@
 #define TPU_EMBEDDING_OPS_CC_KERNELS_WAITING_TABLE_H_
 
 #include <cstdint>
-#include <cstdlib>
 #include <memory>
 #include <vector>
 
 #include "core/batch_pool.h"
 #include "core/buffer.h"
 #include "core/distinct.h"
+#include "core/growing_memory.h"
 #include "core/idle.h"
 #include "core/row_options.h"
 #include "kernels/plan.h"
@@ -50,16 +50,12 @@ class WaitingTable {
   Rounding rounding;
 
  private:
-  struct Free {
-    void operator()(int32_t* memory) const { std::free(memory); }
-  };
-
   float Decay(float rate) const;
 
   const std::shared_ptr<const IdleRule> idle_;
   RowOptions all_rows_;
   std::vector<int64_t> clock_;
-  std::unique_ptr<int32_t[], Free> since_;
+  GrowingMemory since_;  // for all rows that may come
   std::vector<double> history_;
   WaitingRows rows_;
   const std::shared_ptr<BatchPool<CaughtUpRows>> storage_ =
@@ -75,7 +71,8 @@ void CatchUpTable(const ParallelFor& parallel_for,
                   const TableView& view);
 
 // Copies of the rows of a table that some entries name, caught up; none by
-// default.
+// default. What entries read of a growing table before its first row and after
+// its last one is as it is.
 struct CaughtUp {
   int table = -1;
   const Buffer<int32_t>* rows = nullptr;
