@@ -38,27 +38,6 @@ struct Columns {
   float* out;  // may be `row`
 };
 
-// What decay leaves of a value that moves, rounded once: as a factor near 1
-// would be rounded, too, what is lost is taken off. Infinity stays.
-class Shrink {
- public:
-  // By a factor exp(log).
-  explicit Shrink(double log)
-      : keep_(std::exp(log)),
-        lose_(-std::expm1(log)),
-        keeps_most_(keep_ >= 0.5f) {}
-  TPU_EMBEDDING_INLINE float operator()(float value, float move) const {
-    const float rest = value - move;
-    const float kept = rest * keep_;
-    const float less = value - (move + rest * lose_);
-    return keeps_most_ && less == less ? less : kept;
-  }
-
- private:
-  const float keep_, lose_;
-  const bool keeps_most_;
-};
-
 // How the loops divide by a root: epsilon stands beside it, or epsilon^2 inside
 // of it; at each node, or at one for powers of a share.
 enum class Root { kNodes, kNodesOfSquares, kPowers, kPowersOfSquares };
@@ -175,10 +154,26 @@ std::array<float*, kMostSlots> SlotsOf(const TableView& table, int64_t row) {
 
 }  // namespace
 
+Shrink::Shrink(double log) {
+  if (log == 0.0) return;
+  keep_ = std::exp(log);
+  lose_ = -std::expm1(log);
+  keeps_most_ = keep_ >= 0.5f;
+}
+
+void IdleRule::MakeFewFades() {
+  few_fades.resize(fades.size());
+  for (size_t k = 0; k < fades.size(); ++k) {
+    const double log = std::log(fades[k]);
+    for (int64_t n = 1; n < kFewSteps; ++n) few_fades[k][n] = Shrink(log * n);
+  }
+}
+
 WaitingRows::WaitingRows(const IdleRule& rule, const WaitingState& state)
     : rule_(rule), state_(state), width_(2 + rule.num_terms()) {
   for (size_t i = 0; i < rule.nodes.size(); ++i) {
     root_fades_[i] = std::pow(rule.root_fade, rule.nodes[i]);
+    epsilon_fades_[i] = std::pow(rule.epsilon_beta, rule.nodes[i]);
   }
   for (size_t k = 0; k < rule.fades.size(); ++k) {
     logs_[k] = std::log(rule.fades[k]);
@@ -205,9 +200,10 @@ Wait WaitingRows::Find(int64_t row) const {
   }
   if (rule_.epsilon_beta == 0.0) return wait;
   const double updates = Start(since + 1)[1] - 1.0;
+  const double fade = std::pow(rule_.epsilon_beta, updates);
   for (int64_t i = 0; i < terms; ++i) {
-    wait.epsilons[i] *= static_cast<float>(std::sqrt(
-        1.0 - std::pow(rule_.epsilon_beta, updates + rule_.nodes[i])));
+    wait.epsilons[i] *=
+        static_cast<float>(std::sqrt(1.0 - fade * epsilon_fades_[i]));
   }
   return wait;
 }
@@ -259,8 +255,7 @@ void WaitingRows::CatchUp(const Wait& wait, const float* row,
   }
   for (size_t k = 0; slots_out && k < rule_.fades.size(); ++k) {
     if (rule_.fades[k] != 1.0) {
-      const Shrink fade(logs_[k] * wait.steps);
-      RunOnThisCpu<Fade>(slots[k], fade, dim, slots_out[k]);
+      RunOnThisCpu<Fade>(slots[k], FadeOf(k, wait.steps), dim, slots_out[k]);
     } else if (slots_out[k] != slots[k]) {
       std::copy_n(slots[k], dim, slots_out[k]);
     }

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "core/bfloat16.h"
+#include "core/simd.h"
 #include "core/update.h"
 
 namespace tpu_embedding {
@@ -19,6 +20,26 @@ namespace tpu_embedding {
 constexpr int kMostNodes = 16;
 constexpr int kMostPowers = 8;
 constexpr int kMostSlots = 4;
+constexpr int kFewSteps = 128;
+
+// What a factor leaves of a value, rounded once: as a factor near 1 would be
+// rounded, too, what is lost is taken off. Infinity stays.
+class Shrink {
+ public:
+  Shrink() = default;  // by nothing
+  // By a factor exp(log).
+  explicit Shrink(double log);
+  TPU_EMBEDDING_INLINE float operator()(float value, float move) const {
+    const float rest = value - move;
+    const float kept = rest * keep_;
+    const float less = value - (move + rest * lose_);
+    return keeps_most_ && less == less ? less : kept;
+  }
+
+ private:
+  float keep_ = 1.0f, lose_ = 0.0f;
+  bool keeps_most_ = true;
+};
 
 // What a step with a gradient of zeros does to a row; `Idle` of idle.py.
 struct IdleRule {
@@ -39,7 +60,11 @@ struct IdleRule {
   bool decays = false;
   std::string name;   // of the table
   int64_t owner = 0;  // the optimizer that this is of
+  // For each slot what `fades` leave after 0, 1, ... steps, or nothing: most
+  // rows wait for few.
+  std::vector<std::array<Shrink, kFewSteps>> few_fades;
 
+  void MakeFewFades();
   int64_t num_terms() const { return nodes.size(); }
   // After how many steps the weights are final; 0 if there are none.
   int64_t horizon() const { return node_weights.size() / nodes.size(); }
@@ -110,6 +135,12 @@ class WaitingRows {
   int64_t Since(int64_t row) const {
     return std::max<int64_t>(state_.since[row], state_.clock[1]);
   }
+  // What waiting leaves of a slot.
+  Shrink FadeOf(int slot, int64_t steps) const {
+    return steps < kFewSteps && !rule_.few_fades.empty()
+               ? rule_.few_fades[slot][steps]
+               : Shrink(logs_[slot] * steps);
+  }
   double* Start(int64_t step) const {
     return state_.history + step % state_.capacity * width_;
   }
@@ -118,6 +149,7 @@ class WaitingRows {
   const WaitingState state_;
   const int64_t width_;
   std::array<float, kMostNodes> root_fades_;
+  std::array<double, kMostNodes> epsilon_fades_;
   std::array<double, kMostSlots> logs_;  // of the factors of the slots
 };
 

@@ -381,6 +381,7 @@ absl::Status ReadIdleRule(const Record& record, IdleRule* rule) {
   rule->root_fade = options[1];
   rule->epsilon = options[2];
   std::copy_n(options.begin() + 3, 4, rule->follow.begin());
+  rule->MakeFewFades();
   return absl::OkStatus();
 }
 
