@@ -666,7 +666,6 @@ def test_what_growing_tables_do_not_support() -> None:
     for make in (
         lambda: te.TPUEmbeddingV0(feature(), te.SGD(0.5)),
         lambda: te.keras.TPUEmbedding(feature(), te.SGD(0.5), trainable_tables=True),
-        lambda: te.plan(feature(), te.SGD(0.5)),
     ):
         with pytest.raises(NotImplementedError, match=text):
             make()

@@ -402,6 +402,50 @@ def test_only_one_process_calls_functions_of_the_user() -> None:
     assert refused_by(custom, "'films'") == {"sharded", "parameter_server"}
 
 
+def test_growing_tables_are_planned_with_all_their_rows() -> None:
+    films = te.GrowingVocabulary(1001, min_count=2, max_candidates=30, eviction="lru")
+    users = te.GrowingVocabulary(9, unknown="shared_row")
+    features = {
+        "a": te.FeatureConfig(table(films, 6, "films", placement="rows")),
+        "b": te.FeatureConfig(table(users, 8, "users")),
+    }
+    sample = [{"a": np.array([-(2**63), 2**63 - 1, 7]), "b": np.array([1, 1, 1])}]
+    report = te.plan(
+        features, te.Adam(0.1), processes=[3], topologies=["v6e:1x1"], sample=sample
+    )
+    assert report.total_bytes == 1001 * 72 + 9 * 96
+    assert [own.out_of_range_ids for own in report.statistics] == [0, 0]
+    # By row an id, hits and the last update; maps of at most 5 / 8; candidates.
+    host = placement(report, "one machine")
+    users_bytes = 9 * (96 + 8) + 16 * 64
+    ids = 1001 * 16 + 16 * 2048 + 30 * 16 + 16 * 64
+    assert host.by_table == {"films": 1001 * 72 + ids, "users": users_bytes}
+    part = 334 * (72 + 16) + 16 * (1024 + 512) + 10 * 16 + 16 * 64
+    for name in ("3 processes, synchronous", "3 parameter servers"):
+        found = placement(report, name)
+        assert found.location == {"films": "all", "users": 0}
+        assert found.by_table == {"films": part, "users": users_bytes}
+    # An id has 8 bytes, of which one of the two owners is another machine.
+    servers = placement(report, "3 parameter servers")
+    assert servers.wire_bytes == 3 * (8 + 4 + 24 + 24) + 3 * (8 + 32 + 32)
+    assert "v6e does not take a Growing" in placement(report, "v6e:1x1").unsupported
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"dtype": "int8"}, "int8"),
+        ({"initializer": te.RowIdInitializer()}, "made of a seed and an id"),
+    ],
+)
+def test_growing_tables_that_are_refused(options: dict[str, Any], text: str) -> None:
+    films = te.GrowingVocabulary(10)
+    feature = te.FeatureConfig(table(films, 16, **options))
+    report = te.plan(feature, te.SGD(0.1), batch_size=4, topologies=[])
+    assert report.best is None
+    assert text in placement(report, "one machine").unsupported
+
+
 @pytest.mark.parametrize("seed", range(1000, 1008))
 def test_a_plan_is_what_jobs_allocate(seed: int) -> None:
     """`python -m planned_jobs 400` compares more of them."""

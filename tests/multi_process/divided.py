@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import resource
 from typing import Any
 
 import numpy as np
@@ -186,6 +187,48 @@ def state_of(embedding: Any, films: Any) -> Any:
         for id_, row, hits, last in zip(*found[:4], strict=True)
     }
     return of_ids, found[4:]
+
+
+def fill(strategy: Any, rows: int, placement: str) -> tuple[int, list[int], list[int]]:
+    """Fills tables of so many rows.
+
+    Returns:
+      By how many bytes this process grew, and what `te.plan` says of the tables and of
+      all that each process or server needs.
+    """
+    features = {
+        name: te.FeatureConfig(
+            te.TableConfig(
+                te.GrowingVocabulary(rows, eviction="lru"),
+                64,
+                "ones",
+                name=name,
+                placement=placement,
+            )
+        )
+        for name in ("films", "users")
+    }
+    with strategy.scope():
+        embedding = te.TPUEmbedding(features, te.Adagrad(0.5))
+    embedding.build()
+    before = resident_bytes()
+    for block in np.array_split(np.arange(rows + rows // 10), 80):
+        embedding.enqueue(dict.fromkeys(features, tf.constant(block)))
+        activations = embedding.dequeue()
+        embedding.apply_gradients({n: tf.ones_like(a) for n, a in activations.items()})
+    report = te.plan(
+        features, te.Adagrad(0.5), batch_size=rows // 36, processes=[2], topologies=[]
+    )
+    kind = "synchronous" if strategy.num_replicas_in_sync > 1 else "parameter_servers"
+    (place,) = [place for place in report.placements if place.kind == kind]
+    grown = resident_bytes() - before
+    return grown, list(place.table_bytes), list(place.device_bytes)
+
+
+def resident_bytes() -> int:
+    """What this process has of the memory."""
+    with open("/proc/self/statm", encoding="ascii") as numbers:
+        return int(numbers.read().split()[1]) * resource.getpagesize()
 
 
 def refuse(strategy: Any, path: str) -> list[tuple[str, str]]:

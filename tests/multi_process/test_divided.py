@@ -61,6 +61,14 @@ def test_restores_into_any_number_of_processes(
         assert 'films\' grows and has a shared row: placement="rows"' in shared[1]
 
 
+@pytest.mark.second_tier
+@pytest.mark.parametrize("placement", ["rows", "whole"])
+def test_a_plan_is_what_growing_tables_take(two: Job, placement: str) -> None:
+    results = two.run("divided.fill", 80_000, placement)
+    for process, (grown, tables, needed) in enumerate(results):
+        assert 0.9 * tables[process] < grown < needed[process], results
+
+
 def test_the_largest_clock_of_all_processes_counts(two: Job) -> None:
     for ids, times, raised in two.run("divided.pass_clocks"):
         assert (ids, times) == ([2, 3], [13, 16])

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from multi_process import divided
 from parameter_servers.cluster import (
     JOB,
     V,
@@ -191,6 +192,12 @@ def test_divided_tables_have_the_bits_of_one_process(
     films = next(c for c in served.vocabularies if c.name == "t0")
     assert served.evict(films) > 0
     assert len(served.vocabularies[films].ids) == 2  # min_rows=1 of each part.
+
+
+def test_a_plan_is_what_growing_tables_take() -> None:
+    """Both servers are in this process."""
+    grown, tables, needed = divided.fill(JOB.strategy, 80_000, "rows")
+    assert 0.9 * sum(tables) < grown < sum(needed), (grown, tables, needed)
 
 
 def test_an_earlier_clock_counts_as_the_last_one() -> None:

@@ -173,7 +173,7 @@ def whole_table_excesses(
     used = [
         (
             spec.name,
-            spec.config.vocabulary_size
+            spec.config.max_rows
             * spec.config.dim
             * _BYTES
             * num_arrays(spec)

@@ -64,7 +64,9 @@ class Placement:
         return range(vocabulary_size if self.owners[table] == self.process else 0)
 
     def count(self, table: int, vocabulary_size: int) -> int:
-        """How many rows of a table this process has."""
+        """How many rows of a table this process has, of a growing one at most."""
+        if self.owners[table] == BY_ID:
+            return -(-vocabulary_size // self.num_processes)
         return len(self.rows_of(table, vocabulary_size))
 
     def owned(self, table: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -87,7 +89,7 @@ class Placement:
         return self.partition(table).row(self.process, local)
 
 
-_WORD = 4  # Bytes of a row's number, a length, a weight.
+_WORD = 4  # Bytes of a position, a length, a weight.
 
 
 def divided_table_bytes(
@@ -100,6 +102,7 @@ def divided_table_bytes(
     gains: float,
     row_bytes: int,
     gradient_bytes: int,
+    key_bytes: int = _WORD,
 ) -> dict[str, float]:
     """Bytes of a step to other processes, for a table that is divided by rows.
 
@@ -123,9 +126,10 @@ def divided_table_bytes(
         needs one, or 0.
       row_bytes: Of one row on the wire.
       gradient_bytes: Of the gradient of one sample on the wire.
+      key_bytes: Of a row's number, or of an ID of a growing table.
     """
     return {
-        "enqueue": _WORD * (rows + entries + lengths + gains),
+        "enqueue": key_bytes * rows + _WORD * (entries + lengths + gains),
         "lookup": rows_served * row_bytes,
         "update": samples * gradient_bytes,
     }
@@ -139,6 +143,7 @@ def whole_table_bytes(
     lengths: float,
     gains: float,
     activation_bytes: int,
+    key_bytes: int = _WORD,
 ) -> dict[str, float]:
     """Bytes of a step to other processes, for a table that lives whole in one.
 
@@ -155,9 +160,10 @@ def whole_table_bytes(
       lengths: Samples, or 0 where all have the same number of IDs.
       gains: As for `divided_table_bytes`.
       activation_bytes: Of an activation, and of a gradient, on the wire.
+      key_bytes: As for `divided_table_bytes`.
     """
     return {
-        "enqueue": _WORD * (entries + lengths + gains),
+        "enqueue": key_bytes * entries + _WORD * (lengths + gains),
         "lookup": samples_served * activation_bytes,
         "update": samples * activation_bytes,
     }

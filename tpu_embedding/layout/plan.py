@@ -54,6 +54,11 @@ class TableSpec:
         return self.config.vocabulary
 
     @property
+    def key_bytes(self) -> int:
+        """Bytes of what names a row in messages: its number, or an id."""
+        return 4 if self.config.vocabulary is None else 8
+
+    @property
     def is_rounded(self) -> bool:
         """Whether updates are rounded to what the table can hold."""
         return self.config.storage.is_rounded

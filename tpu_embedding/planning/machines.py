@@ -12,16 +12,21 @@ from tpu_embedding.config import STORAGES, DistributedOptions
 from tpu_embedding.engines.host.waiting import waiting_bytes
 from tpu_embedding.layout import limits
 from tpu_embedding.layout.placement import (
-    ALL_PROCESSES,
     Placement,
     divided_table_bytes,
     place_on_servers,
     place_tables,
     whole_table_bytes,
 )
-from tpu_embedding.layout.plan import Plan, TableSpec, require_options
+from tpu_embedding.layout.plan import (
+    Plan,
+    TableSpec,
+    refuse_growing_codes,
+    require_options,
+)
 from tpu_embedding.planning.report import PlannedPlacement, table_arrays
 from tpu_embedding.planning.sample import Traffic
+from tpu_embedding.tables.growing import check_growth, vocabulary_bytes
 
 # What the host engine needs beside tables: kernels, threads' stacks, a queue; and for
 # an eighth of the tables, up to a limit. Measured by tools/check_plan.py.
@@ -121,7 +126,7 @@ class Machines:
         by_table = {
             table.name: tables[fullest][table.name]
             for table in self.plan.tables
-            if places[0].owners[table.index] in (ALL_PROCESSES, fullest)
+            if self._owner(places[0], table) in ("all", fullest)
         }
         making = used[fullest] - steady[fullest]
         parts = [
@@ -140,8 +145,7 @@ class Machines:
             initializer_bytes=making,
             by_table=by_table,
             location={
-                table.name: "all" if owner == ALL_PROCESSES else owner
-                for table, owner in zip(self.plan.tables, places[0].owners, strict=True)
+                table.name: self._owner(places[0], table) for table in self.plan.tables
             },
             wire_bytes=int(wire),
             excesses=tuple(
@@ -151,11 +155,17 @@ class Machines:
             ),
         )
 
+    def _owner(self, place: Placement, table: TableSpec) -> Any:
+        return "all" if place.is_divided(table.index) else place.owners[table.index]
+
     def _table_bytes(self, place: Placement, least: int, kind: str) -> dict[str, int]:
-        """By table, the bytes of its rows and their slots in one process."""
+        """By table, the bytes of its rows and their slots in one process.
+
+        A growing table has all its rows.
+        """
         found = {}
         for table in self.plan.tables:
-            rows = place.count(table.index, table.config.vocabulary_size)
+            rows = place.count(table.index, table.config.max_rows)
             found[table.name] = max(rows, least) * self._row_bytes[table.index][1]
             found[table.name] += waiting_bytes(
                 table,
@@ -163,6 +173,8 @@ class Machines:
                 divided=kind == "synchronous",
                 served=kind == "parameter_servers",
             )
+            parts = place.part(table.index)[1]
+            found[table.name] += vocabulary_bytes(table, rows, parts)
         return found
 
     @functools.cached_property
@@ -184,6 +196,8 @@ class Machines:
         memory, slots = _Memory(), []
         for table in self.plan.tables:
             config = table.config
+            if config.vocabulary is not None:
+                continue  # It begins without rows.
             rows = place.count(table.index, config.vocabulary_size)
             of_table, of_all = self._row_bytes[table.index]
             slots.append(rows * (of_all - of_table))
@@ -211,8 +225,8 @@ class Machines:
         """The prepared batch, activations and gradients of the rows of a process."""
         total = 0.0
         for table in self.plan.tables:
-            rows = place.count(table.index, table.config.vocabulary_size)
-            share = rows / table.config.vocabulary_size
+            most = table.config.max_rows
+            share = place.count(table.index, most) / most
             for f in table.features:
                 size = 3 * _FLOAT * traffic.samples[f] * table.config.dim
                 total += share * (size + _ENTRY * traffic.entries[f])
@@ -259,6 +273,7 @@ class Machines:
             gains=gains,
             row_bytes=self._wire_row_bytes(table),
             gradient_bytes=self._gradient_bytes() * config.dim,
+            key_bytes=table.key_bytes,
         )
         return sum(found.values())
 
@@ -280,6 +295,7 @@ class Machines:
             lengths=lengths,
             gains=gains,
             activation_bytes=self._gradient_bytes() * config.dim,
+            key_bytes=table.key_bytes,
         )
         return sum(found.values())
 
@@ -287,6 +303,9 @@ class Machines:
         """Why an engine cannot have the tables."""
         try:
             require_options(self.plan, engine)
+            refuse_growing_codes(self.plan)
+            for table in self.plan.tables:
+                check_growth(table)
         except NotImplementedError as error:
             return str(error)
         return None

@@ -31,6 +31,7 @@ from tpu_embedding.layout.plan import (
     FeatureSpec,
     Plan,
     make_plan,
+    refuse_growing,
     require_dtypes,
     require_options,
 )
@@ -127,6 +128,7 @@ def plan(
         converted.keys,
         convert_optimizer(optimizer),
         custom=True,
+        growing=True,
     )
     counts = None
     if sample is not None:
@@ -367,9 +369,13 @@ class _Planner:
             total += traffic.entries[f] * _ID_AND_WEIGHT
         return int(total)
 
+    def _require_tables(self, generation: Generation) -> None:
+        require_dtypes(self.plan, ("float32",), generation.name)
+        refuse_growing(self.plan.tables, f"{generation.name} does not take")
+
     def _refusal(self, generation: Generation) -> str | None:
         try:
-            require_dtypes(self.plan, ("float32",), generation.name)
+            self._require_tables(generation)
             if generation.embedding == "v1":
                 require_options(self.plan, "tpu_v2_v4")
         except NotImplementedError as error:
@@ -390,7 +396,7 @@ class _Planner:
             tpu_generations.require_power_of_two(name, devices)
             own = self._for_replicas(devices)
             check_optimizers(own)
-            require_dtypes(own, ("float32",), generation.name)
+            self._require_tables(generation)
             layout = make_layout(own, OutputShapes(own.features).full(), options)
             partitioning = make_partitioning(own, layout, options, self.config)
         except (ValueError, NotImplementedError) as error:

@@ -28,7 +28,8 @@ class ArrayBytes:
     Attributes:
       table: Name of the table.
       array: "parameters" or the name of the slot.
-      shape: [V, D], or [V, 1] for a slot of one number for each row.
+      shape: [V, D], or [V, 1] for a slot of one number for each row; V of a growing
+        table is its `max_rows`.
       dtype: "float32", "bfloat16" or "int8".
       bytes: Of the whole array, without padding; of int8 with scales and offsets.
     """
@@ -42,7 +43,7 @@ class ArrayBytes:
 
 def table_arrays(table: TableSpec) -> list[ArrayBytes]:
     """A table, and its slots."""
-    rows, dim = table.config.vocabulary_size, table.config.dim
+    rows, dim = table.config.max_rows, table.config.dim
     slots = table.optimizer.slots if table.optimizer else ()
     shapes = [
         ("parameters", (rows, dim), table.config.dtype),

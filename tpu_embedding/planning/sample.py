@@ -119,6 +119,9 @@ class Sample:
             for spec, whole in zip(plan.features, batch, strict=True):
                 feature = whole.split(spec.config.max_sequence_length or 1)
                 config = plan.tables[spec.table].config
+                if config.vocabulary is not None:
+                    own.append(feature)
+                    continue
                 rows = config.vocabulary_size
                 wrong = (feature.ids < 0) | (feature.ids >= rows)
                 out_of_range[spec.table] += int(wrong.sum())
@@ -353,7 +356,7 @@ class Traffic:
             entries = {f: count / processes for f, count in enumerate(samples)}
             distinct = {
                 table.index: expected_distinct(
-                    table.config.vocabulary_size,
+                    table.config.max_rows,
                     sum(entries[f] for f in table.features),
                 )
                 for table in plan.tables

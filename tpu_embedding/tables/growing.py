@@ -167,6 +167,32 @@ def first_slots(spec: TableSpec) -> list[float]:
     return [float(value) for value in found if not callable(value)]
 
 
+def vocabulary_bytes(spec: TableSpec, rows: int, parts: int) -> int:
+    """What a part, of so many, of a growing table with these rows keeps of its ids.
+
+    See core/vocabulary.h: numbers of 8 bytes by row; candidates of 16; and maps.
+    """
+    vocabulary = spec.config.vocabulary
+    if vocabulary is None or not rows:
+        return 0
+    own = vocabulary.part(parts)
+    numbers = 1 + (own.eviction is not None) + own.clock
+    size = 8 * numbers * rows + _map_bytes(rows)
+    if own.min_count > 1:
+        candidates = own.max_candidates or own.max_rows
+        size += 16 * candidates + _map_bytes(candidates)
+    return size
+
+
+def _map_bytes(ids: int) -> int:
+    """Of the map of so many ids: that of core/id_map.h, beside the one it replaces."""
+    capacity = 64
+    while ids > capacity // 8 * 5:
+        capacity *= 2
+    moving = capacity > 64 and ids < capacity // 8 * 3
+    return 16 * (capacity + moving * capacity // 2)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class FrozenTable:
     """A growing table as it was at one moment, in the form of a static one.
