@@ -20,7 +20,8 @@ def main(folder: str, pipelined: bool) -> None:
     vocabulary = te.GrowingVocabulary(
         300, min_count=2, eviction="lru", unknown="shared_row", when_full="shared_row"
     )
-    films = te.TableConfig(vocabulary, 16, name="films")
+    dtype = "int8" if pipelined else "float32"
+    films = te.TableConfig(vocabulary, 16, name="films", dtype=dtype)
     embedding = te.TPUEmbedding(
         {"film": te.FeatureConfig(films)}, te.Adagrad(0.1), pipelined
     )

@@ -17,12 +17,14 @@ import pytest
 import tensorflow as tf
 from conformance import cases
 from optimizer_cases import Case, each_variant
-from reference import growing
+from reference import growing, hashing, int8_rows, rounding
 from reference.lookup import samples_of
 from replica_values import of_replicas
 
 import tpu_embedding as te
+from tpu_embedding.tables.rows import STORED
 
+BFLOAT16: Any = tf.bfloat16.as_numpy_dtype
 D = 4
 # Extremes, and ids whose low bits are alike.
 POOL = np.array(
@@ -115,9 +117,7 @@ def _assert_as_static(
     order = _order_of_sight(inputs, [batch for step in steps for batch in step])
     rows = np.zeros(len(POOL), np.int64)
     rows[order] = np.arange(len(order))
-    values = _first_values(
-        POOL[order], **{k: v for k, v in table.items() if k == "dtype"}
-    )
+    values = _first_values(POOL[order])
 
     def embed(vocabulary: Any, initializer: Any) -> tuple[Any, Any]:
         config = te.TableConfig(vocabulary, D, initializer, **table)
@@ -177,12 +177,11 @@ def test_every_optimizer_trains_as_a_static_table(
 
 
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_input_trains_as_a_static_table(
-    combiner: str, dtype: str, rng: np.random.Generator
+    combiner: str, rng: np.random.Generator
 ) -> None:
     for spec in cases.INPUTS:
-        _assert_as_static([spec], te.Adagrad(0.3), rng, combiner=combiner, dtype=dtype)
+        _assert_as_static([spec], te.Adagrad(0.3), rng, combiner=combiner)
 
 
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
@@ -207,16 +206,84 @@ def test_steps_of_replicas_and_pending_updates_are_as_static(
     replicas: int, pipelined: bool, make: Any, rng: np.random.Generator
 ) -> None:
     inputs = [i for i in cases.INPUTS if i.name in ("dense2", "ragged")]
-    for dtype in ("float32", "bfloat16"):
-        _assert_as_static(
-            inputs,
-            te.Adam(0.3),
-            rng,
-            replicas=replicas,
-            pipelined=pipelined,
-            make=make,
-            dtype=dtype,
+    _assert_as_static(
+        inputs, te.Adam(0.3), rng, replicas=replicas, pipelined=pipelined, make=make
+    )
+
+
+class _Rounded:
+    """The rows of ids as a table of bfloat16 or int8 stores them."""
+
+    def __init__(self, dtype: str, seed: int) -> None:
+        self._is_coded, self._seed = dtype == "int8", seed
+        self.stored: dict[int, list[np.ndarray]] = {}
+
+    def write(self, id_: int, values: np.ndarray, step: int) -> None:
+        row = hashing.mixed(id_ % 2**64) % 2**32
+        if self._is_coded:
+            grid = self.stored.get(id_, [None, np.zeros([1, 2], BFLOAT16)])[1]
+            row_of = np.array([row]), self._seed, step
+            self.stored[id_] = [*int8_rows.store(values[np.newaxis], grid, *row_of)]
+            return
+        is_new = id_ not in self.stored
+        rounded = (
+            rounding.nearest(values)
+            if is_new
+            else rounding.round_row(values, self._seed, step, row)
         )
+        self.stored[id_] = [rounded[np.newaxis].astype(BFLOAT16)]
+
+    def read(self, id_: int) -> np.ndarray:
+        (row,) = (
+            int8_rows.values_of(*self.stored[id_])
+            if self._is_coded
+            else self.stored[id_][0].astype(np.float32)
+        )
+        return row
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("eviction", ["lru", "lfu"])
+def test_rounded_rows_have_the_random_bits_of_their_ids(
+    eviction: str, dtype: str, rng: np.random.Generator
+) -> None:
+    """An id that comes back begins anew, also where its row has another grid."""
+    vocabulary = te.GrowingVocabulary(7, eviction=eviction, min_rows=2, seed=3)
+    start = tf.keras.initializers.RandomUniform(-2.0, 1.0)
+    table = te.TableConfig(
+        vocabulary, 20, start, name="films", dtype=dtype, rounding_seed=2**40 + 7
+    )
+    embedding = te.TPUEmbedding({"film": te.FeatureConfig(table)}, te.SGD(1.0))
+    expected, back = _Rounded(dtype, 2**40 + 7), 0
+    gone: set[int] = set()
+    for step in range(12):
+        ids = rng.permutation(POOL)[:4]
+        for id_ in set(ids.tolist()) - {*expected.stored}:
+            first = -2.0 + 3.0 * np.array(growing.uniforms(3, id_, 20))
+            expected.write(id_, first.astype(np.float32), 0)
+            back += id_ in gone
+        embedding.enqueue({"film": tf.constant(ids)})
+        values = embedding.dequeue()["film"].numpy()
+        np.testing.assert_array_equal(values, [expected.read(i) for i in ids.tolist()])
+        gradient = rng.normal(size=values.shape).astype(np.float32) * 10.0 ** -(
+            step % 3
+        )
+        embedding.apply_gradients({"film": tf.constant(gradient)})
+        for id_, x in zip(ids.tolist(), values - gradient, strict=True):
+            expected.write(id_, x, step)
+        if step % 3 == 2:
+            embedding.evict(table)
+        state = embedding.core.growing()["films"].read()
+        lost = {*expected.stored} - {*state["ids"].tolist()}
+        gone |= lost
+        for id_ in lost:
+            del expected.stored[id_]
+        arrays = [state[name] for name in STORED if name in state]
+        for place, id_ in enumerate(state["ids"].tolist()):
+            for own, array in zip(expected.stored[id_], arrays, strict=True):
+                found = array[place].view(np.uint8)
+                np.testing.assert_array_equal(found, own[0].view(np.uint8))
+    assert back > 0
 
 
 def _embedding(

@@ -312,6 +312,30 @@ def test_checkpoints_go_from_one_dtype_to_the_other(
     np.testing.assert_array_equal(table_of(some), before)
 
 
+@pytest.mark.parametrize("save", [save_ours, save_tensorflow])
+def test_damaged_files_change_nothing(save: Any, tmp_path: pathlib.Path) -> None:
+    """A bit of the codes, of the scales and offsets, and of the slot."""
+    embedding = make()
+    path = save(embedding, tmp_path)
+    train(embedding)
+    before = stored(embedding)
+    (data,) = (file for file in tmp_path.glob("*.data-*") if file.stat().st_size > 999)
+    content = data.read_bytes()
+    places = [content.index(array.tobytes()) for array in stored(make())]
+    places.append(content.index(np.full([ROWS, DIM], 0.1, np.float32).tobytes()))
+    for place in places:
+        damaged = bytearray(content)
+        damaged[place + 7] ^= 4
+        data.write_bytes(damaged)
+        with pytest.raises(tf.errors.DataLossError):
+            checkpoint.restore(embedding, path)
+        for own, expected in zip(stored(embedding), before, strict=True):
+            np.testing.assert_array_equal(own.view(np.uint8), expected.view(np.uint8))
+    data.write_bytes(content)
+    checkpoint.restore(embedding, path)
+    assert_same_bits(embedding, make())
+
+
 def test_tensorflow_refuses_to_restore_another_dtype(tmp_path: pathlib.Path) -> None:
     for own, other in (("int8", "float32"), ("bfloat16", "int8")):
         (tmp_path / own).mkdir()
@@ -424,9 +448,16 @@ def test_the_layer(tmp_path: pathlib.Path) -> None:
     assert_same_bits(other, layer)
     (table,) = other.embedding_tables
     assert table.dtype == "int8"
+    of_file, by_value = make(), make("float32")
+    checkpoint.restore(of_file, path)
+    assert_same_bits(of_file, layer)
+    checkpoint.restore(by_value, path)
+    np.testing.assert_array_equal(table_of(by_value), table_of(layer))
     floats = TPUEmbedding(feature("float32"), te.Adagrad(0.1))
     weights = str(tmp_path / "model.weights.h5")
     model.save_weights(weights)
+    checkpoint.restore(restored, weights)
+    assert_same_bits(restored, layer)
     another = keras.Model(inputs, floats(inputs)["seen"])
     another.load_weights(weights)
     np.testing.assert_array_equal(table_of(floats), table_of(layer))
@@ -511,7 +542,6 @@ REFUSALS = {
     "trainable_tables=True": lambda: TPUEmbedding(
         feature(), None, trainable_tables=True
     ),
-    "GrowingVocabulary": lambda: make(rows=te.GrowingVocabulary(100)),
 }
 
 

@@ -24,17 +24,17 @@ rng = np.random.default_rng(7)
 optimizers = [te.SGD(0.1), te.Adagrad(0.1, clipvalue=0.5), te.RowwiseAdagrad(0.1),
               te.AdagradMomentum(0.1, 0.9, True), te.FTRL(0.1), te.Adam(0.1),
               te.Adam(0.1, lazy_adam=False)]
-tables = [te.TableConfig(3000, 24, te.RowIdInitializer(), optimizer, name=f"t{i}")
-          for i, optimizer in enumerate(optimizers)]
-tables += [te.TableConfig(3000, 24, te.RowIdInitializer(), optimizer, name=f"b{i}",
-                          dtype="bfloat16") for i, optimizer in enumerate(optimizers)]
+dtypes = ("float32", "bfloat16", "int8")
+tables = [te.TableConfig(3000, 24, te.RowIdInitializer(), optimizer, name=f"{dtype}{i}",
+                         dtype=dtype)
+          for dtype in dtypes for i, optimizer in enumerate(optimizers)]
 grows = te.GrowingVocabulary(4000, eviction="lru", min_rows=1000)
-tables += [te.TableConfig(grows, 24, None, optimizer, name=f"g{i}")
+tables += [te.TableConfig(grows, 24, None, optimizer, name=f"g{i}", dtype=dtypes[i % 3])
            for i, optimizer in enumerate(optimizers)]
 embedding = te.TPUEmbedding([te.FeatureConfig(t) for t in tables for _ in "ab"], None)
 digest = hashlib.sha256()
 for _ in range(3):
-    ids = [tf.constant(rng.integers(0, 3000, (700, 3))) for _ in range(42)]
+    ids = [tf.constant(rng.integers(0, 3000, (700, 3))) for _ in tables for _ in "ab"]
     embedding.enqueue(ids)
     activations = embedding.dequeue()
     embedding.apply_gradients([tf.sin(a) for a in activations])

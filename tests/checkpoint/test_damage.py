@@ -447,8 +447,10 @@ class Killer:
     def start(self, task, total): pass
     def advance(self, count): os.kill(os.getpid(), signal.SIGKILL)
 
-table = te.TableConfig(9, 2, te.RowIdInitializer(), name="films")
-embedding = te.TPUEmbedding({"film": te.FeatureConfig(table)}, te.Adagrad(0.1))
+films = te.TableConfig(9, 2, te.RowIdInitializer(), name="films")
+coded = te.TableConfig(9, 16, te.RowIdInitializer(), name="coded", dtype="int8")
+config = {"film": te.FeatureConfig(films), "coded": te.FeatureConfig(coded)}
+embedding = te.TPUEmbedding(config, te.Adagrad(0.1))
 checkpoint.save(embedding, sys.argv[1] + "/first")
 checkpoint.save(embedding, sys.argv[1] + "/second", progress=Killer())
 """
@@ -468,6 +470,10 @@ def test_a_killed_save(tmp_path: pathlib.Path) -> None:
     expected = np.repeat(np.arange(9.0), 2).reshape(9, 2)
     values = models.values(embedding)["films"]["parameters"]
     np.testing.assert_array_equal(values, expected)
+    table = te.TableConfig(9, 16, name="coded", dtype="int8")
+    coded = te.TPUEmbedding({"coded": te.FeatureConfig(table)}, te.Adagrad(0.1))
+    checkpoint.restore(coded, tmp_path / "first")
+    np.testing.assert_array_equal(coded.embedding_tables[table][:, 15], range(9))
     checkpoint.save(embedding, tmp_path / "second")  # What was left is no obstacle.
     assert not list(tmp_path.glob("*unfinished*"))
     checkpoint.read(tmp_path / "second").verify()

@@ -16,7 +16,8 @@ from tpu_embedding import checkpoint
 from tpu_embedding.__main__ import main
 from tpu_embedding.checkpoint.statistics import table_reports
 from tpu_embedding.commands.checkpoint import TextProgress
-from tpu_embedding.tables.growing import first_rows
+from tpu_embedding.tables.codes import joined_values
+from tpu_embedding.tables.growing import first_rows, first_values_read
 from tpu_embedding.vocabulary import COUNTS
 
 IDS = [7, -3, 2**62, 7, 5]
@@ -25,7 +26,8 @@ IDS = [7, -3, 2**62, 7, 5]
 def _make(
     vocabulary: Any, optimizer: Any = None, **table: Any
 ) -> tuple[te.TPUEmbedding, te.TableConfig]:
-    config = te.TableConfig(vocabulary, 2, name="films", **table)
+    dim = 16 if table.get("dtype") == "int8" else 2
+    config = te.TableConfig(vocabulary, dim, name="films", **table)
     users = te.TableConfig(6, 3, name="users")
     features = {"film": te.FeatureConfig(config), "user": te.FeatureConfig(users)}
     return te.TPUEmbedding(features, optimizer or te.Adagrad(0.5)), config
@@ -62,7 +64,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_saved_and_restored(
     options: dict[str, Any], dtype: str, tmp_path: pathlib.Path
@@ -422,16 +424,46 @@ def test_first_rows_have_the_bits_of_the_kernel(rng: np.random.Generator) -> Non
         keras_initializers.RandomNormal(0.1, 3.3),
         keras_initializers.TruncatedNormal(0.5, 0.3),
     ):
-        for dtype in ("float32", "bfloat16"):
+        for dtype, dim in (("float32", 3), ("bfloat16", 3), ("int8", 19)):
             vocabulary = te.GrowingVocabulary(9, unknown="initializer", seed=2**62 + 5)
-            table = te.TableConfig(vocabulary, 3, initializer, dtype=dtype)
+            table = te.TableConfig(vocabulary, dim, initializer, dtype=dtype)
             embedding = te.TPUEmbedding(te.FeatureConfig(table), None)
             embedding.enqueue(tf.constant(ids), training=False)
             spec = embedding.core.plan.tables[0]
             expected = embedding.dequeue().numpy()
-            for function in (first_rows, tf.function(first_rows)):
-                found = tf.cast(function(spec, tf.constant(ids)), tf.float32)
+            for function in (first_values_read, tf.function(first_values_read)):
+                found = function(spec, tf.constant(ids))
                 assert np.array_equal(found, expected), (initializer, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("unknown", ["zeros", "shared_row"])
+def test_int8_restores_from_and_into_other_dtypes_by_value(
+    dtype: str, unknown: str, tmp_path: pathlib.Path
+) -> None:
+    def make(dtype: str) -> te.TPUEmbedding:
+        vocabulary = te.GrowingVocabulary(9, unknown=unknown)
+        table = te.TableConfig(vocabulary, 16, name="films", dtype=dtype)
+        users = te.FeatureConfig(te.TableConfig(6, 3, name="users"))
+        config = {"film": te.FeatureConfig(table), "user": users}
+        return te.TPUEmbedding(config, te.Adagrad(0.5))
+
+    coded, plain, into_plain, into_coded = map(make, ["int8", dtype, dtype, "int8"])
+    for number, (source, target) in enumerate(
+        ((coded, into_plain), (plain, into_coded))
+    ):
+        _train(source, [IDS, IDS[1:]])
+        path = te.checkpoint.save(source, tmp_path / str(number))
+        te.checkpoint.restore(target, path)
+        for name in ("ids", "rows", "state", "accumulators"):
+            assert np.array_equal(_state(target)[name], _state(source)[name]), name
+    values = joined_values(_state(coded))["parameters"]
+    found = _state(into_plain)["parameters"]
+    assert np.array_equal(found, values.astype(found.dtype))
+    values = _state(plain)["parameters"].astype(np.float32)
+    half = _state(into_coded)["scale_offset"][:, :1].astype(np.float32) / 2
+    found = joined_values(_state(into_coded))["parameters"]
+    assert (np.abs(found - values) <= half * (1 + 1e-6)).all()
 
 
 @pytest.mark.parametrize("saved", [True, False])

@@ -18,10 +18,11 @@ IDS = np.array([5, -7, 2**62, 5, 11, -7, 3, 5], np.int64)
 LABELS = np.arange(8, dtype=np.float32) % 2
 
 
-def _model() -> tuple[Any, Any, te.TableConfig]:
+def _model(dtype: str = "float32") -> tuple[Any, Any, te.TableConfig]:
     """One id for each example; a dense layer of ones."""
     vocabulary = te.GrowingVocabulary(20, eviction="lru", unknown="shared_row")
-    table = te.TableConfig(vocabulary, 4, "uniform", name="films")
+    dim = 16 if dtype == "int8" else 4
+    table = te.TableConfig(vocabulary, dim, "uniform", name="films", dtype=dtype)
     layer = te.keras.TPUEmbedding({"film": te.FeatureConfig(table)}, te.Adagrad(0.5))
     film = keras.Input((), dtype="int64", name="film")
     output = keras.layers.Dense(1, kernel_initializer="ones")(
@@ -79,9 +80,12 @@ def _step(model: Any, ids: tf.Tensor) -> None:
     tape.gradient(loss, model.trainable_variables)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.parametrize("name", ["model.keras", "model.weights.h5", "tensorflow"])
-def test_files_keep_ids_and_slots(name: str, tmp_path: pathlib.Path) -> None:
-    model, layer, table = _model()
+def test_files_keep_ids_and_slots(
+    name: str, dtype: str, tmp_path: pathlib.Path
+) -> None:
+    model, layer, table = _model(dtype)
     _fit(model)
     path = str(tmp_path / name)
     if name.endswith(".keras"):
@@ -89,7 +93,7 @@ def test_files_keep_ids_and_slots(name: str, tmp_path: pathlib.Path) -> None:
         loaded: Any = keras.models.load_model(path)
         (own,) = (x for x in loaded.layers if isinstance(x, te.keras.TPUEmbedding))
     else:
-        loaded, own, _ = _model()
+        loaded, own, _ = _model(dtype)
         if name.endswith(".h5"):
             model.save_weights(path)
             loaded.load_weights(path)
@@ -121,9 +125,10 @@ def test_static_and_growing_files_are_not_mixed_up(tmp_path: pathlib.Path) -> No
         tf.train.Checkpoint(layer=static).read(path)
 
 
-def test_exported_models_have_ids(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_exported_models_have_ids(dtype: str, tmp_path: pathlib.Path) -> None:
     """Those of the moment, by ops of TensorFlow; training goes on."""
-    model, layer, _ = _model()
+    model, layer, _ = _model(dtype)
     asked = np.array([*IDS, 99, -(2**63)], np.int64)
     for number in range(2):
         _fit(model, 1)

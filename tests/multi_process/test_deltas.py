@@ -27,7 +27,9 @@ CASES = {
     "layer": Case(version=3, placement="rows"),
     "all rows": Case("adam_all_rows", placement="rows"),
     "growing": Case("ftrl", pipelined=True, growing=GROWING),
-    "growing, divided": Case("ftrl", growing=DIVIDED, placement="rows"),
+    "growing, divided": Case(
+        "ftrl", dtype="int8", dims=WIDE, growing=DIVIDED, placement="rows"
+    ),
 }
 
 

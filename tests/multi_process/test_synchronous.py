@@ -70,10 +70,12 @@ CASES = {
         weights=True, graph=True, steps=4, growing=DIVIDED, placement="rows"
     ),
     "growing, divided, version 2": Case(
-        version=2, steps=4, growing=DIVIDED, placement="rows"
+        version=2, dtype="bfloat16", steps=4, growing=DIVIDED, placement="rows"
     ),
     "growing, divided, pipelined": Case(
         "ftrl",
+        dtype="int8",
+        dims=WIDE,
         pipelined=True,
         evaluate=True,
         empty=True,
@@ -82,7 +84,9 @@ CASES = {
         placement="rows",
     ),
     "growing layer": Case(version=3, graph=True, steps=6, growing=GROWING),
-    "growing version 2": Case(version=2, graph=True, steps=6, growing=GROWING),
+    "growing version 2": Case(
+        version=2, dtype="int8", dims=WIDE, graph=True, steps=6, growing=GROWING
+    ),
     "growing version 2 pipelined": Case(
         "adam",
         version=2,

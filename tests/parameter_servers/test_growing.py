@@ -29,10 +29,12 @@ import tpu_embedding as te
 pytestmark = pytest.mark.second_tier
 
 
-def configs(others: Any = None, **first: Any) -> dict[str, te.FeatureConfig]:
+def configs(
+    others: Any = None, dtype: str = "float32", **first: Any
+) -> dict[str, te.FeatureConfig]:
     """Of three tables the first forgets, the second is static, the third admits."""
     admits = others or {"min_count": 2, "unknown": "initializer"}
-    found = features()
+    found = features(dtype)
     vocabularies: dict[str, Any] = {
         "t0": te.GrowingVocabulary(
             V // 2,
@@ -64,7 +66,8 @@ def require_same_ids(one: te.TPUEmbedding, served: te.TPUEmbedding) -> None:
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_servers_have_the_bits_of_one_process(kind: Any, pipelined: bool) -> None:
     options = {"when_full": "shared_row", "unknown": "shared_row"}
-    tables = configs(others=options if pipelined else {})
+    dtype = "int8" if pipelined else "bfloat16"
+    tables = configs(options if pipelined else {}, dtype)
     one, served = make(kind, tables, te.Adagrad(0.1), pipelined)
     step, expected = tf.function(step_of(served)), step_of(one)
     assert schedule(step, range(4)) == [float(expected(k)) for k in range(4)]
@@ -164,6 +167,7 @@ def test_divided_tables_have_the_bits_of_one_process(
     """They are never full, and go to one process and back."""
     tables = configs(
         {"min_count": 2, "unknown": "initializer"},
+        "int8" if kind is te.TPUEmbedding else "bfloat16",
         eviction="lfu",
         unknown="zeros",
         when_full="error",

@@ -27,7 +27,7 @@ def _embedding(unknown: str = "zeros", **table: Any) -> te.TPUEmbedding:
     """Has rows for `IDS` but those of the hash table's keys, or for all of them."""
     films = te.TableConfig(
         te.GrowingVocabulary(50, min_count=2, unknown=unknown),
-        4,
+        16 if table.get("dtype") == "int8" else 4,
         name="films",
         combiner="sum",
         **table,
@@ -70,7 +70,9 @@ def _served(path: pathlib.Path, signature: str = "ragged") -> np.ndarray:
     )["film"].numpy()
 
 
-@pytest.mark.parametrize(("dtype", "ids"), [("float32", IDS), ("bfloat16", [7, -3, 0])])
+@pytest.mark.parametrize(
+    ("dtype", "ids"), [("float32", IDS), ("bfloat16", [7, -3, 0]), ("int8", IDS[:4])]
+)
 @pytest.mark.parametrize("unknown", UNKNOWNS)
 def test_serves_what_the_trainer_looks_up(
     unknown: str, dtype: str, ids: list[int], tmp_path: pathlib.Path
@@ -96,8 +98,11 @@ def test_no_row_yet(unknown: str, tmp_path: pathlib.Path) -> None:
     ("storage", "mapped"),
     [("int8", False), ("int4", True), ("bfloat16", True), ("float16", False)],
 )
-def test_storages(storage: str, mapped: bool, tmp_path: pathlib.Path) -> None:
-    embedding = _embedding("shared_row")
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_storages(
+    storage: str, mapped: bool, dtype: str, tmp_path: pathlib.Path
+) -> None:
+    embedding = _embedding("shared_row", dtype=dtype)
     _train(embedding, IDS)
     path = tmp_path / "model"
     report = te.serving.export(
@@ -105,6 +110,7 @@ def test_storages(storage: str, mapped: bool, tmp_path: pathlib.Path) -> None:
     )
     (films,) = [table for table in report.tables if table.name == "films"]
     assert (films.storage, films.rows) == (storage, len(IDS) + 1)
+    assert (films.max_error == 0) == (storage == dtype)  # Codes are copied.
     bounds = films.bound * 1.001 * np.array([3, 0, 2, 4])[:, np.newaxis]
     assert (np.abs(_served(path) - _expected(embedding)) <= bounds).all()
     if not mapped:

@@ -29,7 +29,8 @@ D = 5
 
 
 def embed(vocabulary: te.GrowingVocabulary, **table: Any) -> te.TPUEmbedding:
-    films = te.TableConfig(vocabulary, D, name="films", **table)
+    dim = 16 if table.get("dtype") == "int8" else D
+    films = te.TableConfig(vocabulary, dim, name="films", **table)
     users = te.TableConfig(4, D, name="users")
     config = {"film": te.FeatureConfig(films), "user": te.FeatureConfig(users)}
     return te.TPUEmbedding(config, te.Adagrad(0.5))
@@ -81,6 +82,7 @@ VOCABULARIES = {
         ("zeros", "float32", "float32"),
         ("initializer", "float32", "bfloat16"),
         ("shared_row", "int8", "float32"),
+        ("shared_row", "int8", "int8"),
         pytest.param("initializer", "int4", "float32", marks=pytest.mark.third_tier),
         pytest.param("shared_row", "float16", "float32", marks=pytest.mark.third_tier),
     ],
@@ -110,7 +112,7 @@ def test_serves_the_bits_of_a_new_export(
         assert te.serving.apply_delta(model, path) == number
         header = delta_files.read_header(path)
         evicted += sum(deletions for _, deletions in header.counts)
-        if storage == "float32":
+        if storage in ("float32", dtype):
             np.testing.assert_array_equal(served(model), looked_up(embedding))
         if number % 3 == 0:
             again = tmp_path / f"again{number}"

@@ -274,7 +274,7 @@ def group_tables(
             vocabulary = found if "ids" in found else {}
             hashing = stored_hashing(path, name, vectors or {})
             rows = plain[name]
-            if rows.dtype == np.uint8:
+            if rows.dtype == np.uint8 and SCALE_OFFSET in slots:
                 rows = CodedRows(rows, slots.pop(SCALE_OFFSET))
             grouped[name] = LogicalTable(name, rows, slots, vocabulary, hashing)
     return grouped

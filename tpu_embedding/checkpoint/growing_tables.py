@@ -12,8 +12,9 @@ from absl import logging
 from tpu_embedding.checkpoint import errors
 from tpu_embedding.checkpoint.checkpoint_view import LogicalTable
 from tpu_embedding.layout.plan import TableSpec
-from tpu_embedding.tables.growing import first_rows, first_slots
-from tpu_embedding.tables.rows import PARAMETERS
+from tpu_embedding.tables.codes import stored_as_codes
+from tpu_embedding.tables.growing import first_slots, first_stored
+from tpu_embedding.tables.rows import PARAMETERS, SCALE_OFFSET, TableRows
 from tpu_embedding.tables.vocabularies import Vocabulary, renumbered
 from tpu_embedding.vocabulary import (
     PARTS,
@@ -71,7 +72,7 @@ class Growth:
     @property
     def lacking(self) -> list[str]:
         """Slots that start at their initial values."""
-        names = [name for name in self.target.parts if name not in PARTS]
+        names = [n for n in self.target.parts if n not in (*PARTS, SCALE_OFFSET)]
         return [f"{self.spec.name}/{n}" for n in names if n not in self._stored]
 
     @property
@@ -143,12 +144,22 @@ class Growth:
                     f"has {what} of shape {errors.shape_text(rows.shape)}, but this "
                     f"table needs {errors.shape_text(shape)}"
                 )
-            dtype: Any = np.float32
-            if name == PARAMETERS:
-                dtype = tf.as_dtype(self.spec.config.dtype).as_numpy_dtype
-            arrays[name] = rows.numpy().astype(dtype, copy=False)
+            arrays |= (
+                self._rows(rows)
+                if name == PARAMETERS
+                else {name: rows.numpy().astype(np.float32, copy=False)}
+            )
             rows.release()
         return arrays
+
+    def _rows(self, rows: TableRows) -> dict[str, np.ndarray]:
+        """What stores the rows in the table, by name."""
+        storage = self.spec.config.storage
+        if storage.is_coded:
+            coded = {name: part.numpy() for name, part in rows.coded.items()}
+            return coded or stored_as_codes(rows.numpy())
+        dtype: Any = tf.as_dtype(storage.stored_dtype).as_numpy_dtype
+        return {PARAMETERS: rows.numpy().astype(dtype, copy=False)}
 
     def _of_target(self) -> list[tuple[str, float, int]]:
         """(name, initial value, width) of the table and its slots."""
@@ -161,10 +172,10 @@ class Growth:
 
     def _shared_row(self) -> list[tuple[str, np.ndarray]]:
         """What the shared row starts as, [1, width] of the table and its slots."""
-        first = first_rows(self.spec, tf.constant([SHARED_ID], tf.int64)).numpy()
+        first = first_stored(self.spec, tf.constant([SHARED_ID], tf.int64))
         slots = self._of_target()[1:]
         rows = [(n, np.full((1, width), v, np.float32)) for n, v, width in slots]
-        return [(PARAMETERS, first), *rows]
+        return [*first.items(), *rows]
 
     def _refused(self, reason: str) -> ValueError:
         return ValueError(

@@ -39,7 +39,12 @@ from tpu_embedding.checkpoint.sparse_core_format import (
 from tpu_embedding.checkpoint.writing import slice_spec
 from tpu_embedding.layout.partition import TableLayout
 from tpu_embedding.layout.plan import UPDATES
-from tpu_embedding.tables.rows import SCALE_OFFSET, TableRows, checkpoint_name
+from tpu_embedding.tables.rows import (
+    PARAMETERS,
+    SCALE_OFFSET,
+    TableRows,
+    checkpoint_name,
+)
 
 _PLAIN, _SPARSE_CORE = "TensorFlow", "TensorFlow, SparseCore"
 # Stored slices that are kept because the next read may need another part of them: a
@@ -273,7 +278,9 @@ def _matrices(
 
 def _is_coded(bundle: Bundle, keys: Mapping[str, str], name: str) -> bool:
     """Whether a matrix has the codes of a table of int8."""
-    beside = keys.get(checkpoint_name(name, SCALE_OFFSET), "")
+    owners = name, name.removesuffix(f"/{PARAMETERS}")  # Of a growing table.
+    known = [keys.get(checkpoint_name(owner, SCALE_OFFSET), "") for owner in owners]
+    beside = known[0] or known[1]
     rows = bundle.shapes[keys[name]][0]
     is_codes = bundle.dtypes[keys[name]] == tf.uint8
     return is_codes and bundle.shapes.get(beside) == [rows, 2]

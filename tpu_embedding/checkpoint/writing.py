@@ -249,7 +249,7 @@ def _by_key(
     parts = {
         name: {
             part: variable_key(root, name, part)
-            for part in (*table.arrays, *table.vocabulary)
+            for part in (*table.stored, *table.vocabulary)
         }
         for name, table in growing.items()
     }
@@ -257,7 +257,7 @@ def _by_key(
     for name, table in growing.items():
         place, vectors = parts[name], table.vocabulary.items()
         small |= {place[part]: vector.read() for part, vector in vectors}
-        for array, rows in table.arrays.items():
+        for array, rows in table.stored.items():
             if rows.shape[0]:
                 matrices[place[array]] = rows
             else:  # There is no slice of it.

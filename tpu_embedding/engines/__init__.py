@@ -20,7 +20,6 @@ from tpu_embedding.engines.tpu_v2_v4.engine import TPUV2V4Engine
 from tpu_embedding.layout.plan import (
     Plan,
     refuse_growing,
-    refuse_growing_codes,
     require_dtypes,
 )
 
@@ -69,7 +68,6 @@ def choose(topology: Topology, plan: Plan) -> type[Engine]:
     if not engine.grows:
         reason = f"the {engine.name} engine does not support"
         refuse_growing(plan.tables, reason)
-    refuse_growing_codes(plan)
     functions = {table.function for table in plan.tables if engine.name == "portable"}
     runs = " and ".join(sorted(filter(None, functions)))
     what = f"the {engine.name} engine" + (f", which runs a {runs}," if runs else "")

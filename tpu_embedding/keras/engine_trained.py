@@ -205,7 +205,7 @@ class EngineTrainedTables:
         tables = self.core.tables()
         found = {name: tables[name].values()[PARAMETERS] for name in self._growing}
         for spec in self._features.plan.tables:
-            if spec.config.storage.is_coded:
+            if spec.config.storage.is_coded and spec.name not in found:
                 found[spec.name] = self.core.table_by_value(spec.name)
         return {
             spec.name: found.get(spec.name, self._variables[spec.name])

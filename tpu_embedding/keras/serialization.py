@@ -33,7 +33,7 @@ from tpu_embedding.layout.plan import UPDATES, Plan
 from tpu_embedding.nest_utils import flatten_with_paths
 from tpu_embedding.optimizers.tpu_v2_v4 import updates_so_far
 from tpu_embedding.tables.codes import stored_rows, values_of
-from tpu_embedding.tables.rows import SCALE_OFFSET, checkpoint_name
+from tpu_embedding.tables.rows import PARAMETERS, SCALE_OFFSET, checkpoint_name
 from tpu_embedding.tables.vocabularies import Vocabulary
 from tpu_embedding.tf_configs import convert_optimizer
 from tpu_embedding.vocabulary import GrowingVocabulary, Hashing
@@ -378,13 +378,18 @@ def _converted(variables: Mapping[str, Any], store: Any) -> Any:
     """The arrays of a file, with those tables converted that are int8 here or there."""
     arrays: Any = store
     for name, variable in variables.items():
-        codes, grids = _key(name), _key(checkpoint_name(name, SCALE_OFFSET))
-        here = checkpoint_name(name, SCALE_OFFSET) in variables
+        beside, grows = (
+            checkpoint_name(name, SCALE_OFFSET),
+            isinstance(variable, Vocabulary),
+        )
+        codes = _key(f"{name}/{PARAMETERS}" if grows else name)
+        grids = _key(beside)
+        here = SCALE_OFFSET in variable.parts if grows else beside in variables
         if codes not in store or here == (grids in store):
             continue
         arrays = {key: arrays[key] for key in arrays.keys()}  # noqa: SIM118 - a store.
-        value, shape = arrays[codes][()], tuple(variable.shape)
-        if here and tuple(value.shape) == shape:
+        value = arrays[codes][()]
+        if here and (grows or tuple(value.shape) == tuple(variable.shape)):
             arrays[codes], arrays[grids] = stored_rows(value)
         elif not here:
             bfloat16 = arrays.pop(grids)[()]

@@ -338,15 +338,13 @@ def _wanted(spec: TableSpec, placement: str) -> str:
     vocabulary = spec.config.vocabulary
     if vocabulary is None or wanted == "whole":
         return wanted
-    shares = vocabulary.unknown == "shared_row"
-    if not shares and spec.config.dtype == "float32":
+    if vocabulary.unknown != "shared_row":
         return wanted
     if wanted == "auto":
         return "whole"
-    reason = "has a shared row" if shares else f"has dtype={spec.config.dtype!r}"
     raise NotImplementedError(
-        f'Table {spec.name!r} grows and {reason}: placement="rows" does not divide it. '
-        'Set placement="whole" in its TableConfig.'
+        f'Table {spec.name!r} grows and has a shared row: placement="rows" does not '
+        'divide it. Set placement="whole" in its TableConfig.'
     )
 
 

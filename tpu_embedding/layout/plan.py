@@ -250,17 +250,6 @@ def refuse_growing(tables: Sequence[TableSpec], reason: str) -> None:
             )
 
 
-def refuse_growing_codes(plan: Plan) -> None:
-    """Refuses growing tables of int8."""
-    for table in plan.tables:
-        if table.config.vocabulary is not None and table.config.storage.is_coded:
-            raise NotImplementedError(
-                f"Table {table.name}: a GrowingVocabulary does not support "
-                f'`dtype="{table.config.dtype}"` yet. Use "bfloat16" or '
-                '"float32", or a static `vocabulary_size`.'
-            )
-
-
 def require_dtypes(plan: Plan, allowed: tuple[str, ...], what: str) -> None:
     """Refuses tables of other dtypes than `what` stores."""
     for table in plan.tables:

@@ -36,9 +36,9 @@ from tpu_embedding.serving.following import ids_key
 from tpu_embedding.serving.following_tables import stored_place
 from tpu_embedding.serving.growing_tables import APART, is_used
 from tpu_embedding.serving.quantization import converter
-from tpu_embedding.tables.growing import first_rows
-from tpu_embedding.tables.rows import PARAMETERS
-from tpu_embedding.tables.vocabularies import Changed
+from tpu_embedding.tables.growing import first_stored
+from tpu_embedding.tables.rows import STORED
+from tpu_embedding.tables.vocabularies import Changed, array_rows
 from tpu_embedding.vocabulary import SHARED_ID
 
 _COMPARED_BYTES = 1 << 20  # Of float32 values that are compared at once.
@@ -328,12 +328,10 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
 
     def _shared(self, table: Changed, number: int) -> Changed:
         row = table.shared
-        if row is None or not len(row):  # No update has made it yet.
+        if row is None or not row.shape[0]:  # No update has made it yet.
             spec = self._core.plan.tables[number]
-            first = first_rows(spec, tf.constant([SHARED_ID], tf.int64))
-            row = tf.cast(first, tf.float32).numpy()
-        values = row
-        return Changed(np.zeros([1], np.int64), lambda start, stop: values[start:stop])
+            row = array_rows(first_stored(spec, tf.constant([SHARED_ID], tf.int64)))
+        return Changed(np.zeros([1], np.int64), row)
 
     def _rows_of(self, index: int, ids: np.ndarray) -> list[np.ndarray]:
         """The rows of one table of the base, and none of the others."""
@@ -349,39 +347,38 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
             step = rows_of_block(form.row_bytes(spec.dim))
             for start in range(0, len(rows.keys), step):
                 some = rows.keys[start : start + step]
-                values = rows.read(start, start + step)
-                form.require_storable(spec.name, some, values)
-                parts = self._parts(index, some, values)
+                parts = self._parts(index, rows, start, start + len(some))
                 yield DeltaRows(index, some, _NOTHING, parts)
             step = rows_of_block(0)
             for start in range(0, len(rows.deleted), step):
                 yield DeltaRows(index, _NOTHING, rows.deleted[start : start + step], ())
 
     def _parts(
-        self, index: int, ids: np.ndarray, values: np.ndarray
+        self, index: int, changed: Changed, start: int, stop: int
     ) -> Sequence[np.ndarray]:
-        """Rows of a table of the base as they are stored."""
-        form, coded = self._forms[index], []
-        if form.keeps_codes:
-            coded = self._changes.read_coded(self._numbers[index], ids)
-        return coded or form.convert(values).parts
+        """The rows [start, stop) of those of a table of the base, as it stores them."""
+        form, rows = self._forms[index], changed.rows
+        values = rows.read(start, stop).astype(np.float32, copy=False)
+        name = self._base.tables[index].name
+        form.require_storable(name, changed.keys[start:stop], values)
+        if form.keeps_codes and rows.coded:
+            return [part.read(start, stop) for part in rows.coded.values()]
+        return form.convert(values).parts
 
     def _mark_differences(self, bundle: Bundle) -> None:
         for index, spec in enumerate(self._base.tables):
             form = self._forms[index]
-            for start, ids, values in self._exported(index, bundle):
-                form.require_storable(spec.name, ids, values)
-                parts = self._parts(index, ids, values)
+            for start, today in self._exported(index, bundle):
+                ids = today.keys
+                parts = self._parts(index, today, 0, len(ids))
                 stored = _stored_rows(bundle, spec, form, start, start + len(ids))
                 differs = np.zeros([len(ids)], bool)
                 for own, other in zip(parts, stored, strict=True):
                     differs |= (_bytes(own) != _bytes(other)).any(axis=1)
                 self._changes.mark(self._rows_of(index, ids[differs]))
 
-    def _exported(
-        self, index: int, bundle: Bundle
-    ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Rows of the export: the first one's number, the ids and today's values.
+    def _exported(self, index: int, bundle: Bundle) -> Iterator[tuple[int, Changed]]:
+        """Rows of the export: the first one's number, and what they are today.
 
         Marks ids of a growing table that only one of them has.
         """
@@ -392,17 +389,19 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
         if not spec.grows:
             for start in range(0, spec.rows, step):
                 ids = np.arange(start, min(start + step, spec.rows))
-                yield start, ids, self._changes.read(number, ids)
+                yield start, Changed(ids, self._changes.matrix(number, ids))
             return
         own, stored = self._core.growing()[spec.name].read(), _stored_ids(bundle, spec)
+        arrays = [(name, own[name]) for name in STORED if name in own]
         self._changes.mark(self._rows_of(index, np.setxor1d(own["ids"], stored)))
         for start in range(0, len(stored), step):
             ids = stored[start : start + step]
-            values = np.zeros([len(ids), spec.dim], np.float32)
             known = np.isin(ids, own["ids"])
             places = np.searchsorted(own["ids"], ids[known])
-            values[known] = own[PARAMETERS][places]
-            yield start, ids, values
+            today = {n: np.zeros((len(ids), a.shape[1]), a.dtype) for n, a in arrays}
+            for name, array in arrays:
+                today[name][known] = array[places]
+            yield start, Changed(ids, array_rows(today))
 
     def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
         self._require_active()

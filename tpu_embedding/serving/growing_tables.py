@@ -12,10 +12,10 @@ from tpu_embedding.hashing import mixed_bits, unmixed_bits
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.serving.conversion import Source
 from tpu_embedding.serving.quantization import WholeTable
-from tpu_embedding.tables.growing import first_rows
-from tpu_embedding.tables.readers import TableReader
-from tpu_embedding.tables.rows import PARAMETERS
-from tpu_embedding.tables.variables import TableVariables, create_state, variable_name
+from tpu_embedding.tables.codes import CodedReader
+from tpu_embedding.tables.growing import first_values_read
+from tpu_embedding.tables.readers import TableReader, VariableReader
+from tpu_embedding.tables.variables import TableVariables, create_rows, create_state
 from tpu_embedding.tables.vocabularies import (
     StoredVocabulary,
     num_shared,
@@ -229,14 +229,14 @@ class ServedGrowingTable(TableReader, tf.Module):
         values = self.stored.read(tf.where(known, places, self._last()))
         if self._spec.growth.unknown != "initializer":
             return values
-        first = tf.cast(first_rows(self._spec, rows), tf.float32)
+        first = first_values_read(self._spec, rows)
         return tf.where(known[:, tf.newaxis], values, first)
 
 
 def missing_rows(spec: TableSpec) -> Callable[[tf.Tensor], tf.Tensor]:
     """What ids without a row look up, [n, dim] or [1, dim], if they share none."""
     if spec.growth.unknown == "initializer":
-        return lambda ids: tf.cast(first_rows(spec, ids), tf.float32)
+        return lambda ids: first_values_read(spec, ids)
     return lambda ids: tf.zeros([1, spec.config.dim])
 
 
@@ -271,16 +271,18 @@ class RestoredGrowingTable(StoredVocabulary):
         def last() -> tf.Tensor:
             return tf.shape(parameters.read_value(), tf.int64)[0] - 1
 
-        self.served = ServedGrowingTable(spec, WholeTable(parameters), last)
+        reader: TableReader = WholeTable(parameters)
+        if variables.scale_offset is not None:
+            grids = VariableReader(variables.scale_offset)
+            reader = CodedReader(VariableReader(parameters), grids)
+        self.served = ServedGrowingTable(spec, reader, last)
         self.write(self.read(self.arrays))
 
     @classmethod
     def alone(cls, spec: TableSpec) -> RestoredGrowingTable:
         """One without slots, and with variables of its own."""
-        dim, dtype = spec.config.dim, tf.as_dtype(spec.config.dtype)
-        empty = tf.zeros([0, dim], dtype)
-        variable = create_state(variable_name(spec.name), empty, (None, dim))
-        return cls(spec, TableVariables(variable, {}))
+        (stored,) = create_rows(spec)
+        return cls(spec, stored)
 
     def read(self, names: Collection[str]) -> dict[str, np.ndarray]:
         """See `StoredVocabulary.read`."""
@@ -290,7 +292,7 @@ class RestoredGrowingTable(StoredVocabulary):
 
     def write(self, state: Mapping[str, np.ndarray]) -> None:
         """See `StoredVocabulary.write`."""
-        rows = {**state, PARAMETERS: served_rows(self._spec, state)}
+        rows = {**state, **served_rows(self._spec, state)}
         for name, array in self.arrays.items():
             array.assign(tf.constant(rows[name], array.dtype))
         self._known = {part: state[part] for part in PARTS}

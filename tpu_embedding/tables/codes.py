@@ -90,6 +90,72 @@ def stored_rows(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return codes, np.concatenate([scale, offset], axis=1).astype(_BFLOAT16)
 
 
+def first_coded(values: tf.Tensor, numbers: tf.Tensor, seed: int) -> tf.Tensor:
+    """What first values are once int8-inl.h has stored them, by TensorFlow's ops.
+
+    Args:
+      values: float32 [n, D].
+      numbers: The numbers of the rows, int64 [n] from 0 to 2^32 - 1.
+      seed: That of the table.
+    """
+    low, high = (
+        tf.cast(reduce(values, 1, keepdims=True), tf.float64)
+        for reduce in (tf.reduce_min, tf.reduce_max)
+    )
+    offset = _as_bfloat16((low + high) / 2)
+    middle = tf.cast(offset, tf.float64)
+    reach = tf.maximum(high - middle, middle - low) * (1 + 2.0**-8)
+    scale = _as_bfloat16(reach / float(_MIDDLE))
+    scale = tf.where(scale < 2.0**-100, 0.0, scale)
+    finite = tf.math.is_finite(tf.cast(high - low, tf.float32))
+    finite &= tf.math.is_finite(scale) & tf.math.is_finite(offset)
+    steps = tf.math.divide_no_nan(values - offset, scale) * 65536.0
+    fixed = tf.cast(tf.round(steps), tf.int64) + (255 << 15)
+    dim: Any = values.shape[1]
+    rounded = tf.bitwise.right_shift(fixed + _random_bits(numbers, dim, seed), 16)
+    codes = tf.cast(tf.clip_by_value(rounded, 0, 255), tf.float32)
+    codes = tf.where(scale > 0, codes, 128.0)
+    return tf.where(finite, (codes - _MIDDLE) * scale + offset, np.nan)
+
+
+def _as_bfloat16(values: tf.Tensor) -> tf.Tensor:
+    rounded = tf.cast(tf.cast(values, tf.float32), tf.bfloat16)
+    return tf.cast(rounded, tf.float32)
+
+
+# The rotations of Threefry4x32 (core/bfloat16-inl.h), of words 0 and 2 of each round.
+_ROTATIONS = (
+    ((10, 26), (11, 21), (13, 27), (23, 5)),
+    ((6, 20), (17, 11), (25, 10), (18, 20)),
+)
+_WORD = 2**32 - 1
+
+
+def _random_bits(rows: tf.Tensor, dim: int, seed: int) -> tf.Tensor:
+    """The random bits of rows, int64 [n], in update 0: int64 [n, dim] below 2^16."""
+    columns = np.arange(dim)
+    blocks, places = np.unique(
+        columns // 64 * 8 + columns // 2 % 8, return_inverse=True
+    )
+    keys = [seed & _WORD, seed >> 32, 0, 0]
+    keys.append(0x1BD11BDA ^ keys[0] ^ keys[1])
+    zeros = tf.zeros_like(rows)[:, tf.newaxis] + tf.zeros([len(blocks)], tf.int64)
+    x = [blocks + zeros, rows[:, tf.newaxis] + zeros, zeros, zeros]
+    x = [(word + key) & _WORD for word, key in zip(x, keys, strict=False)]
+    for number in range(1, 6):
+        for place, bits in enumerate(_ROTATIONS[(number - 1) % 2]):
+            for first, second, by in zip((0, 2), (1, 3), bits, strict=True):
+                other = second if place % 2 == 0 else 4 - second
+                x[first] = (x[first] + x[other]) & _WORD
+                left = tf.bitwise.left_shift(x[other], by) & _WORD
+                x[other] = (left | tf.bitwise.right_shift(x[other], 32 - by)) ^ x[first]
+        x = [(word + keys[(number + i) % 5]) & _WORD for i, word in enumerate(x)]
+        x[3] = (x[3] + number) & _WORD
+    words = tf.gather(tf.concat(x, 1), columns // 16 % 4 * len(blocks) + places, axis=1)
+    upper = tf.bitwise.right_shift(words, tf.constant(columns % 2 * 16, tf.int64))
+    return upper & 0xFFFF
+
+
 class CodedRows(MutableTableRows):
     """A table of int8 by its values.
 
@@ -144,6 +210,28 @@ class CodedRows(MutableTableRows):
     def release(self) -> None:
         self.codes.release()
         self.scale_offset.release()
+
+
+def joined_codes(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """By name the arrays of a table, with its values where there are codes."""
+    joined = {**arrays}
+    if SCALE_OFFSET in joined:
+        scale_offset = joined.pop(SCALE_OFFSET)
+        joined[PARAMETERS] = CodedRows(joined[PARAMETERS], scale_offset)
+    return joined
+
+
+def joined_values(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """`joined_codes` of NumPy arrays."""
+    joined = {**arrays}
+    if SCALE_OFFSET in joined:
+        joined[PARAMETERS] = values_of(joined[PARAMETERS], joined.pop(SCALE_OFFSET))
+    return joined
+
+
+def stored_as_codes(values: np.ndarray) -> dict[str, np.ndarray]:
+    """`stored_rows` by name of the array."""
+    return dict(zip((PARAMETERS, SCALE_OFFSET), stored_rows(values), strict=True))
 
 
 class CodedReader(StoredReader):

@@ -14,7 +14,9 @@ from tpu_embedding.config import TableConfig
 from tpu_embedding.hashing import mixed_bits, shifted
 from tpu_embedding.initializers import named_initializer
 from tpu_embedding.layout.plan import TableSpec
-from tpu_embedding.tables.rows import PARAMETERS
+from tpu_embedding.ops import library
+from tpu_embedding.tables.codes import first_coded, joined_values
+from tpu_embedding.tables.rows import PARAMETERS, SCALE_OFFSET
 
 # By class of an initializer of Keras or TensorFlow the kind of first values and the
 # options that are its two numbers.
@@ -65,11 +67,12 @@ def first_rows(spec: TableSpec, ids: tf.Tensor) -> tf.Tensor:
       ids: int64 [n].
 
     Returns:
-      [n, dim] of the table's dtype.
+      [n, dim] of the dtype that initializers are called with; of int8 before they are
+      stored.
     """
     kind, *numbers = first_values(spec)
     first, second = (float(np.float32(number)) for number in numbers)
-    dim, dtype = spec.config.dim, tf.as_dtype(spec.config.dtype)
+    dim, dtype = spec.config.dim, tf.as_dtype(spec.config.storage.first_dtype)
     if kind == "constant":
         return tf.fill([tf.size(ids), dim], tf.cast(tf.cast(first, tf.float32), dtype))
     seed = mixed_bits(tf.constant(spec.growth.seed, tf.int64))
@@ -85,6 +88,26 @@ def first_rows(spec: TableSpec, ids: tf.Tensor) -> tf.Tensor:
         # The maximum keeps TensorFlow from joining these constants with others.
         values = first + second * _normal_quantile(tf.maximum(uniform, 0.0))
     return tf.cast(tf.cast(values, tf.float32), dtype)
+
+
+def first_stored(spec: TableSpec, ids: tf.Tensor) -> dict[str, np.ndarray]:
+    """What stores `first_rows`, by name of the array; eagerly."""
+    values = first_rows(spec, ids)
+    if not spec.config.storage.is_coded:
+        return {PARAMETERS: values.numpy()}
+    stored = library.load().tpu_embedding_encode_rows(
+        values=values, rows=mixed_bits(ids), seed=spec.rounding_seed
+    )
+    return {PARAMETERS: stored.codes.numpy(), SCALE_OFFSET: stored.grids.numpy()}
+
+
+def first_values_read(spec: TableSpec, ids: tf.Tensor) -> tf.Tensor:
+    """What lookups read of `first_rows`, float32 [n, dim], by TensorFlow's ops."""
+    values = tf.cast(first_rows(spec, ids), tf.float32)
+    if not spec.config.storage.is_coded:
+        return values
+    numbers = tf.bitwise.bitwise_and(mixed_bits(ids), tf.constant(2**32 - 1, tf.int64))
+    return first_coded(values, numbers, spec.rounding_seed)
 
 
 # Of NormalQuantile in core/first_values.cc: numerator and denominator in the middle,
@@ -233,7 +256,10 @@ class FrozenTable:
 
 
 def freeze(spec: TableSpec, state: Mapping[str, np.ndarray]) -> FrozenTable:
-    """Returns the static form of a growing table, from `Vocabulary.read`."""
+    """Returns the static form of a growing table, from `Vocabulary.read`.
+
+    Its dtype holds the values exactly: of int8 that is float32.
+    """
     config = spec.config
     if spec.growth.unknown == "initializer":
         raise NotImplementedError(
@@ -242,6 +268,7 @@ def freeze(spec: TableSpec, state: Mapping[str, np.ndarray]) -> FrozenTable:
         )
     size = len(state["ids"])
     starts = dict(zip(_slot_names(spec), first_slots(spec), strict=True))
+    state = joined_values(state)
 
     def whole(name: str) -> np.ndarray:
         values = np.asarray(state[name], np.float32)
@@ -256,6 +283,7 @@ def freeze(spec: TableSpec, state: Mapping[str, np.ndarray]) -> FrozenTable:
         initializer=initializer,
         name=spec.name,
         string_ids=False,
+        dtype=config.storage.first_dtype,
     )
     slots = {name: whole(name) for name in starts}
     return FrozenTable(static, state["ids"], slots)

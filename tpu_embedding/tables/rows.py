@@ -19,6 +19,7 @@ from tpu_embedding.layout.partition import Partition, Run, TableLayout
 
 PARAMETERS = "parameters"  # Name of the table itself, beside its slots.
 SCALE_OFFSET = "scale_offset"  # Of a table of int8, whose parameters are codes.
+STORED = PARAMETERS, SCALE_OFFSET  # What stores a table, if there is more than one.
 SLICE_BYTES = 4 << 20  # Bytes of a matrix that are held in memory at a time.
 
 _T = TypeVar("_T")

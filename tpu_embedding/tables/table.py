@@ -14,7 +14,7 @@ from tpu_embedding.layout.partition import Partition
 from tpu_embedding.layout.placement import Placement
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.ops import library
-from tpu_embedding.tables.codes import CODED_DTYPES, CodedReader
+from tpu_embedding.tables.codes import CODED_DTYPES, CodedReader, values_of
 from tpu_embedding.tables.reach import ALONE, Reach, ReachedRows
 from tpu_embedding.tables.readers import (
     PartsReader,
@@ -24,6 +24,7 @@ from tpu_embedding.tables.readers import (
 )
 from tpu_embedding.tables.rows import (
     PARAMETERS,
+    STORED,
     MutableTableRows,
     TableRows,
     by_checkpoint_name,
@@ -136,21 +137,20 @@ class Table:
         """Gathers rows of the parameters in any graph, by TensorFlow's ops."""
         return self.reach.reader(self.stored)
 
-    def read(self, rows: np.ndarray, call: str) -> np.ndarray:
-        """Rows int64 [n] of the parameters, float32 [n, D]; a call of all processes."""
-        return self._gather(self.stored, rows, call)
+    def matrix(self, rows: np.ndarray, call: str) -> TableRows:
+        """Rows int64 [n] of the parameters; a read is a call of all processes."""
+        made = _ChosenRows(self, self.stored, self.spec.config.dim, rows, call)
+        if isinstance(self.stored, CodedReader):
+            parts = zip(STORED, self.stored.parts, (made.shape[1], 2), strict=True)
+            made.coded = {
+                name: _ChosenRows(self, part, columns, rows, f"{call} ({name})")
+                for name, part, columns in parts
+            }
+            for part, dtype in zip(made.coded.values(), CODED_DTYPES, strict=True):
+                part.dtype = dtype
+        return made
 
-    def read_coded(self, rows: np.ndarray, call: str) -> list[np.ndarray]:
-        """Of int8 the codes, and scales and offsets, of rows; else nothing."""
-        if not isinstance(self.stored, CodedReader):
-            return []
-        parts = zip(self.stored.parts, CODED_DTYPES, strict=True)
-        return [
-            self._gather(part, rows, f"{call} ({dtype.name})").astype(dtype)
-            for part, dtype in parts
-        ]
-
-    def _gather(self, reader: TableReader, rows: np.ndarray, call: str) -> np.ndarray:
+    def gather(self, reader: TableReader, rows: np.ndarray, call: str) -> np.ndarray:
         owned = self.reach.owned(self.spec.index, rows)
         _, local = owned[self.reach.rank]
         stored = self.reach.call(lambda: reader.read(tf.constant(local)).numpy())
@@ -158,6 +158,25 @@ class Table:
         for (has, _), part in zip(owned, self.reach.gather(stored, call), strict=True):
             values[has] = part
         return values
+
+
+class _ChosenRows(TableRows):
+    """Rows of a table, in any order; see `Table.matrix`."""
+
+    def __init__(
+        self,
+        table: Table,
+        reader: TableReader,
+        columns: int,
+        rows: np.ndarray,
+        call: str,
+    ) -> None:
+        super().__init__((len(rows), columns), np.dtype(np.float32))
+        self._table, self._reader, self._rows, self._call = table, reader, rows, call
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        rows, call = self._rows[start:stop], f"{self._call}, {start} to {stop}"
+        return self._table.gather(self._reader, rows, call).astype(self.dtype)
 
 
 def stored_table(
@@ -189,8 +208,8 @@ def stored_table(
     grids = [part.scale_offset for part in parts if part.scale_offset is not None]
     if grids:
         stored = CodedReader(stored, _stored_reader(grids, 2))
-        coded: Any = [p[PARAMETERS].coded for p in by_part]
-        if rows[PARAMETERS] is not by_part[0][PARAMETERS]:
+        coded: Any = [p[PARAMETERS].coded for p in by_part if p]
+        if rows and rows[PARAMETERS] is not by_part[0][PARAMETERS]:
             rows[PARAMETERS].coded = {
                 array: whole(array, [local[array] for local in coded])
                 for array in coded[0]
@@ -206,8 +225,8 @@ def stored_table(
         values = [(p.device, p.read_value()) for p in parameters]
         if grids:
             values = [
-                (p.device, tf.constant(own[PARAMETERS].numpy()))
-                for p, own in zip(parameters, by_part, strict=True)
+                (p.device, tf.constant(values_of(p.numpy(), own.numpy())))
+                for p, own in zip(parameters, grids, strict=True)
             ]
         return values if has else [(device, value[:0]) for device, value in values]
 
@@ -333,17 +352,12 @@ class RowChanges:
         local = np.concatenate(rows)
         everywhere = self._reach.gather(local, self._described("changed rows"))
         keys = np.sort(np.concatenate(everywhere))
-        return Changed(keys, lambda start, stop: self.read(table, keys[start:stop]))
+        return Changed(keys, self.matrix(table, keys))
 
-    def read(self, table: int, rows: np.ndarray) -> np.ndarray:
-        """The values of rows int64 [n] of a table, float32 [n, D]."""
+    def matrix(self, table: int, rows: np.ndarray) -> TableRows:
+        """See `Table.matrix`, of rows int64 [n] of a table."""
         what = self._described(f"{len(rows)} rows of table {table}")
-        return self._tables[table].read(rows, what)
-
-    def read_coded(self, table: int, rows: np.ndarray) -> list[np.ndarray]:
-        """See `Table.read_coded`."""
-        what = self._described(f"{len(rows)} rows of table {table}")
-        return self._tables[table].read_coded(rows, what)
+        return self._tables[table].matrix(rows, what)
 
     def _described(self, what: str) -> str:
         return f"the reading of {what} for the DeltaWriter of {self._consumer}"

@@ -14,7 +14,7 @@ from tensorflow.python.ops import resource_variable_ops
 
 from tpu_embedding.layout.plan import Plan, TableSpec
 from tpu_embedding.ops import library
-from tpu_embedding.tables.codes import CodedRows
+from tpu_embedding.tables.codes import joined_codes
 from tpu_embedding.tables.initial import (
     FirstValues,
     initial_rows,
@@ -27,6 +27,7 @@ from tpu_embedding.tables.rows import (
     SCALE_OFFSET,
     InitialValue,
     MutableTableRows,
+    checkpoint_name,
 )
 
 # A variable made here must be *one* variable, whatever the strategy whose scope is
@@ -49,9 +50,15 @@ class TableVariables:
     scale_offset: tf.Variable | None = None
 
     @property
+    def stored(self) -> dict[str, tf.Variable]:
+        """What stores the table: "parameters", and of int8 "scale_offset"."""
+        found = {PARAMETERS: self.parameters, SCALE_OFFSET: self.scale_offset}
+        return {name: array for name, array in found.items() if array is not None}
+
+    @property
     def arrays(self) -> dict[str, tf.Variable]:
-        """The table as "parameters", and its slots by name."""
-        return {PARAMETERS: self.parameters, **self.slots}
+        """`stored`, and the slots by name."""
+        return {**self.stored, **self.slots}
 
 
 class VariableRows(MutableTableRows):
@@ -112,10 +119,7 @@ def variable_rows(
     rows: dict[str, MutableTableRows] = {
         name: VariableRows(v, starts.get(name)) for name, v in part.arrays.items()
     }
-    if part.scale_offset is not None:
-        coded = CodedRows(rows[PARAMETERS], VariableRows(part.scale_offset))
-        rows[PARAMETERS] = coded
-    return rows
+    return joined_codes(rows)
 
 
 # A part of a table: its device, and its rows. None: the whole table.
@@ -160,7 +164,7 @@ def create_parts(
       For each table its parts.
     """
     tables = [
-        _create_rows(spec, own) for spec, own in zip(plan.tables, places, strict=True)
+        create_rows(spec, own) for spec, own in zip(plan.tables, places, strict=True)
     ]
     for spec, own, parts in zip(plan.tables, places, tables, strict=True):
         if spec.optimizer is None:
@@ -177,11 +181,22 @@ def create_parts(
     return tables
 
 
-def _create_rows(spec: TableSpec, places: Sequence[Place]) -> list[TableVariables]:
+def create_rows(
+    spec: TableSpec, places: Sequence[Place] = (("", None),)
+) -> list[TableVariables]:
     """Makes the parts of a table, without slots."""
     values = table_values(spec)
     if not spec.config.storage.is_coded:
         return [TableVariables(part, {}) for part in _create(values, places)]
+    if values.grows:
+        codes, grids = (
+            _create(dataclasses.replace(values, name=n, shape=(0, w), dtype=d), places)
+            for n, w, d in (
+                (values.name, values.shape[1], tf.uint8),
+                (checkpoint_name(values.name, SCALE_OFFSET), 2, tf.bfloat16),
+            )
+        )
+        return [TableVariables(c, {}, g) for c, g in zip(codes, grids, strict=True)]
     read = values.reader(places[0][0])
     made = []
     for device, rows in places:

@@ -14,10 +14,12 @@ from absl import logging
 from tpu_embedding.layout.partition import IdPartition
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.ops import library
-from tpu_embedding.tables.growing import first_rows
+from tpu_embedding.tables.codes import joined_codes, joined_values
+from tpu_embedding.tables.growing import first_stored
 from tpu_embedding.tables.reach import Reach
 from tpu_embedding.tables.rows import (
     PARAMETERS,
+    STORED,
     ArrayRows,
     MutableTableRows,
     ProcessGroup,
@@ -50,17 +52,25 @@ class Changed:
 
     Attributes:
       keys: Rows, or ids of a growing table, int64 [n] ascending.
-      read: Reads the values of the keys [start, stop), float32 [stop - start, D].
+      rows: Those of the keys, [n, D].
       deleted: Ids that lost their rows, int64 [m] ascending.
       size: Of a growing table the number of all its ids.
-      shared: The row that ids without one share, float32 [1, D], or [0, D].
+      shared: The row that ids without one share, [1, D], or [0, D].
     """
 
     keys: np.ndarray
-    read: Callable[[int, int], np.ndarray]
+    rows: TableRows
     deleted: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, int))
     size: int = 0
-    shared: np.ndarray | None = None
+    shared: TableRows | None = None
+
+
+def array_rows(
+    stored: Mapping[str, np.ndarray], group: ProcessGroup | None = None
+) -> TableRows:
+    """The rows of a table that arrays store, by name."""
+    arrays = {name: ArrayRows(array, group) for name, array in stored.items()}
+    return joined_codes(arrays)[PARAMETERS]
 
 
 class StoredVocabulary(abc.ABC):
@@ -122,7 +132,8 @@ class QueueVocabulary(StoredVocabulary):
         `find` gives what ids of a table read.
         """
         self.part, self._find = part, find
-        self._spec, self.arrays, self._parameters = spec, arrays, arrays[PARAMETERS]
+        self._spec, self.arrays = spec, arrays
+        self._rows = [arrays[name] for name in STORED if name in arrays]
         self._queue, self._device = queue, device
         self._ops = library.load()
 
@@ -142,13 +153,14 @@ class QueueVocabulary(StoredVocabulary):
         with tf.device(self._device):
             taken = self._ops.tpu_embedding_take_ids(
                 queue=self._queue,
-                parameters=self._parameters.handle,
-                dtype=self._parameters.dtype,
+                tables=[variable.handle for variable in self._rows],
+                types=[variable.dtype for variable in self._rows],
                 table=self._spec.index,
                 consumer=consumer,
             )
-        arrays = {name: value.numpy() for name, value in taken._asdict().items()}
-        return arrays | {"rows": arrays["rows"].astype(np.float32)}
+        found = {name: getattr(taken, name) for name in ("ids", "deleted", "size")}
+        found |= zip(STORED, taken.rows, strict=False)
+        return {name: value.numpy() for name, value in found.items()}
 
     def read(self, names: Collection[str]) -> _Arrays:
         """See `StoredVocabulary.read`."""
@@ -205,15 +217,20 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
         self.group: ProcessGroup | None = reach.group
 
     def values(self) -> dict[str, Any]:
-        """See `Table.values`: the rows as they are stored, part by part."""
-        if self.group is None and self._num_parts == 1:
+        """See `Table.values`: the rows as they are numbered, part by part."""
+        if (
+            self.group is None
+            and self._num_parts == 1
+            and not self._spec.config.storage.is_coded
+        ):
             return {**self._stored[0].arrays}
 
         def read(part: StoredVocabulary) -> _Arrays:
             return {name: array.numpy() for name, array in part.arrays.items()}
 
         parts = self._everywhere(read, "the reading of the")
-        return {n: tf.concat([p[n] for p in parts], 0) for n in self._arrays}
+        values = [joined_values(part) for part in parts]
+        return {n: tf.concat([v[n] for v in values], 0) for n in values[0]}
 
     def contents(self) -> VocabularyContents:
         """What the vocabulary holds."""
@@ -248,13 +265,15 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
     def served(self) -> tuple[TableRows, np.ndarray | None]:
         """See `Identity.served`: as it is now."""
         state = self.read()
-        return ArrayRows(served_rows(self._spec, state), self.group), state["ids"]
+        served = served_rows(self._spec, state)
+        return array_rows(served, self.group), state["ids"]
 
     def saved(self) -> tuple[dict[str, TableRows], dict[str, np.ndarray]]:
         """See `Identity.saved`: everything at one moment."""
         state = self.read()
         known = {name: state.pop(name) for name in PARTS}
-        return {n: ArrayRows(v, self.group) for n, v in state.items()}, known
+        arrays = {n: ArrayRows(v, self.group) for n, v in state.items()}
+        return joined_codes(arrays), known
 
     def changed(self, consumer: str, marked: Any) -> Changed:
         """See `Identity.changed`: the step queue has marks of ids."""
@@ -262,17 +281,21 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
         taken = self._everywhere(
             lambda part: part.take(consumer), "the reading of the changes of"
         )
+        names = [name for name in STORED if name in taken[0]]
         # The shared row, of a whole table, comes last.
-        shared = taken[0]["rows"][len(taken[0]["ids"]) :]
-        rows = np.concatenate([t["rows"][: len(t["ids"])] for t in taken])
+        shared = {name: taken[0][name][len(taken[0]["ids"]) :] for name in names}
         ids = np.concatenate([t["ids"] for t in taken])
         order = np.argsort(ids)
+        stored = {
+            name: np.concatenate([t[name][: len(t["ids"])] for t in taken])[order]
+            for name in names
+        }
         return Changed(
             ids[order],
-            lambda start, stop: rows[order[start:stop]],
+            array_rows(stored),
             np.sort(np.concatenate([t["deleted"] for t in taken])),
             sum(int(t["size"][0]) for t in taken),
-            shared,
+            array_rows(shared),
         )
 
     def updates_begun(self) -> int:
@@ -369,18 +392,20 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
             tf.py_function(write, values, [])
 
 
-def served_rows(spec: TableSpec, state: Mapping[str, np.ndarray]) -> np.ndarray:
-    """The rows of a served table, from `Vocabulary.read`: [n + 1, dim].
+def served_rows(
+    spec: TableSpec, state: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """What stores the n + 1 rows of a served table, from `Vocabulary.read`, by name.
 
     The last one is what ids without a row look up, unless each has its first values.
     """
-    values = state[PARAMETERS]
-    if len(values) > len(state["ids"]):
-        return values
-    last = np.zeros_like(values, shape=(1, spec.config.dim))
+    stored = {name: state[name] for name in STORED if name in state}
+    if len(stored[PARAMETERS]) > len(state["ids"]):
+        return stored
+    last = {n: np.zeros((1, *r.shape[1:]), r.dtype) for n, r in stored.items()}
     if spec.growth.unknown == "shared_row":  # No update has made it yet.
-        last = first_rows(spec, tf.constant([SHARED_ID], tf.int64)).numpy()
-    return np.concatenate([values, last])
+        last = first_stored(spec, tf.constant([SHARED_ID], tf.int64))
+    return {name: np.concatenate([rows, last[name]]) for name, rows in stored.items()}
 
 
 def num_shared(vocabulary: GrowingVocabulary, state: Mapping[str, np.ndarray]) -> int:

@@ -219,6 +219,7 @@ def _table_record(spec: TableSpec, waiting: Mapping[str, Any]) -> Any:
         num_buckets=quantization.num_buckets if quantization else 0,
         lower=float(quantization.lower) if quantization else 0.0,
         upper=float(quantization.upper) if quantization else 0.0,
+        rounding_seed=spec.rounding_seed,
         vocabulary=_vocabulary_records(spec),
     )
     if optimizer is None:
@@ -227,6 +228,5 @@ def _table_record(spec: TableSpec, waiting: Mapping[str, Any]) -> Any:
     return size(
         rule=optimizer.rule,
         hyperparameters=[float(number) for number in optimizer.hyperparameters],
-        rounding_seed=spec.rounding_seed,
         **{**optimizer.record, **waiting},
     )

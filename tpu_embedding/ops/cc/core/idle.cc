@@ -338,8 +338,7 @@ void CatchUpRows(const TableView& table, const WaitingRows& waiting,
     if (values == copy.data()) {
       RowsToRound rows;
       std::fill_n(rows.values, kRowsAtOnce, values);
-      std::fill_n(rows.rows, kRowsAtOnce,
-                  rounding.first_row + row * rounding.row_step);
+      std::fill_n(rows.rows, kRowsAtOnce, rounding.NumberOf(row));
       std::fill_n(rows.out, kRowsAtOnce,
                   std::get<BFloat16*>(table.parameters) + row * table.dim);
       RunOnThisCpu<RoundBody>(rows, table.dim, rounding);

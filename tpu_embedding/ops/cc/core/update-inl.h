@@ -161,7 +161,7 @@ class RoundedRows {
         const int own = std::min(k + r, block.size - 1);
         const int64_t row = block.rows[own];
         rows.values[r] = block.weights[own];
-        rows.rows[r] = rounding_.first_row + row * rounding_.row_step;
+        rows.rows[r] = rounding_.NumberOf(row);
         rows.StoreInto(r, data_, row, dim_);
       }
       Body::template Run<F32xN>(rows, dim_, rounding_);

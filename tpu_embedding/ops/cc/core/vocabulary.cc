@@ -130,6 +130,7 @@ void Vocabulary::Take(const UnknownIds& unknown, const Decision& decision,
   clock_ = clock;
   if (num_rows_ == 0 && num_shared()) {
     created->push_back({static_cast<int32_t>(num_rows_++), kSharedId});
+    id_of(0) = kSharedId;
   }
   MakeRoom(decision.num_admitted, decision.num_promised, hold);
   const int64_t size = unknown.ids.size();
@@ -235,6 +236,7 @@ Error Vocabulary::Load(const VocabularySnapshot& saved) {
   ids_.Grow(num_rows_ * sizeof(int64_t));
   if (Evicts()) uses_.Grow(num_rows_ * sizeof(Use));
   if (options_.has_clock) times_.Grow(num_rows_ * sizeof(int64_t));
+  if (num_rows_ && num_shared()) id_of(0) = kSharedId;
   RowSet used(num_rows_);
   for (int64_t i = 0; i < size; ++i) {
     const int32_t row = saved.rows[i];

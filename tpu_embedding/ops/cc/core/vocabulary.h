@@ -166,6 +166,8 @@ class Vocabulary {
            (!Evicts() || use_of(row).last);
   }
   int64_t IdOf(int32_t row) const { return id_of(row); }
+  // By row; of the shared one kSharedId.
+  const int64_t* ids() const { return &id_of(0); }
 
   VocabularySnapshot Save() const;
   // Into a new vocabulary, of the same or of other options. After an error this

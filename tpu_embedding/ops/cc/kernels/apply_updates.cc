@@ -59,15 +59,15 @@ absl::Status Grow(const BatchQueue::Update& update,
   std::vector<GrowingTable::Growth> growths;
   size_t next = 0;
   for (size_t t = 0; t < plan.tables.size(); ++t) {
-    std::vector<tensorflow::Var*> own_slots;
+    std::vector<tensorflow::Var*> arrays = StoredRows(tables, plan, t);
     for (int k = 0; k < plan.tables[t].rule->num_slots; ++k) {
-      own_slots.push_back(slots[next++].get());
+      arrays.push_back(slots[next++].get());
     }
     GrowingTable* const growing = resource.growing[t].get();
     if (!growing) continue;
     (*work)[t].growing = growing;
-    growths.push_back({growing, tables[t].get(), std::move(own_slots), clock,
-                       &(*work)[t].growth});
+    growths.push_back(
+        {growing, std::move(arrays), clock, &(*work)[t].growth});
   }
   TF_RETURN_IF_ERROR(GrowingTable::Begin(batches, growths, parallel_for));
   GrowingTable::Grow(growths, parallel_for);
@@ -228,8 +228,9 @@ void Collect(const Plan& plan, const BatchQueue::Update& update,
         table.hyperparameters,
         Rate(update, t),
         {table.rounding_seed, static_cast<uint64_t>(update.number)}};
+    Rounding& rounding = (*work)[t].arguments.rounding;
+    if ((*work)[t].growing) rounding.ids = (*work)[t].growing->ids();
     if (plan.placement.size > 1 && plan.placement.by_rows(t)) {
-      Rounding& rounding = (*work)[t].arguments.rounding;
       rounding.first_row = plan.placement.rank;
       rounding.row_step = plan.placement.size;
     }

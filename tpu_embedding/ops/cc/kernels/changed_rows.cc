@@ -56,12 +56,13 @@ rows: of each table, ascending, each once; none of growing tables.
 
 REGISTER_OP("TpuEmbeddingTakeIds")
     .Input("queue: resource")
-    .Input("parameters: resource")
+    .Input("tables: num_tables * resource")
     .Output("ids: int64")
     .Output("deleted: int64")
     .Output("size: int64")
-    .Output("rows: dtype")
-    .Attr("dtype: {float, bfloat16}")
+    .Output("rows: types")
+    .Attr("num_tables: int >= 1")
+    .Attr("types: list({float, bfloat16, uint8}) >= 1")
     .Attr("table: int >= 0")
     .Attr("consumer: string")
     .SetIsStateful()
@@ -69,11 +70,12 @@ REGISTER_OP("TpuEmbeddingTakeIds")
     .Doc(R"doc(
 TpuEmbeddingTakeRows of a growing table.
 
-parameters: its variable.
+tables: what stores its rows.
 ids: those with rows, ascending.
 deleted: ids that lost their rows, ascending.
 size: [1], the number of all ids that have rows.
-rows: of the ids, and then the row that ids share, if it is there.
+rows: of each of `tables` those of the ids, and then the row that ids share, if it
+  is there.
 )doc");
 
 REGISTER_OP("TpuEmbeddingCommitRows")
@@ -189,16 +191,12 @@ class TakeIdsOp : public ConsumerOp {
     OP_REQUIRES_OK(context, LookUpGrowing(*resource, table_, &growing));
     std::shared_ptr<ConsumerRows> consumer;
     OP_REQUIRES_OK(context, Find(*resource, &consumer));
-    std::vector<Variable> parameters(1);
-    OP_REQUIRES_OK(
-        context,
-        tensorflow::LookupResource(
-            context, tensorflow::HandleFromInput(context, 1), &parameters[0]));
-    const ReadLocks locks(parameters);
+    std::vector<Variable> stored;
+    OP_REQUIRES_OK(context, LookUpTables(context, &stored));
+    const ReadLocks locks(stored);
     GrowingTable::Changes changes;
     OP_REQUIRES_OK(context, WithinMemory([&] {
-                     return growing->TakeIds(parameters[0], consumer.get(),
-                                             &changes);
+                     return growing->TakeIds(stored, consumer.get(), &changes);
                    }));
     int output = 0;
     for (const auto* ids : {&changes.ids, &changes.deleted, &changes.size}) {
@@ -208,7 +206,7 @@ class TakeIdsOp : public ConsumerOp {
                      context->allocate_output(output++, {size}, &tensor));
       std::copy(ids->begin(), ids->end(), tensor->flat<int64_t>().data());
     }
-    context->set_output(output, changes.rows);
+    for (const Tensor& rows : changes.rows) context->set_output(output++, rows);
   }
 
  private:

@@ -71,7 +71,7 @@ void GrowingTable::MarkIds(const int64_t* ids, int64_t size,
   for (int64_t i = 0; i < size; ++i) Mark(*vocabulary_, ids[i], consumer);
 }
 
-absl::Status GrowingTable::TakeIds(const Variable& parameters,
+absl::Status GrowingTable::TakeIds(const std::vector<Variable>& stored,
                                    ConsumerRows* consumer, Changes* changes) {
   const std::lock_guard<SharedMutex> lock(mutex_);
   RowBits& taken = *consumer->taken[table_];
@@ -100,7 +100,10 @@ absl::Status GrowingTable::TakeIds(const Variable& parameters,
   changes->size = {vocabulary_->num_ids()};
   const bool shares = plan_.vocabulary->unknown == Unknown::kShared;
   if (shares && vocabulary_->num_rows()) rows.push_back(0);
-  return CopyRows(parameters, rows, &changes->rows);
+  for (const Variable& array : stored) {
+    TF_RETURN_IF_ERROR(CopyRows(array, rows, &changes->rows.emplace_back()));
+  }
+  return absl::OkStatus();
 }
 
 void GrowingTable::CommitIds(ConsumerRows* consumer) {

@@ -127,8 +127,7 @@ absl::Status GrowingTable::FindLocked(const SharedBatch& batch, Purpose purpose,
     GrowingTable& own = *searches[q].table;
     locks.emplace_back(own.mutex_);
     searches[q].found->table_ = &own;
-    if (own.vocabulary_->num_rows() &&
-        !own.parameters_.Holds(*searches[q].parameters)) {
+    if (own.vocabulary_->num_rows() && !own.HoldsRows(searches[q].stored)) {
       return absl::FailedPreconditionError(
           absl::StrCat("Table ", own.plan_.name,
                        " was assigned while a lookup began. Look up again."));
@@ -257,10 +256,13 @@ absl::Status GrowingTable::Borrow(const SharedBatch& batch, Purpose purpose,
   if (ids.empty()) return absl::OkStatus();
   const int64_t count = ids.size();
   const int64_t num_rows = vocabulary_->num_rows();
-  const int64_t bytes = (num_rows + count) * parameters_.row_bytes();
+  const auto fits = [&](const Array& array) {
+    const size_t bytes = (num_rows + count) * array.row_bytes();
+    return bytes <= array.memory->capacity();
+  };
   const std::lock_guard<std::mutex> lock(front_mutex_);
   if (purpose == Purpose::kTraining && ahead_.batch.expired() &&
-      bytes <= static_cast<int64_t>(parameters_.memory->capacity())) {
+      std::all_of(arrays_.begin(), arrays_.begin() + num_stored_, fits)) {
     ahead_ = {batch, num_rows, ids};
     rows->resize(count);
     std::iota(rows->begin(), rows->end(), num_rows);

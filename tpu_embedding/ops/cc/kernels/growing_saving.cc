@@ -62,30 +62,29 @@ absl::Status GrowingTable::Load(const VocabularySnapshot& snapshot,
                                 const std::vector<Tensor>& values,
                                 const std::vector<Var*>& arrays) {
   const std::lock_guard<SharedMutex> lock(mutex_);
-  std::vector<const Array*> own = {&parameters_};
-  for (const Array& slot : slots_) own.push_back(&slot);
-  TF_RETURN_IF_ERROR(CheckLength("values", values.size(), own.size()));
-  TF_RETURN_IF_ERROR(CheckLength("arrays", arrays.size(), own.size()));
+  TF_RETURN_IF_ERROR(CheckLength("values", values.size(), arrays_.size()));
+  TF_RETURN_IF_ERROR(CheckLength("arrays", arrays.size(), arrays_.size()));
   const std::vector<int64_t> rows = RowsOf(snapshot);
   const int64_t size = rows.size();
-  for (size_t k = 0; k < own.size(); ++k) {
-    if (values[k].dtype() == own[k]->dtype &&
-        values[k].shape() == TensorShape({size, own[k]->width})) {
+  for (size_t k = 0; k < arrays_.size(); ++k) {
+    const Array& own = arrays_[k];
+    if (values[k].dtype() == own.dtype &&
+        values[k].shape() == TensorShape({size, own.width})) {
       continue;
     }
     return absl::InvalidArgumentError(
         absl::StrCat("Table ", plan_.name, ": the file has values of shape ",
                      values[k].shape().DebugString(), " and dtype ",
                      tensorflow::DataTypeString(values[k].dtype()), " for ",
-                     size, " rows of ", own[k]->width, " columns of ",
-                     tensorflow::DataTypeString(own[k]->dtype), "."));
+                     size, " rows of ", own.width, " columns of ",
+                     tensorflow::DataTypeString(own.dtype), "."));
   }
   return WithinMemory([&] {
     auto loaded = std::make_unique<Vocabulary>(*plan_.vocabulary, salt_);
     TF_RETURN_IF_ERROR(InvalidArgument(loaded->Load(snapshot)));
     const int64_t num_rows = loaded->num_rows();
-    for (const Array* array : own) {
-      array->memory->Grow(num_rows * array->row_bytes());
+    for (const Array& array : arrays_) {
+      array.memory->Grow(num_rows * array.row_bytes());
     }
     for (const auto& consumer : changed_rows_.Consumers()) {
       NoteReplaced(*loaded, consumer.get());
@@ -99,13 +98,13 @@ absl::Status GrowingTable::Load(const VocabularySnapshot& snapshot,
       }
       ahead_ = {};
     }
-    for (size_t k = 0; k < own.size(); ++k) {
-      const int64_t bytes = own[k]->row_bytes();
+    for (size_t k = 0; k < arrays_.size(); ++k) {
+      const int64_t bytes = arrays_[k].row_bytes();
       const char* from = static_cast<const char*>(values[k].data());
       for (int64_t i = 0; i < size; ++i) {
-        std::memcpy(own[k]->row(rows[i]), from + i * bytes, bytes);
+        std::memcpy(arrays_[k].row(rows[i]), from + i * bytes, bytes);
       }
-      own[k]->Show(num_rows, arrays[k]);
+      arrays_[k].Show(num_rows, arrays[k]);
     }
     return absl::OkStatus();
   });

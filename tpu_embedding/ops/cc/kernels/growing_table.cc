@@ -9,6 +9,7 @@
 #include <shared_mutex>
 #include <utility>
 
+#include "core/int8-inl.h"
 #include "core/routing.h"
 #include "tensorflow/core/framework/allocation_description.pb.h"
 #include "tensorflow/core/framework/tensor.h"
@@ -96,38 +97,74 @@ GrowingTable::GrowingTable(const TablePlan& plan, int table,
     array.memory->Grow(0);
     return array;
   };
-  parameters_ = reserve(DataTypeOf(plan.storage), plan.dim, kMaxBorrowedRows);
+  arrays_.push_back(
+      reserve(DataTypeOf(plan.storage), plan.dim, kMaxBorrowedRows));
+  if (plan.grids >= 0) {
+    arrays_.push_back(reserve(tensorflow::DT_BFLOAT16, 2, kMaxBorrowedRows));
+  }
+  num_stored_ = arrays_.size();
   for (size_t k = 0; k < plan.first_slots.size(); ++k) {
-    slots_.push_back(reserve(tensorflow::DT_FLOAT,
-                             plan.rule->slots_per_row ? 1 : plan.dim, 0));
+    arrays_.push_back(reserve(tensorflow::DT_FLOAT,
+                              plan.rule->slots_per_row ? 1 : plan.dim, 0));
   }
 }
 
-absl::Status GrowingTable::AdoptParameters(Var* parameters) {
-  const auto is_ours = [&] {
-    return vocabulary_->num_rows() == parameters->tensor()->dim_size(0) &&
-           (vocabulary_->num_rows() == 0 || parameters_.Holds(*parameters));
-  };
-  {
-    const tensorflow::tf_shared_lock lock(*parameters->mu());
-    if (is_ours()) return absl::OkStatus();
+absl::Status GrowingTable::AdoptRows(const std::vector<Var*>& stored) {
+  TF_RETURN_IF_ERROR(CheckLength("tables", stored.size(), num_stored_));
+  for (size_t k = 0; k < num_stored_; ++k) {
+    const auto is_ours = [&] {
+      return vocabulary_->num_rows() == stored[k]->tensor()->dim_size(0) &&
+             (vocabulary_->num_rows() == 0 || arrays_[k].Holds(*stored[k]));
+    };
+    {
+      const tensorflow::tf_shared_lock lock(*stored[k]->mu());
+      if (is_ours()) continue;
+    }
+    const tensorflow::mutex_lock lock(*stored[k]->mu());
+    TF_RETURN_IF_ERROR(
+        arrays_[k].Adopt(vocabulary_->num_rows(), plan_.name, stored[k]));
   }
-  const tensorflow::mutex_lock lock(*parameters->mu());
-  return parameters_.Adopt(vocabulary_->num_rows(), plan_.name, parameters);
+  return absl::OkStatus();
+}
+
+bool GrowingTable::HoldsRows(const std::vector<Var*>& stored) const {
+  for (size_t k = 0; k < stored.size(); ++k) {
+    if (!arrays_[k].Holds(*stored[k])) return false;
+  }
+  return true;
 }
 
 ConstTableData GrowingTable::rows() const {
-  const char* const data = parameters_.row(0);
-  return TableAt(plan_.storage, std::array<const void*, 2>{data, nullptr});
+  return TableAt(
+      plan_.storage,
+      std::array<const void*, 2>{
+          arrays_[0].row(0), plan_.grids < 0 ? nullptr : arrays_[1].row(0)});
 }
 
 void GrowingTable::WriteFirst(int64_t id, int64_t row) const {
   const FirstValues& values = vocabulary_->options().first_values;
-  char* const data = parameters_.row(row);
-  if (plan_.storage == RowStorage::kBFloat16) {
-    values.Write(id, plan_.dim, reinterpret_cast<BFloat16*>(data));
-  } else {
-    values.Write(id, plan_.dim, reinterpret_cast<float*>(data));
+  char* const data = arrays_[0].row(row);
+  switch (plan_.storage) {
+    case RowStorage::kBFloat16:
+      return values.Write(id, plan_.dim, reinterpret_cast<BFloat16*>(data));
+    case RowStorage::kInt8: {
+      std::vector<float> floats(plan_.dim);
+      values.Write(id, plan_.dim, floats.data());
+      char* const grid = arrays_[1].row(row);
+      std::memset(grid, 0, arrays_[1].row_bytes());  // None is kept.
+      Rounding rounding;
+      rounding.seed = plan_.rounding_seed;
+      RowsToCode rows;
+      for (int r = 0; r < kRowsAtOnce; ++r) {
+        rows.values[r] = floats.data();
+        rows.rows[r] = Rounding::NumberOfId(id);
+        rows.codes[r] = reinterpret_cast<uint8_t*>(data);
+        rows.grids[r] = reinterpret_cast<BFloat16*>(grid);
+      }
+      return RunOnThisCpu<CodeBody>(rows, plan_.dim, rounding);
+    }
+    default:
+      return values.Write(id, plan_.dim, reinterpret_cast<float*>(data));
   }
 }
 

@@ -90,16 +90,16 @@ class GrowingTable {
     std::vector<int32_t> borrowed_;  // places in front
   };
 
-  // Moves what was assigned to a variable into the memory. `parameters` is
-  // unlocked.
-  absl::Status AdoptParameters(tensorflow::Var* parameters);
+  // Moves what was assigned to variables into the memory. `stored`, those of
+  // StoredRows, are unlocked.
+  absl::Status AdoptRows(const std::vector<tensorflow::Var*>& stored);
 
   // Finds the rows of a batch in some tables. In training they stay until its
   // gradients come; it fails if they leave no room for a pending update. A
   // repetition gives what the lookup for training gave before.
   struct Search {
     GrowingTable* table;
-    const tensorflow::Var* parameters;
+    std::vector<tensorflow::Var*> stored;  // as of StoredRows
     Found* found;
   };
   static absl::Status Find(const SharedBatch& batch, Purpose purpose,
@@ -163,8 +163,7 @@ class GrowingTable {
   // updates.
   struct Growth {
     GrowingTable* table;
-    tensorflow::Var* parameters;
-    std::vector<tensorflow::Var*> slots;
+    std::vector<tensorflow::Var*> arrays;  // StoredRows, then slots
     int64_t clock;
     Update* update;
   };
@@ -179,6 +178,7 @@ class GrowingTable {
   }
   // While no other update is.
   int64_t num_rows() const { return vocabulary_->num_rows(); }
+  const int64_t* ids() const { return vocabulary_->ids(); }
 
   // Lets go of the rows that the lookup of this batch found, or of the batch
   // whose update this is.
@@ -188,13 +188,13 @@ class GrowingTable {
   int64_t Evict();
   VocabularyCounts counts() const;
 
-  // Reads the vocabulary, and of each of `arrays`, the parameters and slots or
-  // none, the rows of its ids, and then the shared row.
+  // Reads the vocabulary, and of each of `arrays` the rows of its ids, and then
+  // the shared row.
   absl::Status Save(const std::vector<Variable>& arrays,
                     VocabularySnapshot* snapshot,
                     std::vector<tensorflow::Tensor>* values) const;
-  // Replaces the vocabulary, and the rows of the parameters and slots by those
-  // of `values`, as Save gives them. All or nothing.
+  // Replaces the vocabulary, and the rows of `arrays`, StoredRows and then
+  // slots, by those of `values`, as Save gives them. All or nothing.
   absl::Status Load(const VocabularySnapshot& snapshot,
                     const std::vector<tensorflow::Tensor>& values,
                     const std::vector<tensorflow::Var*>& arrays);
@@ -206,14 +206,15 @@ class GrowingTable {
     std::vector<int64_t> ids;      // ascending
     std::vector<int64_t> deleted;  // ids that lost their rows, ascending
     std::vector<int64_t> size;     // number of all ids that have rows
-    tensorflow::Tensor rows;       // of the ids, and then the shared row
+    // Of each array the rows of the ids, and then the shared row.
+    std::vector<tensorflow::Tensor> rows;
   };
-  absl::Status TakeIds(const Variable& parameters, ConsumerRows* consumer,
-                       Changes* changes);
+  absl::Status TakeIds(const std::vector<Variable>& stored,
+                       ConsumerRows* consumer, Changes* changes);
   void CommitIds(ConsumerRows* consumer);
 
  private:
-  // The parameters or a slot.
+  // What stores rows, or a slot.
   struct Array {
     std::shared_ptr<GrowingMemory> memory;
     tensorflow::DataType dtype;
@@ -239,6 +240,8 @@ class GrowingTable {
   static constexpr int64_t kCyclesPerFirstValue = 10;
   static constexpr int64_t kCyclesPerUnknown = 400;
 
+  // Whether the variables' values are in the memory.
+  bool HoldsRows(const std::vector<tensorflow::Var*>& stored) const;
   static void AddSources(const PreparedBatch& batch, Sources* sources);
   // Looks up the ids of each query in its table, but those of sources whose
   // rows are there.
@@ -321,8 +324,8 @@ class GrowingTable {
   const uint64_t salt_;
   mutable SharedMutex mutex_;  // lookups share it
   std::unique_ptr<Vocabulary> vocabulary_;
-  Array parameters_;
-  std::vector<Array> slots_;
+  std::vector<Array> arrays_;  // those of StoredRows, then slots
+  size_t num_stored_ = 0;
 
   mutable std::mutex front_mutex_;
   // Places in front that no lookup has: those that were returned, and all from

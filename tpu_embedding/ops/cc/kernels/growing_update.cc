@@ -34,19 +34,17 @@ absl::Status GrowingTable::Begin(const std::vector<SharedBatch>& batches,
   std::vector<Query*> queries;
   for (const Growth& growth : growths) {
     GrowingTable* const table = growth.table;
-    const std::vector<Var*>& slots = growth.slots;
     Update* const update = growth.update;
     update->table_ = table;
     update->lock_ = std::unique_lock<SharedMutex>(table->mutex_);
     update->batches_ = batches;
     const int64_t num_rows = table->vocabulary_->num_rows();
     const std::string& name = table->plan_.name;
+    const std::vector<Array>& arrays = table->arrays_;
     TF_RETURN_IF_ERROR(
-        CheckLength("slots", slots.size(), table->slots_.size()));
-    TF_RETURN_IF_ERROR(
-        table->parameters_.Adopt(num_rows, name, growth.parameters));
-    for (size_t k = 0; k < slots.size(); ++k) {
-      TF_RETURN_IF_ERROR(table->slots_[k].Adopt(num_rows, name, slots[k]));
+        CheckLength("slots", growth.arrays.size(), arrays.size()));
+    for (size_t k = 0; k < arrays.size(); ++k) {
+      TF_RETURN_IF_ERROR(arrays[k].Adopt(num_rows, name, growth.arrays[k]));
     }
     update->queries_.resize(batches.size());
     TF_RETURN_IF_ERROR(WithinMemory([&] {
@@ -118,11 +116,9 @@ absl::Status GrowingTable::Decide(const Growth& growth) {
       vocabulary_->Decide(update.unknown_, promised, HoldFor(update),
                           growth.clock, &update.decision_)));
   const int64_t most = vocabulary_->MostRowsAfter(update.decision_);
-  const auto grow = [most](const Array& array) {
+  for (const Array& array : arrays_) {
     array.memory->Grow(most * array.row_bytes());
-  };
-  grow(parameters_);
-  for (const Array& slot : slots_) grow(slot);
+  }
   return absl::OkStatus();
 }
 
@@ -155,11 +151,9 @@ void GrowingTable::Grow(const std::vector<Growth>& growths,
                   own.table->WriteCreated(own.update->created_[i]);
                 }
               });
-  for (const auto& [table, parameters, slots, clock, update] : growths) {
-    const int64_t num_rows = update->num_rows_;
-    table->parameters_.Show(num_rows, parameters);
-    for (size_t k = 0; k < slots.size(); ++k) {
-      table->slots_[k].Show(num_rows, slots[k]);
+  for (const auto& [table, arrays, clock, update] : growths) {
+    for (size_t k = 0; k < arrays.size(); ++k) {
+      table->arrays_[k].Show(update->num_rows_, arrays[k]);
     }
     const std::lock_guard<std::mutex> lock(table->front_mutex_);
     table->pending_.clear();
@@ -209,9 +203,10 @@ bool GrowingTable::IsAhead(const Vocabulary::RowOfId& created) const {
 
 void GrowingTable::WriteCreated(const Vocabulary::RowOfId& created) const {
   if (!IsAhead(created)) WriteFirst(created.id, created.row);
-  for (size_t k = 0; k < slots_.size(); ++k) {
-    float* const values = reinterpret_cast<float*>(slots_[k].row(created.row));
-    std::fill_n(values, slots_[k].width, plan_.first_slots[k]);
+  for (size_t k = 0; k < plan_.first_slots.size(); ++k) {
+    const Array& slot = arrays_[num_stored_ + k];
+    float* const values = reinterpret_cast<float*>(slot.row(created.row));
+    std::fill_n(values, slot.width, plan_.first_slots[k]);
   }
 }
 

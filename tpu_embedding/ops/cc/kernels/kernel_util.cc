@@ -192,6 +192,16 @@ absl::Status LookUpArrays(OpKernelContext* context,
       "Tables and slots must be float32, bfloat16 or uint8 matrices", arrays);
 }
 
+std::vector<Var*> StoredRows(const std::vector<Variable>& tables,
+                             const Plan& plan, size_t t) {
+  std::vector<Var*> stored = {tables[t].get()};
+  const int64_t grids = plan.tables[t].grids;
+  if (grids >= 0 && grids < static_cast<int64_t>(tables.size())) {
+    stored.push_back(tables[grids].get());
+  }
+  return stored;
+}
+
 tensorflow::DataType DataTypeOf(RowStorage storage) {
   switch (storage) {
     case RowStorage::kBFloat16:

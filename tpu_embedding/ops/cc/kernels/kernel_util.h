@@ -81,6 +81,10 @@ absl::Status LookUpSlots(tensorflow::OpKernelContext* context,
 absl::Status LookUpArrays(tensorflow::OpKernelContext* context,
                           std::vector<Variable>* arrays);
 
+// The variables that store the rows of table `t`.
+std::vector<tensorflow::Var*> StoredRows(const std::vector<Variable>& tables,
+                                         const Plan& plan, size_t t);
+
 // The type of the first array of a table.
 tensorflow::DataType DataTypeOf(RowStorage storage);
 

@@ -71,9 +71,6 @@ absl::Status ReadOptimizer(const Record& record, TablePlan* table) {
       record.Get("multiply_decay_by_rate", &options->multiply_decay_by_rate));
   TF_RETURN_IF_ERROR(record.Get("all_rows", &options->all_rows));
   table->options = options;
-  int64_t seed = 0;
-  TF_RETURN_IF_ERROR(record.Get("rounding_seed", &seed));
-  table->rounding_seed = seed;
   return ReadIdle(record, table);
 }
 
@@ -156,6 +153,9 @@ absl::Status ReadTable(const Record& record, TablePlan* table) {
   table->quantization.num_buckets = buckets;
   TF_RETURN_IF_ERROR(record.Get("lower", &table->quantization.lower));
   TF_RETURN_IF_ERROR(record.Get("upper", &table->quantization.upper));
+  int64_t seed = 0;
+  TF_RETURN_IF_ERROR(record.Get("rounding_seed", &seed));
+  table->rounding_seed = seed;
   TF_RETURN_IF_ERROR(ReadOptimizer(record, table));
   std::vector<Record> vocabulary;
   TF_RETURN_IF_ERROR(record.Get("vocabulary", &vocabulary));

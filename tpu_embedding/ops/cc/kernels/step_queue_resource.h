@@ -111,7 +111,8 @@ inline absl::Status AdoptGrowing(const std::vector<Variable>& tables,
   const size_t size = std::min(tables.size(), resource->growing.size());
   for (size_t t = 0; t < size; ++t) {
     if (!resource->growing[t]) continue;
-    TF_RETURN_IF_ERROR(resource->growing[t]->AdoptParameters(tables[t].get()));
+    TF_RETURN_IF_ERROR(resource->growing[t]->AdoptRows(
+        StoredRows(tables, *resource->plan, t)));
   }
   return absl::OkStatus();
 }
@@ -125,8 +126,8 @@ inline absl::Status FindGrowing(const SharedBatch& batch,
   std::vector<GrowingTable::Search> searches;
   for (size_t t = 0; t < resource->growing.size(); ++t) {
     if (!resource->growing[t]) continue;
-    searches.push_back(
-        {resource->growing[t].get(), tables[t].get(), &(*found)[t]});
+    searches.push_back({resource->growing[t].get(),
+                        StoredRows(tables, *resource->plan, t), &(*found)[t]});
   }
   const auto purpose = batch->trains ? GrowingTable::Purpose::kTraining
                                      : GrowingTable::Purpose::kEvaluation;

@@ -41,7 +41,7 @@ REGISTER_OP("TpuEmbeddingSaveVocabulary")
     .Output("state: int64")
     .Output("values: types")
     .Attr("num_arrays: int >= 0")
-    .Attr("types: list({float, bfloat16}) >= 0")
+    .Attr("types: list({float, bfloat16, uint8}) >= 0")
     .Attr("table: int >= 0")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::UnknownShape)
@@ -61,7 +61,7 @@ REGISTER_OP("TpuEmbeddingLoadVocabulary")
     .Input("values: types")
     .Attr("num_parts: int >= 1")
     .Attr("num_arrays: int >= 1")
-    .Attr("types: list({float, bfloat16}) >= 1")
+    .Attr("types: list({float, bfloat16, uint8}) >= 1")
     .Attr("table: int >= 0")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::NoOutputs)
@@ -216,8 +216,11 @@ class ReadIdsOp : public VocabularyOp {
     TF_RETURN_IF_ERROR(LookUpSlots(context, &slots));
     const Plan& plan = *resource.plan;
     TF_RETURN_IF_ERROR(CheckLength("tables", tables.size(), plan.num_arrays));
-    TF_RETURN_IF_ERROR(growing->AdoptParameters(tables[table()].get()));
-    const auto ids = context->input(context->num_inputs() - 1).flat<int64_t>();
+    std::vector<tensorflow::Var*> stored = StoredRows(tables, plan, table());
+    TF_RETURN_IF_ERROR(growing->AdoptRows(stored));
+    const Tensor* given = nullptr;
+    TF_RETURN_IF_ERROR(context->input("ids", &given));
+    const auto ids = given->flat<int64_t>();
     const auto batch = std::make_shared<PreparedBatch>();
     const TablePlan& own = plan.tables[table()];
     const int feature = own.features[0];
@@ -238,7 +241,7 @@ class ReadIdsOp : public VocabularyOp {
     GrowingTable::Found found;
     TF_RETURN_IF_ERROR(GrowingTable::Find(
         batch, GrowingTable::Purpose::kRepetition,
-        {{growing, tables[table()].get(), &found}}, WorkerPool(context)));
+        {{growing, std::move(stored), &found}}, WorkerPool(context)));
     std::vector<CaughtUp> copies = {
         {waits ? table() : -1, &found.rows(0, feature)}};
     ReadCaughtUp(WorkerPool(context), resource, views, &copies);
