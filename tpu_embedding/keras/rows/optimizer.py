@@ -447,9 +447,9 @@ def RowSparseOptimizer(inner: Any, lazy: bool = False) -> Any:  # noqa: N802
     `inner` stays the same object, of a subclass of its class, so slots, learning rates,
     callbacks and files are those of Keras. Clipping sees the summed gradients. Where
     rows cannot be caught up, a step updates all rows as in Keras, with one warning:
-    tables of other layers than `te.keras.Embedding`, betas whose product of steps is
-    no short sum (such as beta_1 = beta_2 = 0.9), and options that compute on all rows:
-    `use_ema`, `gradient_accumulation_steps`, constraints, and Ftrl's l2 shrinkage.
+    for tables of other layers than `te.keras.Embedding`, with a `beta_2` that is
+    small beside `beta_1` (such as 0.9 for both), and with options that compute on all
+    rows: `use_ema`, `gradient_accumulation_steps`, constraints, Ftrl's l2 shrinkage.
 
     >>> import keras
     >>> optimizer = RowSparseOptimizer(keras.optimizers.Adagrad(0.1))
