@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras_layer.models import mirrored
 from keras_layer.version import keras
 from reference.keras_rules import Trained
 
@@ -167,6 +168,39 @@ def test_tables_and_slots_are_those_of_dense_gradients(name: str, way: str):
     own, atol = layer.get_weights()[0], rounding(STEPS, theirs)
     np.testing.assert_allclose(own, theirs, rtol=0, atol=atol)
     np.testing.assert_allclose(own, exact, rtol=0, atol=atol + bias)
+
+
+@pytest.mark.second_tier
+@pytest.mark.parametrize("name", ["adamw", "nesterov"])
+def test_replicas_have_the_numbers_of_dense_gradients(name: str, way: str):
+    """Each of two replicas looks two ids up, and reads what waits."""
+    steps, strategy = 120, mirrored(2)
+    theirs, their_slots = dense_twin(steps, OPTIMIZERS[name])
+    with strategy.scope():
+        layer = layer_of(first_table())
+        ours = te_keras.RowSparseOptimizer(OPTIMIZERS[name]())
+        ours.build(layer.trainable_weights)
+
+    @tf.function
+    def step(ids: Any, values: Any) -> None:
+        def run() -> None:
+            context: Any = tf.distribute.get_replica_context()
+            own = context.replica_id_in_sync_group
+            with tf.GradientTape() as tape:
+                found = layer(tf.gather(tf.split(ids, 2), own))
+                loss = tf.reduce_sum(found * tf.gather(tf.split(values, 2), own))
+            found = tape.gradient(loss, layer.trainable_weights)
+            ours.apply_gradients(zip(found, layer.trainable_weights, strict=True))
+
+        strategy.run(run)
+
+    for gradient in gradients(steps):
+        step(gradient.indices, gradient.values)
+    assert set(ours.updates_rows_by.values()) <= {"op", "rows"}
+    atol = rounding(steps, theirs)
+    np.testing.assert_allclose(layer.get_weights()[0], theirs, rtol=0, atol=atol)
+    for own, other in zip(slots_of(ours), their_slots, strict=True):
+        np.testing.assert_allclose(own, other, rtol=0, atol=rounding(steps, other))
 
 
 def trained(
