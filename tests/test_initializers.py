@@ -9,6 +9,7 @@ import tensorflow as tf
 import tpu_embedding as te
 import tpu_embedding.keras
 from tpu_embedding import initializers
+from tpu_embedding.tables.initial import table_values
 
 
 @pytest.mark.parametrize("dim", [1, 4, 64])
@@ -105,3 +106,22 @@ def test_row_ids_take_a_tensor_shape() -> None:
 def test_row_ids_compare_by_value() -> None:
     assert initializers.RowIdInitializer(3) == initializers.RowIdInitializer(3)
     assert initializers.RowIdInitializer(3) != initializers.RowIdInitializer(4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_of_constants_are_made_alone(dtype: str) -> None:
+    """Also where the whole table has no place in memory."""
+    for initializer, expected in (
+        ("zeros", 0.0),
+        (tf.keras.initializers.Ones(), 1.0),
+        (tf.constant_initializer(0.1), 0.1),
+        (tf.keras.initializers.Constant(2), 2.0),
+    ):
+        config = te.TableConfig(2**31 - 1, 2**12, initializer, dtype=dtype)
+        plan = te.TPUEmbedding(te.FeatureConfig(config), te.SGD(0.1)).core.plan
+        values = table_values(plan.tables[0]).reader("CPU:0")(
+            range(2**30, 2**30 + 5, 2)
+        )
+        same = tf.fill([3, 2**12], tf.constant(expected, values.dtype))
+        np.testing.assert_array_equal(values, same)
+        assert values.dtype == dtype

@@ -37,6 +37,17 @@ def named_initializer(table: str, name: str) -> Any:
         ) from error
 
 
+def constant_of(initializer: Any) -> float | None:
+    """The number that an initializer of Keras or TensorFlow gives everywhere."""
+    cls = type(initializer)
+    if cls.__module__.partition(".")[0] not in ("keras", "tf_keras", "tensorflow"):
+        return None
+    known = {"Zeros": 0.0, "Ones": 1.0}.get(cls.__name__)
+    if cls.__name__ == "Constant":
+        known = initializer.get_config()["value"]
+    return float(known) if isinstance(known, (int, float)) else None
+
+
 @dataclasses.dataclass(frozen=True)
 class _TruncatedNormal:
     """The numbers of tf.random.truncated_normal, of which any rows can be made alone.

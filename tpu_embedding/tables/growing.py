@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tpu_embedding.config import TableConfig
 from tpu_embedding.hashing import mixed_bits, shifted
-from tpu_embedding.initializers import named_initializer
+from tpu_embedding.initializers import constant_of, named_initializer
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.ops import library
 from tpu_embedding.tables.codes import first_coded, joined_values
@@ -21,12 +21,10 @@ from tpu_embedding.tables.rows import PARAMETERS, SCALE_OFFSET
 # By class of an initializer of Keras or TensorFlow the kind of first values and the
 # options that are its two numbers.
 _KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "Constant": ("constant", ("value",)),
     "RandomUniform": ("uniform", ("minval", "maxval")),
     "RandomNormal": ("normal", ("mean", "stddev")),
     "TruncatedNormal": ("truncated_normal", ("mean", "stddev")),
 }
-_CONSTANTS = {"Zeros": 0.0, "Ones": 1.0}
 
 
 def first_values(spec: TableSpec) -> tuple[str, float, float]:
@@ -36,18 +34,17 @@ def first_values(spec: TableSpec) -> tuple[str, float, float]:
         return "truncated_normal", 0.0, 1.0 / math.sqrt(spec.config.dim)
     if isinstance(initializer, str):
         initializer = named_initializer(spec.name, initializer)
+    constant = constant_of(initializer)
+    if constant is not None:
+        return "constant", constant, 0.0
     cls = type(initializer)
     name, made_by = cls.__name__, cls.__module__.partition(".")[0]
-    if made_by in ("keras", "tf_keras", "tensorflow"):
-        if name in _CONSTANTS:
-            return "constant", _CONSTANTS[name], 0.0
-        if name in _KINDS:
-            kind, options = _KINDS[name]
-            config = initializer.get_config()
-            found = [config[option] for option in options]
-            if all(isinstance(number, (int, float)) for number in found):
-                first, second = (*map(float, found), 0.0)[:2]
-                return kind, first, second
+    if made_by in ("keras", "tf_keras", "tensorflow") and name in _KINDS:
+        kind, options = _KINDS[name]
+        config = initializer.get_config()
+        first, second = (config[option] for option in options)
+        if isinstance(first, (int, float)) and isinstance(second, (int, float)):
+            return kind, float(first), float(second)
     raise NotImplementedError(
         f"Table {spec.name!r} grows: its rows are made of a seed and an id, which "
         f"{initializer!r} cannot do. Use None, or one of Keras's Constant, Zeros, "

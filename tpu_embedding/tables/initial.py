@@ -11,7 +11,12 @@ import tensorflow as tf
 from tensorflow.python.trackable import base
 
 from tpu_embedding.combiners import CustomCombiner
-from tpu_embedding.initializers import ReadRows, default_initializer, named_initializer
+from tpu_embedding.initializers import (
+    ReadRows,
+    constant_of,
+    default_initializer,
+    named_initializer,
+)
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.optimizers.base import Slot
 from tpu_embedding.tables.rows import InitialValue, checkpoint_name
@@ -117,6 +122,9 @@ def table_values(spec: TableSpec) -> FirstValues:
                 f"dtype=tf.float32), which {initializer!r} does not accept: {error}. "
                 "Write it as `def initializer(shape, dtype)`."
             ) from error
+    constant = constant_of(initializer)
+    if constant is not None:  # Of which rows can be made alone.
+        initializer = _Constant(constant)
     shape = (config.vocabulary_size, config.dim)
     return FirstValues(spec.name, shape, initializer, dtype)
 
