@@ -66,8 +66,7 @@ absl::Status Grow(const BatchQueue::Update& update,
     GrowingTable* const growing = resource.growing[t].get();
     if (!growing) continue;
     (*work)[t].growing = growing;
-    growths.push_back(
-        {growing, std::move(arrays), clock, &(*work)[t].growth});
+    growths.push_back({growing, std::move(arrays), clock, &(*work)[t].growth});
   }
   TF_RETURN_IF_ERROR(GrowingTable::Begin(batches, growths, parallel_for));
   GrowingTable::Grow(growths, parallel_for);
