@@ -146,6 +146,18 @@ def test_processes_end_with_the_launcher(
         wait_for(lambda pid=pid: not pathlib.Path("/proc", pid).exists())
 
 
+def test_a_status_has_what_telemetry_said_last(
+    launch: Launch, tmp_path: pathlib.Path
+) -> None:
+    said = "open(os.environ['TPU_EMBEDDING_STATUS'], 'w').write('[%d]' % index)\n"
+    process = launch(said, "--processes", "2", "--status", "status.json")
+    assert ended(process)[0] == 0
+    written = json.loads((tmp_path / "status.json").read_text())
+    assert written["state"] == "done"
+    assert [one["telemetry"] for one in written["processes"]] == [[0], [1]]
+    assert not [*tmp_path.glob("status.json.*")]
+
+
 def test_a_status_shows_what_runs(launch: Launch, tmp_path: pathlib.Path) -> None:
     status = tmp_path / "status.json"
     options = ("--status", str(status), "--status-interval", "0.1")

@@ -525,7 +525,10 @@ def test_summaries(tmp_path: pathlib.Path):
     # No update was counted since the last time.
     assert {tag for tag, step in found if step == 1} == {
         f"embedding/{name}"
-        for name in ("steps", "counted_steps", "queue_depth", "pending_updates")
+        for name in (
+            *("steps", "counted_steps", "queue_depth", "pending_updates"),
+            "steps_per_second",
+        )
     }
     ids = found["embedding/films/ids", 2]
     assert ids == (3, "Mean of an update. Sampled: every update number n * 2.")

@@ -1,14 +1,26 @@
-"""Checks the environment variable TF_CONFIG before TensorFlow connects to a job.
+"""What the environment tells a process of its job.
 
-TensorFlow does not: all processes wait for minutes if that of one is wrong. A strategy
-connects in its constructor, so that only the import of the library comes before it.
+TF_CONFIG is checked before TensorFlow connects. TensorFlow does not: all processes wait
+for minutes if that of one is wrong. A strategy connects in its constructor, so that
+only the import of the library comes before it.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pathlib
 from typing import Any
+
+# Names the file in which te.Telemetry tells the launcher how the training goes.
+STATUS_VARIABLE = "TPU_EMBEDDING_STATUS"
+
+
+def replace_file(path: str, line: str) -> None:
+    """Writes a line beside a file, and then puts it in the place of the file."""
+    beside = pathlib.Path(f"{path}.new")
+    beside.write_text(f"{line}\n")
+    beside.replace(path)
 
 
 def problem() -> str:

@@ -17,6 +17,9 @@ Figure(value=2, exact=True)
 
 from __future__ import annotations
 
+import json
+import os
+import time
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,9 +27,11 @@ import tensorflow as tf
 
 from tpu_embedding import errors
 from tpu_embedding.checkpoint.stored import tables_of_weights
+from tpu_embedding.cluster_config import STATUS_VARIABLE, replace_file
 from tpu_embedding.engines.telemetry import Counts, TableCounts
 
 ALL_TABLES = "*"  # The key of figures that belong to no single table.
+_RATES = ("steps_per_second", "bytes_per_step")  # Of a status, for TensorBoard.
 _LARGEST = 2**63 - 1  # Of an int of the kernels; nobody counts so far.
 
 # Figures of a table that add up, and what TensorBoard shows of them for each step.
@@ -58,8 +63,8 @@ class Telemetry:
     docs/telemetry.md explains each figure.
 
     Works with TPUEmbedding, TPUEmbeddingV2 and the Keras layer on CPUs, under
-    MirroredStrategy and MultiWorkerMirroredStrategy. Under the latter each process
-    counts the rows that it holds.
+    MirroredStrategy, MultiWorkerMirroredStrategy and ParameterServerStrategy. In a job
+    each process counts the rows that it holds; of servers all are counted together.
     """
 
     def __init__(self, embedding: Any, *, every: int = 100, hottest: int = 10) -> None:
@@ -77,8 +82,8 @@ class Telemetry:
           ValueError: If `every` is not an int >= 1 or `hottest` not an int >= 0, or if
             a table is called "*".
           NotImplementedError: If the engine of the embedding has no telemetry: on TPUs,
-            on parameter servers, on the portable engine, in a Keras layer with
-            `trainable_tables=True`, and for a model with te.keras.Embedding.
+            on the portable engine, in a Keras layer with `trainable_tables=True`, and
+            for a model with te.keras.Embedding.
         """
         for argument, value, smallest in (("every", every, 1), ("hottest", hottest, 0)):
             if type(value) is not int or value < smallest:
@@ -102,6 +107,7 @@ class Telemetry:
         self._begun = {name: table.vocabulary for name, table in tables.items()}
         self._core.telemetry = self
         self._written: Counts | None = None
+        self._seen = (time.monotonic(), 0, 0)  # By `status`: steps, and bytes sent.
 
     @property
     def is_counting(self) -> bool:
@@ -130,15 +136,50 @@ class Telemetry:
             }
         return figures
 
+    def status(self) -> dict[str, Any]:
+        """Returns how the training goes, as JSON can hold it.
+
+        In a process of `python -m tpu_embedding launch --status` it is also written
+        into the line of the job.
+
+        Returns:
+          "steps", "queue_depth" and "pending_updates" as in `read`; since the status
+          before, "steps_per_second" and in a job "bytes_per_step", sent by this
+          process; there also "waited_seconds", how long this process waited for each
+          so far: those of the slowest grow the most.
+
+        Raises:
+          RuntimeError: As `read`.
+        """
+        return self._status(self._counts())
+
+    def _status(self, counts: Counts) -> dict[str, Any]:
+        sent = sum((counts.bytes_sent or {}).values())
+        (then, steps, bytes_sent), now = self._seen, time.monotonic()
+        self._seen = (now, counts.steps, sent)
+        done = counts.steps - steps
+        found: dict[str, Any] = {
+            "steps": counts.steps,
+            "steps_per_second": done / max(now - then, 1e-9),
+            "queue_depth": counts.queue_depth,
+            "pending_updates": counts.pending_updates,
+        }
+        if counts.waited_seconds is not None:
+            found["bytes_per_step"] = (sent - bytes_sent) / max(done, 1)
+            found["waited_seconds"] = list(counts.waited_seconds)
+        if path := os.environ.get(STATUS_VARIABLE):
+            replace_file(path, json.dumps({"time": time.time(), **found}))
+        return found
+
     def write(self, step: int, *, name: str = "embedding") -> None:
         """Writes the figures for TensorBoard, to the default writer of tf.summary.
 
-        Scalars: counts as the mean of an update, over those counted since the last
-        `write`; other figures as `read` gives them. Histograms over the rows of the
-        last counted update: ids, norms of gradients and of updates. A text lists the
-        hottest rows. The description of each says whether it is exact or sampled.
-        Nothing is written unless a default writer is set, and nothing of the tables if
-        no update was counted since the last `write`.
+        Scalars: what `status` returns; counts as the mean of an update, over those
+        counted since the last `write`; other figures as `read` gives them. Histograms
+        over the rows of the last counted update: ids, norms of gradients and of
+        updates. A text lists the hottest rows. The description of each says whether it
+        is exact or sampled. Nothing is written unless a default writer is set, and
+        nothing of the tables if no update was counted since the last `write`.
 
         Args:
           step: The step that TensorBoard shows.
@@ -153,7 +194,10 @@ class Telemetry:
         if counts.counted_steps != counts.steps:
             note = f"Sampled: every update number n * {self._every}."
         counted = counts.counted_steps - (before.counted_steps if before else 0)
-        for figure, (value, _) in _figures_of_all(counts).items():
+        status = self._status(counts)
+        values = {n: value for n, (value, _) in _figures_of_all(counts).items()}
+        values |= {n: status[n] for n in _RATES if n in status}
+        for figure, value in values.items():
             _write(f"{name}/{figure}", "scalars", value, step, "Exact.")
         for table_name, table in counts.tables.items() if counted else ():
             tag = f"{name}/{table_name}"
@@ -228,6 +272,9 @@ def _figures_of_all(counts: Counts) -> dict[str, Figure]:
     }
     if counts.bytes_sent is not None:
         values |= {f"bytes_sent/{p}": sent for p, sent in counts.bytes_sent.items()}
+    if counts.waited_seconds is not None:
+        waited = enumerate(counts.waited_seconds)
+        values |= {f"waited_seconds/{p}": seconds for p, seconds in waited}
     return {figure: Figure(value, True) for figure, value in values.items()}
 
 

@@ -37,6 +37,7 @@ def main(folder: pathlib.Path, kills: set[str]) -> None:
     with strategy.scope():
         embedding = te.TPUEmbedding({"film": te.FeatureConfig(table)}, te.SGD(0.25))
         embedding.build()
+    telemetry = te.Telemetry(embedding, every=1)
 
     @tf.function
     def step(ids: tf.Tensor, factors: tf.Tensor) -> None:
@@ -54,6 +55,7 @@ def main(folder: pathlib.Path, kills: set[str]) -> None:
         ids, factors = batch(number)
         part = slice(rank * SAMPLES // size, (rank + 1) * SAMPLES // size)
         strategy.run(step, args=(ids[part], factors[part]))
+        telemetry.status()
         if f"{number}:{size}" in kills and rank == size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
         if number % 3 == 2:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import re
@@ -41,9 +42,19 @@ def launch(*arguments: str) -> str:
 @pytest.mark.second_tier
 def test_a_kill_and_another_number_keep_the_bits(tmp_path: pathlib.Path) -> None:
     restarts = ["--processes", "2,3", "--restarts", "1"]
+    restarts += ["--status", str(tmp_path / "status.json")]
     printed = launch(*restarts, launched_program.__file__, str(tmp_path), "4:2")
     for begin in ("0 of 2", "3 of 3"):
         assert f"begins at {begin}" in printed
+    status = json.loads((tmp_path / "status.json").read_text())
+    for number, process in enumerate(status["processes"]):
+        said = process["telemetry"]
+        assert said["steps"] == launched_program.STEPS - 3
+        assert said["steps_per_second"] > 0
+        assert said["bytes_per_step"] > 0
+        assert [seconds > 0 for seconds in said["waited_seconds"]] == [
+            other != number for other in range(3)
+        ]
     expected = np.ones([50, 8], np.float32)
     for step in range(launched_program.STEPS):
         ids, factors = launched_program.batch(step)

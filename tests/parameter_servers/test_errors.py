@@ -58,10 +58,6 @@ def test_what_is_not_carried_is_refused_by_name() -> None:
         table = te.TableConfig(V, D, combiner=combiner)
         with pytest.raises(NotImplementedError, match="CustomCombiner"):
             te.TPUEmbeddingV2(te.FeatureConfig(table), te.SGD(0.1))
-        served = te.TPUEmbedding(features(), te.SGD(0.1))
-        served.build()
-    with pytest.raises(NotImplementedError, match=r"(?i)telemetry"):
-        te.Telemetry(served)
 
 
 def test_fit_of_keras_3_is_an_error_of_tensorflow() -> None:

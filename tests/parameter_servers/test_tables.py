@@ -16,6 +16,8 @@ from parameter_servers.cluster import (
     features,
     make,
     require_same,
+    schedule,
+    step_of,
 )
 
 import tpu_embedding as te
@@ -98,3 +100,26 @@ def test_each_server_makes_its_own_rows() -> None:
         served.build()
     assert max(asked) * D * 4 <= 256
     np.testing.assert_array_equal(served.embedding_tables[table].numpy(), wanted)
+
+
+@pytest.mark.parametrize("kind", [te.TPUEmbedding, te.TPUEmbeddingV2])
+def test_telemetry_counts_what_servers_apply(kind: Any) -> None:
+    one, served = make(kind, features(placements=MIXED), te.Adagrad(0.1))
+    expected, found = (te.Telemetry(e, every=1, hottest=9) for e in (one, served))
+    for number in range(3):
+        step_of(one)(number)
+    schedule(tf.function(step_of(served)), range(3))
+    require_same(one, served)
+    ours, theirs = expected.read(), found.read()
+    assert ours.keys() == theirs.keys()
+    assert theirs["*"] == ours["*"]
+    for name in ("t0", "t1", "t2"):
+        assert not {"samples", "samples_without_ids"} & theirs[name].keys()
+        for figure, (value, exact) in theirs[name].items():
+            assert exact
+            wanted = ours[name][figure].value
+            if isinstance(value, float):
+                wanted = pytest.approx(wanted, rel=1e-6)
+            assert value == wanted, figure
+    assert found.status()["steps_per_second"] > 0
+    found.stop()

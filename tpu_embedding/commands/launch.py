@@ -26,6 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import IO, Any
 
+from tpu_embedding.cluster_config import STATUS_VARIABLE, replace_file
 from tpu_embedding.commands.meeting import Cluster, Meeting
 
 _POLL_SECONDS = 0.1
@@ -109,18 +110,28 @@ class _Process:
     """A task, in a process group of its own, which ends with the launcher."""
 
     def __init__(
-        self, kind: str, index: int, cluster: Cluster, command: Sequence[str]
+        self,
+        kind: str,
+        index: int,
+        cluster: Cluster,
+        command: Sequence[str],
+        status: str | None,
     ) -> None:
         self.kind, self.name = kind, f"{kind} {index}"
+        # Where te.Telemetry says how the training goes.
+        self._status = None if status is None else f"{status}.{kind}_{index}"
         config = {"cluster": cluster, "task": {"type": kind, "index": index}}
         self._command = [sys.executable, *command]
-        self._config = json.dumps(config)
+        self._environment = {"PYTHONUNBUFFERED": "1", "TF_CONFIG": json.dumps(config)}
+        if self._status is not None:
+            self._environment[STATUS_VARIABLE] = os.path.abspath(self._status)
         self.start()
 
     def start(self) -> None:
+        self.remove_status()
         self._process = subprocess.Popen(
             self._command,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", "TF_CONFIG": self._config},
+            env={**os.environ, **self._environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -151,8 +162,15 @@ class _Process:
         for lines in self.outputs:
             lines.close()
 
+    def remove_status(self) -> None:
+        if self._status is not None:
+            pathlib.Path(self._status).unlink(missing_ok=True)
+
     def status(self) -> dict[str, Any]:
-        """Returns the name, process id, exit code, CPU seconds and memory in bytes."""
+        """Returns the name, process id, exit code, CPU seconds and memory in bytes.
+
+        And what te.Telemetry said last.
+        """
         pid = self._process.pid
         status = {"name": self.name, "pid": pid, "exit_code": self.exit_code}
         if status["exit_code"] is None:
@@ -161,6 +179,9 @@ class _Process:
             status["cpu_seconds"] = sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
             pages = int((folder / "statm").read_text().split()[1])
             status["resident_bytes"] = pages * os.sysconf("SC_PAGE_SIZE")
+        said = pathlib.Path(self._status) if self._status else None
+        if said is not None and said.exists():
+            status["telemetry"] = json.loads(said.read_text())
         return status
 
 
@@ -235,7 +256,9 @@ class _Job:
             trains = kind == self._trains
             command = self._options.command if trains else _SERVER
             for index in range(first, first + len(ports[kind])):
-                process = _Process(kind, index, meeting.cluster, command)
+                process = _Process(
+                    kind, index, meeting.cluster, command, self._options.status
+                )
                 self.processes.append(process)
                 self._watch(process)
 
@@ -308,9 +331,7 @@ class _Status:
             "start": self.start,
             "processes": [process.status() for process in processes],
         }
-        beside = pathlib.Path(f"{self._path}.new")
-        beside.write_text(json.dumps(content) + "\n")
-        beside.replace(self._path)
+        replace_file(self._path, json.dumps(content))
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -340,6 +361,9 @@ def run(parsed: argparse.Namespace) -> int:
             else:
                 status.write("done", job.processes)
                 return 0
+            finally:
+                for process in job.processes:
+                    process.remove_status()
 
 
 @contextlib.contextmanager

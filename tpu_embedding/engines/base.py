@@ -362,9 +362,9 @@ class TableStore(abc.ABC):
         del every
         raise NotImplementedError(
             f"The {self.name} engine has no telemetry. Use it with the same tables on "
-            "the host engine: build the embedding outside of the scope of a TPU or "
-            "parameter server strategy, where the compiled library can be loaded, and "
-            "without a CustomOptimizer or CustomCombiner."
+            "the host engine: build the embedding outside of the scope of a TPU "
+            "strategy, where the compiled library can be loaded, and without a "
+            "CustomOptimizer or CustomCombiner."
         )
 
     def changes(self, consumer: str) -> RowChanges:

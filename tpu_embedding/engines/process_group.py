@@ -253,6 +253,12 @@ class Channel:
             for phase, (exchanges, sent) in zip(PHASES, numbers, strict=True)
         }
 
+    def waited_seconds(self) -> list[float]:
+        """By process how long this one waited until its messages had arrived."""
+        with tf.device(self._device):
+            found = self._ops.tpu_embedding_channel_statistics(channel=self._handle)
+        return (found.waited_microseconds.numpy() / 1e6).tolist()
+
 
 class _Thread:
     """What one embedding knows of a thread of the user program.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -59,6 +59,7 @@ class Counts:
       pending_updates: Complete updates that are not applied yet.
       tables: By name.
       bytes_sent: By phase of a step what this process has sent to others, or None.
+      waited_seconds: By process how long this one waited for it, or None.
     """
 
     steps: int
@@ -67,6 +68,48 @@ class Counts:
     pending_updates: int
     tables: Mapping[str, TableCounts]
     bytes_sent: Mapping[str, int] | None = None
+    waited_seconds: Sequence[float] | None = None
+
+
+def joined(parts: Sequence[Counts], num_hot_rows: int) -> Counts:
+    """Joins the counts of the parts of the tables."""
+    if len(parts) == 1:
+        return parts[0]
+    tables: dict[str, list[TableCounts]] = {}
+    for part in parts:
+        for name, counts in part.tables.items():
+            tables.setdefault(name, []).append(counts)
+    return Counts(
+        # A push that is on its way has reached some of the servers.
+        max(part.steps for part in parts),
+        max(part.counted_steps for part in parts),
+        max(part.queue_depth for part in parts),
+        max(part.pending_updates for part in parts),
+        {name: _joined_table(own, num_hot_rows) for name, own in tables.items()},
+    )
+
+
+def _joined_table(parts: Sequence[TableCounts], num_hot_rows: int) -> TableCounts:
+    if len(parts) == 1:
+        return parts[0]
+
+    def every(name: str) -> np.ndarray:
+        return np.concatenate([getattr(part, name) for part in parts])
+
+    hot_rows, order = every("hot_rows"), np.argsort(every("rows"))
+    hottest = np.lexsort((hot_rows[:, 0], -hot_rows[:, 1]))[:num_hot_rows]
+    vocabularies = [part.vocabulary for part in parts if part.vocabulary is not None]
+    return dataclasses.replace(
+        parts[0],
+        **{
+            name: sum(getattr(part, name) for part in parts)
+            for name in ("ids", "distinct_ids", "rows_touched")
+        },
+        hot_rows=hot_rows[hottest],
+        **{n: every(n)[order] for n in ("rows", "row_ids", "gradient_norms")},
+        update_norms=every("update_norms"),
+        vocabulary=tuple(np.sum(vocabularies, 0).tolist()) if vocabularies else None,
+    )
 
 
 def _empty(shape: list[int]) -> np.ndarray:

@@ -21,7 +21,7 @@ from tpu_embedding.engines.host.queue import DEQUEUE, HostEngineQueue
 from tpu_embedding.engines.host.transport import CollectiveCall, Transport
 from tpu_embedding.engines.host.waiting import waiting_bytes
 from tpu_embedding.engines.process_group import Channel
-from tpu_embedding.engines.telemetry import Counts
+from tpu_embedding.engines.telemetry import Counts, joined
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.csr import PreprocessedFeatures
 from tpu_embedding.layout.placement import Placement
@@ -372,8 +372,14 @@ class HostEngine(Engine):
         return part.rates.updates
 
     def start_counting(self, every: int) -> Callable[[int], Counts]:
-        (part,) = self._parts
-        return part.start_counting(every)
+        parts = self._parts
+        reads = self._reach.call(lambda: [part.start_counting(every) for part in parts])
+
+        def read(num_hot_rows: int) -> Counts:
+            counts = self._reach.call(lambda: [each(num_hot_rows) for each in reads])
+            return joined(counts, num_hot_rows)
+
+        return read
 
     def changes(self, consumer: str) -> RowChanges:
         """See `TableStore.changes`: a call of all processes, also in the result."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tpu_embedding.engines.base import Call, EngineOptions
@@ -84,6 +86,7 @@ class TablePart:
                 plan=record, num_slots=len(self._slots)
             )
         self.marks = Marks(self.handle, self.device, placement, tables)
+        self._counts_samples = not (divided or served)
         self.vocabularies = {
             spec.name: QueueVocabulary(
                 spec,
@@ -293,7 +296,8 @@ class TablePart:
             depth,
             pending,
             tables={
-                spec.name: TableCounts(
+                spec.name: self._placed(
+                    spec.index,
                     *found.totals[spec.index].numpy().tolist(),
                     *(
                         arrays[spec.index].numpy()
@@ -313,4 +317,22 @@ class TablePart:
                 )
                 for spec in self._plan.tables
             },
+        )
+
+    def _placed(self, table: int, *figures: Any, **others: Any) -> TableCounts:
+        """Counts of rows by their numbers in the whole table.
+
+        Where the rows of a sample are in several parts, no one counts samples.
+        """
+        counts = TableCounts(*figures, **others)
+        if self._counts_samples:
+            return counts
+        (hot_rows, number), placement = counts.hot_rows.T, self.marks.placement
+        return dataclasses.replace(
+            counts,
+            invalid_ids=None,
+            samples=None,
+            samples_without_ids=None,
+            hot_rows=np.stack([placement.rows_at(table, hot_rows), number], axis=1),
+            rows=placement.rows_at(table, counts.rows.astype(np.int64)),
         )

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tpu_embedding.distribution import ProcessTopology
@@ -18,7 +16,7 @@ from tpu_embedding.engines.host.engine import HostEngine
 from tpu_embedding.engines.host.part import TablePart
 from tpu_embedding.engines.host.transport import Processes
 from tpu_embedding.engines.process_group import Channel, calling, connect
-from tpu_embedding.engines.telemetry import Counts, TableCounts
+from tpu_embedding.engines.telemetry import Counts
 from tpu_embedding.layout.placement import Placement, place_tables, rows_of_plan
 from tpu_embedding.tables.reach import InJob
 from tpu_embedding.tables.variables import Place, TableVariables, create_parts
@@ -92,32 +90,14 @@ class ShardedEngine(HostEngine):
         """See `TableStore.start_counting`: of the rows that this process has."""
         read = super().start_counting(every)
 
-        def placed(num_hot_rows: int) -> Counts:
-            counts, sent = read(num_hot_rows), self._channel.statistics()
-            tables = {
-                spec.name: self._placed(spec.index, counts.tables[spec.name])
-                for spec in self._plan.tables
-            }
+        def with_exchanges(num_hot_rows: int) -> Counts:
+            sent, waited = self._channel.statistics(), self._channel.waited_seconds()
             bytes_sent = {phase: number for phase, (_, number) in sent.items()}
-            return dataclasses.replace(counts, tables=tables, bytes_sent=bytes_sent)
+            return dataclasses.replace(
+                read(num_hot_rows), bytes_sent=bytes_sent, waited_seconds=waited
+            )
 
-        return placed
-
-    def _placed(self, table: int, counts: TableCounts) -> TableCounts:
-        """Counts of the rows of this process, by their numbers in the whole table.
-
-        The rows of a sample are in several processes, so no one counts samples.
-        """
-        counts = dataclasses.replace(
-            counts, invalid_ids=None, samples=None, samples_without_ids=None
-        )
-        row = functools.partial(self._placement.rows_at, table)
-        hot_rows, number = counts.hot_rows.T
-        return dataclasses.replace(
-            counts,
-            hot_rows=np.stack([row(hot_rows), number], axis=1),
-            rows=row(counts.rows.astype(np.int64)),
-        )
+        return with_exchanges
 
 
 def _create_parts(options: EngineOptions, placement: Placement) -> list[TableVariables]:

@@ -15,13 +15,12 @@ import tensorflow as tf
 
 from tpu_embedding.config import DistributedOptions
 from tpu_embedding.distribution import ServerTopology
-from tpu_embedding.engines.base import Engine, EngineOptions, Prepared
+from tpu_embedding.engines.base import EngineOptions, Prepared
 from tpu_embedding.engines.host.batches import plan_record
 from tpu_embedding.engines.host.engine import HostEngine, Routed
 from tpu_embedding.engines.host.part import TablePart
 from tpu_embedding.engines.host.queue import ServerQueue
 from tpu_embedding.engines.host.transport import Servers
-from tpu_embedding.engines.telemetry import Counts
 from tpu_embedding.layout.csr import PreprocessedFeatures
 from tpu_embedding.layout.partition import Partition
 from tpu_embedding.layout.placement import (
@@ -135,9 +134,6 @@ class ParameterServerEngine(HostEngine):
         counters = [part.rates.updates for part in self._parts]
         known = [counter for counter in counters if counter is not None]
         return copied_counter(known) if len(known) > 1 else next(iter(known), None)
-
-    def start_counting(self, every: int) -> Callable[[int], Counts]:
-        return Engine.start_counting(self, every)
 
     def flush(self) -> None:
         """See `TableStore.flush`.

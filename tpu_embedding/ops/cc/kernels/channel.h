@@ -39,7 +39,8 @@ class Channel : public tensorflow::ResourceBase {
         rank(own_rank),
         group_key(own_group_key),
         devices(std::move(own_devices)),
-        timeout_seconds(own_timeout_seconds) {}
+        timeout_seconds(own_timeout_seconds),
+        waited_microseconds(devices.size()) {}
 
   std::string DebugString() const override { return "tpu_embedding::Channel"; }
   int size() const { return devices.size(); }
@@ -55,6 +56,8 @@ class Channel : public tensorflow::ResourceBase {
     std::atomic<int64_t> bytes_sent{0};  // without headers
   };
   std::array<Phase, kPhases.size()> phases;
+  // By process, until what it sent had arrived.
+  std::vector<std::atomic<int64_t>> waited_microseconds;
   std::array<std::atomic<int64_t>, kLanes.size()> sequences{};  // exchanges
   std::atomic<int64_t> last_run{0};  // of the lane of the steps
 };

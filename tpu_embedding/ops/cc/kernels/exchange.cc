@@ -53,14 +53,17 @@ REGISTER_OP("TpuEmbeddingChannelStatistics")
     .Input("channel: resource")
     .Output("exchanges: int64")
     .Output("bytes_sent: int64")
+    .Output("waited_microseconds: int64")
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* context) {
       context->set_output(0, context->Vector(kPhases.size()));
       context->set_output(1, context->Vector(kPhases.size()));
+      context->set_output(2, context->Vector(InferenceContext::kUnknownDim));
       return absl::OkStatus();
     })
     .Doc(R"doc(
-Exchanges begun and bytes sent so far, by phase.
+Exchanges begun and bytes sent so far, by phase; and by process the time until
+what it sent had arrived.
 )doc");
 
 REGISTER_OP("TpuEmbeddingExchange")
@@ -171,13 +174,18 @@ class ChannelStatisticsOp : public tensorflow::OpKernel {
   void Compute(OpKernelContext* context) override {
     ChannelPtr channel;
     OP_REQUIRES_OK(context, LookUpChannel(context, &channel));
-    Tensor *exchanges = nullptr, *bytes = nullptr;
+    Tensor *exchanges = nullptr, *bytes = nullptr, *waited = nullptr;
     const int64_t size = kPhases.size();
     OP_REQUIRES_OK(context, context->allocate_output(0, {size}, &exchanges));
     OP_REQUIRES_OK(context, context->allocate_output(1, {size}, &bytes));
+    OP_REQUIRES_OK(context,
+                   context->allocate_output(2, {channel->size()}, &waited));
     for (int64_t p = 0; p < size; ++p) {
       exchanges->flat<int64_t>()(p) = channel->phases[p].exchanges;
       bytes->flat<int64_t>()(p) = channel->phases[p].bytes_sent;
+    }
+    for (int p = 0; p < channel->size(); ++p) {
+      waited->flat<int64_t>()(p) = channel->waited_microseconds[p];
     }
   }
 };
@@ -602,6 +610,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
       return;
     }
     waiting_ = number;
+    began_ = tensorflow::EnvTime::NowMicros();
     const auto self = shared_from_this();
     // Of each piece; the last one goes on.
     const auto done = [self, next](int peer, const absl::Status& status) {
@@ -645,8 +654,12 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
         tensorflow::AllocatorAttributes(), &part.received[k],
         device->attributes().locality(), 0, context_->cancellation_manager(),
         [=](const absl::Status& status) {
-          if (status.ok()) self->arrived_[p] = true;
           if (status.ok()) {
+            self->arrived_[p] = true;
+            if (k + 1 == (*parts)[p].received.size()) {
+              self->channel_->waited_microseconds[p] +=
+                  tensorflow::EnvTime::NowMicros() - self->began_;
+            }
             self->RequestPiece(what, parts, p, done);
           } else {
             self->SkipRest(parts, p, done);
@@ -892,6 +905,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   int64_t sequence_ = 0;
   std::vector<Tensor> sent_headers_, headers_, texts_;
   std::atomic<int64_t> waiting_{0};
+  std::atomic<int64_t> began_{0};  // in microseconds
   std::atomic<bool> ends_job_{false};
   std::mutex mutex_;
   absl::Status failure_;
