@@ -12,6 +12,7 @@
 #include "core/lookup.h"
 #include "core/pieces.h"
 #include "core/routing.h"
+#include "core/rows-inl.h"
 #include "kernels/apply_updates.h"
 #include "kernels/batch_variant.h"
 #include "kernels/kernel_util.h"
@@ -94,10 +95,17 @@ int64_t ElementBytes(bool narrow) {
   return narrow ? sizeof(BFloat16) : sizeof(float);
 }
 
+// What rows are when they have arrived: caught up and not rounded, if they may
+// wait.
+RowStorage JoinedStorage(const TablePlan& table) {
+  return table.idle ? RowStorage::kFloat32 : table.storage;
+}
+
 // How rows travel.
 RowStorage WireStorage(const TablePlan& table, bool narrow) {
-  const bool rounds = narrow && table.storage == RowStorage::kFloat32;
-  return rounds ? RowStorage::kBFloat16 : table.storage;
+  const RowStorage joined = JoinedStorage(table);
+  const bool rounds = narrow && joined == RowStorage::kFloat32;
+  return rounds ? RowStorage::kBFloat16 : joined;
 }
 
 // Bytes of rows, array by array.
@@ -312,9 +320,20 @@ class ServeOp : public tensorflow::OpKernel {
       };
       if (item < num_tables) {
         const int64_t t = item;
-        GatherRows(copy ? copy->places : *wanted[p * num_tables + t], data(t),
-                   plan.tables[t].dim, narrow, piece.begin, piece.end,
-                   messages[p] + layouts[p].tables[t]);
+        const TablePlan& table = plan.tables[t];
+        const Buffer<int32_t>& rows =
+            copy ? copy->places : *wanted[p * num_tables + t];
+        char* const to = messages[p] + layouts[p].tables[t];
+        const bool widens = !copy && table.storage == RowStorage::kBFloat16 &&
+                            WireStorage(table, narrow) == RowStorage::kFloat32;
+        if (!widens) {
+          return GatherRows(rows, data(t), table.dim, narrow, piece.begin,
+                            piece.end, to);
+        }
+        for (int64_t i = piece.begin; i < piece.end; ++i) {
+          ReadRow(data(t), rows[i], table.dim,
+                  reinterpret_cast<float*>(to) + i * table.dim);
+        }
         return;
       }
       const int64_t f = item - num_tables;
@@ -430,8 +449,8 @@ class CombineOp : public tensorflow::OpKernel {
                                const RoutedBatch& routed, int t,
                                const Tensor& rows) {
     const char* const data = static_cast<const char*>(rows.data());
-    const int64_t first = ArrayBytes(table.storage, table.dim)[0];
-    return TableAt(table.storage,
+    const int64_t first = ArrayBytes(JoinedStorage(table), table.dim)[0];
+    return TableAt(JoinedStorage(table),
                    std::array<const void*, 2>{
                        data, data + Padded(routed.NumArriving(t) * first)});
   }
@@ -453,7 +472,7 @@ class CombineOp : public tensorflow::OpKernel {
       if (plan.placement.by_rows(t)) {
         TF_RETURN_IF_ERROR(context->allocate_temp(
             tensorflow::DT_UINT8,
-            {RowsBytes(table.storage, table.dim, routed.NumArriving(t))},
+            {RowsBytes(JoinedStorage(table), table.dim, routed.NumArriving(t))},
             &(*rows)[t]));
       }
       for (const Sent& sent : routed.sent) {
@@ -471,14 +490,14 @@ class CombineOp : public tensorflow::OpKernel {
       const int64_t count = piece.end - piece.begin;
       const char* from = DataOf(received, p) + layouts[p].tables[t];
       char* to = static_cast<char*>((*rows)[t].data());
-      if (WireStorage(table, Narrow(plan, p)) != table.storage) {
+      if (WireStorage(table, Narrow(plan, p)) != JoinedStorage(table)) {
         FromBFloat16(
             reinterpret_cast<const BFloat16*>(from) + piece.begin * table.dim,
             count * table.dim,
             reinterpret_cast<float*>(to) + first * table.dim);
         return;
       }
-      for (const int64_t width : ArrayBytes(table.storage, table.dim)) {
+      for (const int64_t width : ArrayBytes(JoinedStorage(table), table.dim)) {
         std::memcpy(to + first * width, from + piece.begin * width,
                     count * width);
         from += Padded(routed.sent[p].wanted[t].size() * width);
