@@ -75,7 +75,7 @@ def test_the_steps_that_rows_wait_for_take_memory() -> None:
     for name, rows, waits in (
         ("one machine", 1001, 4 * 1001 + history),
         ("3 processes, synchronous", 334, 4 * 334 + history),
-        ("3 parameter servers", 1001, 0),
+        ("3 parameter servers", 1001, 4 * 1001 + history),
     ):
         assert placement(report, name).by_table == {"films": rows * 72 + waits}
 

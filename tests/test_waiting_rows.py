@@ -700,6 +700,19 @@ def test_a_resumed_growing_table_has_the_bits_of_the_run_that_saved(
         np.testing.assert_array_equal(states[0][name], states[1][name], err_msg=name)
 
 
+def test_rows_that_replace_others_wait_for_nothing() -> None:
+    trained = Trained([growing_table(GROWING["evicts"], "decay")])
+    vocabulary: Any = trained.embedding.core.growing()["decay"]
+    found = growing_batches()
+    trained.step(*next(found))
+    state = vocabulary.read()
+    for _ in range(9):
+        trained.step(*next(found))
+    vocabulary.write(state)
+    for name, values in vocabulary.read().items():
+        np.testing.assert_array_equal(values, state[name], err_msg=name)
+
+
 def test_a_delta_of_a_growing_table_has_every_row_that_moved(
     tmp_path: pathlib.Path,
 ) -> None:

@@ -56,6 +56,9 @@ CASES = {
     "drop": Case("adagrad", invalid_ids="drop", weights=True),
     "mod": Case("adagrad", invalid_ids="mod"),
     "adam": Case("adam_all_rows"),
+    "adam bfloat16": Case(
+        "adam_all_rows", dtype="bfloat16", evaluate=True, placement="rows"
+    ),
     "momentum": Case("momentum", empty=True),
     "clipped": Case("clipped"),
     "scheduled": Case("scheduled", evaluate=True),
@@ -65,12 +68,19 @@ CASES = {
     "growing pipelined": Case(
         "ftrl", pipelined=True, evaluate=True, steps=6, growing=GROWING
     ),
-    "growing bfloat16": Case("adam", dtype="bfloat16", empty=True, growing=GROWING),
+    "growing bfloat16": Case(
+        "adam_all_rows", dtype="bfloat16", empty=True, growing=GROWING
+    ),
     "growing, divided": Case(
         weights=True, graph=True, steps=4, growing=DIVIDED, placement="rows"
     ),
     "growing, divided, version 2": Case(
-        version=2, dtype="bfloat16", steps=4, growing=DIVIDED, placement="rows"
+        "adam_all_rows",
+        version=2,
+        dtype="bfloat16",
+        steps=4,
+        growing=DIVIDED,
+        placement="rows",
     ),
     "growing, divided, pipelined": Case(
         "ftrl",

@@ -27,7 +27,6 @@ from parameter_servers.cluster import (
     require_same,
     schedule,
     step_of,
-    values,
 )
 
 import tpu_embedding as te
@@ -149,23 +148,19 @@ def test_tables_without_an_optimizer_are_looked_up() -> None:
 
 @pytest.mark.second_tier
 def test_every_optimizer_and_dtype_has_the_bits_of_one_process() -> None:
-    for (name, optimizer), options in itertools.product(OPTIMIZERS.items(), ({}, ROWS)):
+    for optimizer, options in itertools.product(OPTIMIZERS.values(), ({}, ROWS)):
         one, served = make(te.TPUEmbedding, features(), optimizer(), **options)
         step, expected = tf.function(step_of(served)), tf.function(step_of(one))
         schedule(step, range(3))
         for k in range(3):
             expected(tf.constant(k))
-        if name == "Adam":
-            for array, value in values(one).items():
-                # Here rows wait, and on servers each step updates all: of 3 steps
-                # each rounds at most 3 times on either side.
-                atol = 18 * 2.0**-24 * np.abs(value).max()
-                found = values(served)[array]
-                np.testing.assert_allclose(found, value, rtol=1e-6, atol=atol)
-        else:
-            require_same(one, served)
-    for dtype, options in itertools.product(ROUNDED, ({}, ROWS)):
-        one, served = make(te.TPUEmbedding, features(dtype), te.Adagrad(0.1), **options)
+        require_same(one, served)
+    for dtype, name, options in itertools.product(
+        ROUNDED, ("Adagrad", "Adam"), ({}, ROWS)
+    ):
+        one, served = make(
+            te.TPUEmbedding, features(dtype), OPTIMIZERS[name](), **options
+        )
         schedule(tf.function(step_of(served)), range(3))
         for k in range(3):
             step_of(one)(k)

@@ -113,7 +113,7 @@ class Machines:
     ) -> PlannedPlacement:
         """What each process needs: for steps, or before that to make the tables."""
         least = 1 if kind == "synchronous" else 0  # Of rows, as `create_parts` does.
-        tables = [self._table_bytes(place, least, kind) for place in places]
+        tables = [self._table_bytes(place, least) for place in places]
         held = [sum(own.values()) for own in tables]
         engine = [_HOST_BYTES + min(own // 8, _HOST_TABLE_BYTES) for own in held]
         buffers = [own + size for own, size in zip(engine, step, strict=True)]
@@ -158,7 +158,7 @@ class Machines:
     def _owner(self, place: Placement, table: TableSpec) -> Any:
         return "all" if place.is_divided(table.index) else place.owners[table.index]
 
-    def _table_bytes(self, place: Placement, least: int, kind: str) -> dict[str, int]:
+    def _table_bytes(self, place: Placement, least: int) -> dict[str, int]:
         """By table, the bytes of its rows and their slots in one process.
 
         A growing table has all its rows.
@@ -167,12 +167,7 @@ class Machines:
         for table in self.plan.tables:
             rows = place.count(table.index, table.config.max_rows)
             found[table.name] = max(rows, least) * self._row_bytes[table.index][1]
-            found[table.name] += waiting_bytes(
-                table,
-                rows,
-                divided=kind == "synchronous",
-                served=kind == "parameter_servers",
-            )
+            found[table.name] += waiting_bytes(table, rows)
             parts = place.part(table.index)[1]
             found[table.name] += vocabulary_bytes(table, rows, parts)
         return found

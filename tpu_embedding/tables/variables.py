@@ -29,6 +29,7 @@ from tpu_embedding.tables.rows import (
     MutableTableRows,
     checkpoint_name,
 )
+from tpu_embedding.tables.waiting import catch_up
 
 # A variable made here must be *one* variable, whatever the strategy whose scope is
 # open; the class behind tf.Variable is the one way past the scope's creators.
@@ -80,6 +81,7 @@ class VariableRows(MutableTableRows):
     def read(self, start: int, stop: int) -> np.ndarray:
         variable = self._copies[0]
         with tf.device(variable.device):
+            catch_up(variable)
             rows = tf.raw_ops.ResourceGather(
                 resource=variable.handle,
                 indices=tf.range(start, stop, dtype=tf.int64),
@@ -93,6 +95,7 @@ class VariableRows(MutableTableRows):
         assert values.shape[1:] == (columns,), (values.shape, columns)
         for variable in self._copies:
             with tf.device(variable.device):
+                catch_up(variable)
                 tf.raw_ops.ResourceScatterUpdate(
                     resource=variable.handle,
                     indices=tf.range(start, start + len(values), dtype=tf.int64),

@@ -25,6 +25,7 @@ from tpu_embedding.tables.rows import (
     ProcessGroup,
     TableRows,
 )
+from tpu_embedding.tables.waiting import catch_up
 from tpu_embedding.vocabulary import (
     CLOCK,
     COUNTS,
@@ -150,6 +151,7 @@ class QueueVocabulary(StoredVocabulary):
 
     def take(self, consumer: str) -> _Arrays:
         """See `StoredVocabulary.take`: as it is at this moment."""
+        catch_up(self._parameters)
         with tf.device(self._device):
             taken = self._ops.tpu_embedding_take_ids(
                 queue=self._queue,
@@ -165,6 +167,8 @@ class QueueVocabulary(StoredVocabulary):
     def read(self, names: Collection[str]) -> _Arrays:
         """See `StoredVocabulary.read`."""
         variables = [self.arrays[name] for name in names]
+        if variables:
+            catch_up(variables[0])
         with tf.device(self._device):
             saved = self._ops.tpu_embedding_save_vocabulary(
                 queue=self._queue,

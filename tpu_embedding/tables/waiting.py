@@ -141,6 +141,12 @@ class EngineVariable(TableVariable):
             super()._flush_before_calls(graph, traced)
 
 
+def catch_up(variable: Any) -> None:
+    """Catches all rows up of a table, before an op takes the handle of a variable."""
+    if isinstance(variable, TableVariable):
+        variable._flush()
+
+
 def make_waiting(variable: Any, cls: type[TableVariable]) -> bool:
     """Makes a variable one whose rows may wait; returns whether it is one now."""
     own = type(variable)
@@ -149,7 +155,8 @@ def make_waiting(variable: Any, cls: type[TableVariable]) -> bool:
         and own.sparse_read is _Variable.sparse_read
         and own._read_variable_op is _Variable._read_variable_op
     )
-    if reads_as_usual and variable.shape.rank == 2 and variable.dtype.is_floating:
+    is_matrix = variable.shape.rank in (2, None)  # Those on servers have no rank.
+    if reads_as_usual and is_matrix and variable.dtype.is_floating:
         object.__setattr__(variable, "__class__", cls)
     return isinstance(variable, cls)
 

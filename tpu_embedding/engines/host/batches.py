@@ -152,10 +152,7 @@ def plan_record(
         if placement
         else [],
         bfloat16_wire=options.distributed.wire_dtype == "bfloat16",
-        tables=[
-            _table_record(spec, waiting_records(spec, placement is not None, served))
-            for spec in plan.tables
-        ],
+        tables=[_table_record(spec, waiting_records(spec)) for spec in plan.tables],
         features=[
             records.record(
                 path=spec.path,

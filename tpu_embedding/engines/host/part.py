@@ -43,8 +43,7 @@ class TablePart:
         placement: Placement,
         tables: Sequence[int],
         *,
-        divided: bool = False,
-        served: bool = False,
+        routed: bool = False,
     ) -> None:
         """Makes the step queue.
 
@@ -54,8 +53,7 @@ class TablePart:
           variables: By table.
           placement: Which of their rows are here.
           tables: Their indices in the plan of all tables.
-          divided: Whether other processes have rows of the tables, or other tables.
-          served: Whether the device is a server.
+          routed: Whether the ids of a sample go to several parts.
         """
         self.device = options.topology.device
         self.record, self.variables = record, variables
@@ -75,7 +73,7 @@ class TablePart:
         self._waits = [
             spec.index
             for spec in options.plan.tables
-            if self._is_trained and idle_of(spec, divided, served) is not None
+            if self._is_trained and idle_of(spec) is not None
         ]
         # What lookups read where rows wait.
         self._read_slots = self._slots if self._waits else []
@@ -86,7 +84,7 @@ class TablePart:
                 plan=record, num_slots=len(self._slots)
             )
         self.marks = Marks(self.handle, self.device, placement, tables)
-        self._counts_samples = not (divided or served)
+        self._counts_samples = not routed
         self.vocabularies = {
             spec.name: QueueVocabulary(
                 spec,

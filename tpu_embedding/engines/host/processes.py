@@ -51,7 +51,7 @@ class ShardedEngine(HostEngine):
             variables,
             self._placement,
             range(len(variables)),
-            divided=True,
+            routed=True,
         )
         self._channel.queues = [part.handle]
         reach = InJob(self._placement, self._channel)

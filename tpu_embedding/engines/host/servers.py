@@ -189,7 +189,7 @@ def _part_on(
     )
     stored = [variables[t][process if placement.is_divided(t) else 0] for t in tables]
     record = plan_record(options, local, served=True)
-    return TablePart(options, record, stored, local, tables, served=True)
+    return TablePart(options, record, stored, local, tables, routed=True)
 
 
 def places_on_servers(

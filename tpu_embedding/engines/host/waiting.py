@@ -26,28 +26,22 @@ if TYPE_CHECKING:
     from tpu_embedding.engines.host.part import TablePart
 
 
-def idle_of(
-    spec: TableSpec, divided: bool = False, served: bool = False
-) -> Idle | None:
+def idle_of(spec: TableSpec) -> Idle | None:
     """Returns how rows of a table wait, or None if each step updates all rows.
 
-    Rows wait in tables with slots of our own, but not on servers, nor in tables of
-    int8. Tables that are `divided` over processes must be float32: rows travel in the
-    dtype of their table, and a catch-up is rounded only when it is written.
+    Rows wait in tables with slots of our own, but not in tables of int8.
     """
     config, optimizer = spec.config, spec.optimizer
     if optimizer is None or optimizer.slot_variable_creation_fn is not None:
-        return None
-    if served or (divided and spec.is_rounded):
         return None
     if config.storage.is_coded:  # A catch-up would be rounded to another grid.
         return None
     return optimizer.idle
 
 
-def waiting_records(spec: TableSpec, divided: bool, served: bool) -> dict[str, Any]:
+def waiting_records(spec: TableSpec) -> dict[str, Any]:
     """Returns the fields of a table's record that say how its rows wait."""
-    idle = idle_of(spec, divided, served)
+    idle = idle_of(spec)
     if idle is None:
         return {"idle": [], "history": 0}
     assert spec.optimizer is not None
@@ -60,11 +54,9 @@ def waiting_records(spec: TableSpec, divided: bool, served: bool) -> dict[str, A
     }
 
 
-def waiting_bytes(
-    spec: TableSpec, rows: int, divided: bool = False, served: bool = False
-) -> int:
+def waiting_bytes(spec: TableSpec, rows: int) -> int:
     """Returns what a process that has so many rows of a table keeps of their waits."""
-    idle = idle_of(spec, divided, served)
+    idle = idle_of(spec)
     if idle is None:
         return 0
     rule = idle.quadrature
