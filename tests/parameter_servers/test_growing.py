@@ -68,7 +68,8 @@ def test_servers_have_the_bits_of_one_process(kind: Any, pipelined: bool) -> Non
     options = {"when_full": "shared_row", "unknown": "shared_row"}
     dtype = "int8" if pipelined else "bfloat16"
     tables = configs(options if pipelined else {}, dtype)
-    one, served = make(kind, tables, te.Adagrad(0.1), pipelined)
+    optimizer = te.Adagrad(0.1) if pipelined else te.Adam(0.1, lazy_adam=False)
+    one, served = make(kind, tables, optimizer, pipelined)
     step, expected = tf.function(step_of(served)), step_of(one)
     assert schedule(step, range(4)) == [float(expected(k)) for k in range(4)]
     assert float(step_of(served)(5)) == float(expected(5))
@@ -82,7 +83,7 @@ def test_servers_have_the_bits_of_one_process(kind: Any, pipelined: bool) -> Non
 
 @pytest.mark.parametrize("kind", [te.TPUEmbedding, te.TPUEmbeddingV2])
 def test_a_push_that_is_repeated_counts_no_hit_twice(kind: Any) -> None:
-    one, served = make(kind, configs(), te.Adagrad(0.1))
+    one, served = make(kind, configs(), te.Adam(0.1, lazy_adam=False))
     step, expected = tf.function(step_of(served)), step_of(one)
     numbered = JOB.coordinator._with_number(step)
     for number in (1, 2, 1, 2, 3, 3):
@@ -93,7 +94,7 @@ def test_a_push_that_is_repeated_counts_no_hit_twice(kind: Any) -> None:
 
 
 def test_checkpoints_go_to_servers_and_back(tmp_path: pathlib.Path) -> None:
-    one, served = make(te.TPUEmbedding, configs(), te.Adagrad(0.1))
+    one, served = make(te.TPUEmbedding, configs(), te.Adam(0.1, lazy_adam=False))
     for source, target in ((one, served), (served, one)):
         for k in range(3):
             step_of(source)(k)
