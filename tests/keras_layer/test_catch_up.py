@@ -19,6 +19,7 @@ from keras_layer.models import mirrored
 from keras_layer.version import keras
 from reference.keras_rules import Trained
 
+import tpu_embedding as te
 from tpu_embedding import keras as te_keras
 from tpu_embedding.keras.rows import fused
 from tpu_embedding.keras.rows import waiting as waiting_module
@@ -201,6 +202,27 @@ def test_replicas_have_the_numbers_of_dense_gradients(name: str, way: str):
     np.testing.assert_allclose(layer.get_weights()[0], theirs, rtol=0, atol=atol)
     for own, other in zip(slots_of(ours), their_slots, strict=True):
         np.testing.assert_allclose(own, other, rtol=0, atol=rounding(steps, other))
+
+
+@pytest.mark.parametrize("name", ["adam", "adam, large epsilon", "adagrad"])
+def test_translated_optimizers_have_the_numbers_of_dense_gradients(name: str):
+    make = OPTIMIZERS[name] if name != "adagrad" else lambda: O.Adagrad(0.3)
+    theirs, _ = dense_twin(120, make)
+    optimizer = te_keras.translate_keras_optimizer(make(), lazy=False)
+    table = te.TableConfig(V, D, lambda *_, **__: first_table(), optimizer)
+    embedding = te.TPUEmbedding(te.FeatureConfig(table), None)
+    for gradient in gradients(120):
+        embedding.enqueue(gradient.indices)
+        embedding.dequeue()
+        embedding.apply_gradients(gradient.values)
+    found = embedding.embedding_tables[table].numpy()
+    # Keras adds 1e-7 to the root of Adagrad.
+    np.testing.assert_allclose(found, theirs, rtol=0, atol=rounding(120, theirs))
+
+
+def test_ftrl_cannot_be_translated_with_updates_of_all_rows():
+    with pytest.raises(ValueError, match="lazy=False for Ftrl"):
+        te_keras.translate_keras_optimizer(O.Ftrl(0.1), lazy=False)
 
 
 def trained(

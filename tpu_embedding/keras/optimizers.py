@@ -33,12 +33,14 @@ class _Conversion:
       converted: Options that `rule` has under the same name.
       neutral: Other options, with the only value that is accepted.
       fixed: Arguments of `rule` that have no option in Keras.
+      all_rows: Arguments of `rule` for updates of all rows; None: there are none.
     """
 
     rule: Callable[..., rules.Optimizer]
     converted: tuple[str, ...] = ()
     neutral: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    all_rows: Mapping[str, Any] | None = dataclasses.field(default_factory=dict)
 
 
 _CONVERSIONS: dict[str, _Conversion] = {
@@ -53,6 +55,7 @@ _CONVERSIONS: dict[str, _Conversion] = {
         converted=("beta_1", "beta_2", "epsilon"),
         neutral={"amsgrad": False},
         fixed={"sum_inside_sqrt": False},  # Keras adds epsilon outside the root.
+        all_rows={"lazy_adam": False},
     ),
     "Ftrl": _Conversion(
         rules.FTRL,
@@ -64,6 +67,7 @@ _CONVERSIONS: dict[str, _Conversion] = {
             "beta",
         ),
         neutral={"l2_shrinkage_regularization_strength": 0.0},
+        all_rows=None,  # All rows follow the rate, and those without gradients are 0.
     ),
 }
 # Options of all classes, with the only value that is accepted.
@@ -89,7 +93,7 @@ def is_keras_optimizer(value: object) -> bool:
 
 
 def translate_keras_optimizer(
-    optimizer: Any, *, bias_correction: bool = True
+    optimizer: Any, *, bias_correction: bool = True, lazy: bool = True
 ) -> rules.Optimizer:
     """Converts an optimizer of Keras 3 or tf_keras for embedding tables.
 
@@ -99,9 +103,10 @@ def translate_keras_optimizer(
     written.
 
     The layer converts optimizers of Keras by it. The numbers are those of Keras, with
-    two differences: rows that do not occur in the batch do not change (in Keras the
-    moments of Adam decay in all rows, and all rows move); Adagrad has no epsilon in
-    the divisor (in Keras 1e-7, next to an accumulator of at least 0.1).
+    two differences: unless `lazy` is False, rows that do not occur in the batch do not
+    change (in Keras the moments of Adam decay in all rows, and all rows move); Adagrad
+    has no epsilon in the divisor (in Keras 1e-7, next to an accumulator of at least
+    0.1).
 
     >>> import keras
     >>> translate_keras_optimizer(keras.optimizers.Ftrl(0.5, beta=0.25)).beta
@@ -112,12 +117,15 @@ def translate_keras_optimizer(
       bias_correction: For Adam: multiply the learning rate by
         sqrt(1 - beta_2^t) / (1 - beta_1^t) in the t-th update, as Keras does. False
         gives the rule of TPUs and of `te.Adam`, which do not.
+      lazy: Whether rows that do not occur in the batch stay as they are, as on TPUs.
+        False is for CPUs: each update moves all rows of Adam, as in Keras.
 
     Returns:
       An optimizer of this package.
 
     Raises:
-      ValueError: If the class is not supported, or an option cannot be converted.
+      ValueError: If the class is not supported, an option cannot be converted, or
+        `lazy=False` is for Ftrl.
     """
     cls = type(optimizer)
     conversion = _CONVERSIONS.get(cls.__name__)
@@ -131,6 +139,13 @@ def translate_keras_optimizer(
         )
     options = optimizer.get_config()
     _check(cls.__name__, conversion, options)
+    all_rows = {} if lazy else conversion.all_rows
+    if all_rows is None:
+        raise ValueError(
+            f"translate_keras_optimizer does not support lazy=False for "
+            f"{cls.__name__}: embedding tables update only the rows of a batch with it."
+            " Use lazy=True, or te.keras.Embedding with te.keras.RowSparseOptimizer."
+        )
     rate = _held_rate(optimizer)
     if not callable(rate):
         rate = OptimizerRate(optimizer)
@@ -141,6 +156,7 @@ def translate_keras_optimizer(
         clipvalue=options.get("clipvalue") or None,  # Keras treats 0 as None.
         **{option: options[option] for option in conversion.converted},
         **conversion.fixed,
+        **all_rows,
     )
 
 
