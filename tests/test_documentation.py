@@ -168,6 +168,14 @@ def test_the_picture_of_keras_rows_has_the_figures_of_its_page():
             assert f">{figure}</text>" in picture, figure
 
 
+def test_the_picture_of_growing_tables_has_the_words_of_its_example():
+    example = (ROOT / "examples" / "09_growing.py").read_text()
+    words_of_lines = re.findall(r'\("(\w+)", "[-:]+"\)', example)
+    assert len(words_of_lines) == 3
+    picture = (DOCS / "images" / "growing.svg").read_text()
+    assert [word for word in words_of_lines if f"<!-- {word} -->" not in picture] == []
+
+
 def test_optimizers_are_listed_with_their_engines():
     text = (DOCS / "choose.md").read_text()
     for name, optimizer in OPTIMIZERS.items():
