@@ -18,10 +18,10 @@ IDS = np.array([5, -7, 2**62, 5, 11, -7, 3, 5], np.int64)
 LABELS = np.arange(8, dtype=np.float32) % 2
 
 
-def _model(dtype: str = "float32") -> tuple[Any, Any, te.TableConfig]:
+def _model(dtype: str = "float32", dim: int = 0) -> tuple[Any, Any, te.TableConfig]:
     """One id for each example; a dense layer of ones."""
     vocabulary = te.GrowingVocabulary(20, eviction="lru", unknown="shared_row")
-    dim = 16 if dtype == "int8" else 4
+    dim = dim or (16 if dtype == "int8" else 4)
     table = te.TableConfig(vocabulary, dim, "uniform", name="films", dtype=dtype)
     layer = te.keras.TPUEmbedding({"film": te.FeatureConfig(table)}, te.Adagrad(0.5))
     film = keras.Input((), dtype="int64", name="film")
@@ -110,6 +110,26 @@ def test_files_keep_ids_and_slots(
         each.compile("sgd", "mse")
         _fit(each, 1)
     assert np.array_equal(_predict(model), _predict(loaded))
+
+
+def test_files_of_int8_are_read_by_value_and_bit_by_bit(tmp_path: pathlib.Path) -> None:
+    model, layer, table = _model("int8")
+    _fit(model)
+    path = str(tmp_path / "model.weights.h5")
+    model.save_weights(path)
+    floats, _, _ = _model("float32", 16)
+    floats.load_weights(path)
+    assert np.array_equal(_predict(floats), _predict(model))
+    embedding = te.TPUEmbedding({"film": te.FeatureConfig(table)}, te.Adagrad(0.5))
+    te.checkpoint.restore(embedding, path)
+    found, expected = (e.core.growing()["films"].read() for e in (embedding, layer))
+    for name, values in expected.items():
+        assert np.array_equal(found[name], values), name
+    floats.save_weights(path)
+    model.load_weights(path)
+    scales = layer.core.growing()["films"].read()["scale_offset"][:, 0]
+    bound = 16 * float(scales.max()) / 2  # The dense layer adds 16 columns.
+    np.testing.assert_allclose(_predict(model), _predict(floats), rtol=1e-6, atol=bound)
 
 
 def test_static_and_growing_files_are_not_mixed_up(tmp_path: pathlib.Path) -> None:
