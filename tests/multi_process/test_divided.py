@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pathlib
 from typing import Any
 
 import pytest
 import tensorflow as tf
 from multi_process import divided
-from multi_process.jobs import Job
+from multi_process.jobs import PACKAGE, TESTS, Job, Process
 
 import tpu_embedding as te
 from tpu_embedding.layout.placement import BY_ID, place_on_servers, place_tables
@@ -32,6 +34,25 @@ def test_parts_admit_and_evict_as_in_the_reference_for_long(
     for job in (two, three):
         for seed in range(100, 130):
             job.run("divided.fuzz", seed, 50, str(tmp_path))
+
+
+@pytest.mark.third_tier
+@pytest.mark.parametrize("servers", [1, 2, 3])
+def test_servers_admit_and_evict_as_in_the_reference(
+    servers: int, tmp_path: pathlib.Path
+) -> None:
+    variables = {
+        "PYTHONPATH": os.pathsep.join([str(TESTS), str(PACKAGE)]),
+        "TEST_SERVERS": str(servers),
+    }
+    process = Process(variables, "parameter_servers.process")
+    with contextlib.closing(process):
+        arguments = {"seeds": [*range(6)], "steps": 30, "folder": str(tmp_path)}
+        arguments["servers"] = servers
+        process.send("cluster.fuzz_divided", (arguments,))
+        result = process.receive(500.0)
+        assert result is None, f"{result}\n{process.printed()}"
+        print(process.printed())
 
 
 @pytest.mark.second_tier

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import optimizer_cases
 import tensorflow as tf
+from multi_process import divided
 
 import tpu_embedding as te
 from tpu_embedding.tables.rows import PARAMETERS
@@ -144,6 +145,12 @@ def require_same(one: Any, other: Any) -> None:
 def require_unchanged(before: Mapping[str, np.ndarray], embedding: Any) -> None:
     for name, value in values(embedding).items():
         np.testing.assert_array_equal(value, before[name], err_msg=name)
+
+
+def fuzz_divided(seeds: list[int], steps: int, folder: str, servers: int) -> None:
+    """Divided growing tables, beside the reference of their parts."""
+    full = [divided.fuzz(JOB.strategy, seed, steps, folder, servers) for seed in seeds]
+    print(f"{servers} servers: {len(full)} x {steps} steps, {sum(full)} of them full")
 
 
 def make(kind: Any, *arguments: Any, **options: Any) -> tuple[Any, Any]:

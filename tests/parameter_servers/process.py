@@ -31,7 +31,7 @@ def run(name: str, arguments: dict[str, Any]) -> None:
 
 def main() -> None:
     library.load()
-    cluster, servers = start_cluster()
+    cluster, servers = start_cluster(int(os.environ.get("TEST_SERVERS", "2")))
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
         cluster, rpc_layer="grpc"
     )
