@@ -180,7 +180,7 @@ def fuzz(strategy: Any, seed: int, steps: int, folder: str, servers: int = 0) ->
     return full
 
 
-def move(strategy: Any, source: str, target: str) -> Any:
+def move(strategy: Any, source: str, target: str, *, alone: bool = False) -> Any:
     """Restores a table, trains one step and saves; ids and values after both."""
     embedding, films = make(strategy, te.GrowingVocabulary(60, eviction="lru"))
     embedding.build()
@@ -188,7 +188,8 @@ def move(strategy: Any, source: str, target: str) -> Any:
         te.checkpoint.restore(embedding, source)
     before = state_of(embedding, films)
     ids = [[3, 5, -9], [7, 3], [-(2**63)]]
-    step(embedding, ids[rank(strategy)] if strategy.num_replicas_in_sync > 1 else [])
+    alone = alone or strategy.num_replicas_in_sync == 1
+    step(embedding, [] if alone else ids[rank(strategy)])
     te.checkpoint.save(embedding, target)
     return before, state_of(embedding, films)
 

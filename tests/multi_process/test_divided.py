@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pathlib
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 from multi_process import divided
-from multi_process.jobs import PACKAGE, TESTS, Job, Process
+from multi_process.jobs import PACKAGE, TESTS, Failure, Job, Process
 
 import tpu_embedding as te
 from tpu_embedding.layout.placement import BY_ID, place_on_servers, place_tables
@@ -37,22 +38,44 @@ def test_parts_admit_and_evict_as_in_the_reference_for_long(
 
 
 @pytest.mark.third_tier
-@pytest.mark.parametrize("servers", [1, 2, 3])
+@pytest.mark.parametrize("servers", [1, 2])
 def test_servers_admit_and_evict_as_in_the_reference(
     servers: int, tmp_path: pathlib.Path
 ) -> None:
+    arguments = {"seeds": [*range(6)], "steps": 30, "folder": str(tmp_path)}
+    on_servers("fuzz_divided", servers, servers=servers, **arguments)
+
+
+def on_servers(function: str, number: int, **arguments: Any) -> Any:
+    """Calls a function of parameter_servers.cluster, of so many servers."""
     variables = {
         "PYTHONPATH": os.pathsep.join([str(TESTS), str(PACKAGE)]),
-        "TEST_SERVERS": str(servers),
+        "TEST_SERVERS": str(number),
     }
     process = Process(variables, "parameter_servers.process")
     with contextlib.closing(process):
-        arguments = {"seeds": [*range(6)], "steps": 30, "folder": str(tmp_path)}
-        arguments["servers"] = servers
-        process.send("cluster.fuzz_divided", (arguments,))
+        process.send(f"cluster.{function}", (arguments,))
         result = process.receive(500.0)
-        assert result is None, f"{result}\n{process.printed()}"
+        assert not isinstance(result, Failure), f"{result}\n{process.printed()}"
         print(process.printed())
+        return result
+
+
+@pytest.mark.third_tier
+def test_restores_onto_processes_and_servers(
+    two: Job, three: Job, tmp_path: pathlib.Path
+) -> None:
+    """1 -> 3 -> 2 -> servers -> 1."""
+    one = tf.distribute.get_strategy()
+    paths = [str(tmp_path / str(k)) for k in range(5)]
+    results = [divided.move(one, "", paths[0])]
+    results.append(three.run("divided.move", *paths[:2])[0])
+    results.append(two.run("divided.move", *paths[1:3])[0])
+    results.append(on_servers("move_divided", 2, source=paths[2], target=paths[3]))
+    results.append(divided.move(one, *paths[3:]))
+    for (_, last), (before, _) in itertools.pairwise(results):
+        assert before == last
+    assert set(results[-1][1][0]) == {3, 5, -9, 7, -(2**63)}
 
 
 @pytest.mark.second_tier

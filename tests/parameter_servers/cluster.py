@@ -153,6 +153,11 @@ def fuzz_divided(seeds: list[int], steps: int, folder: str, servers: int) -> Non
     print(f"{servers} servers: {len(full)} x {steps} steps, {sum(full)} of them full")
 
 
+def move_divided(source: str, target: str) -> Any:
+    """See `divided.move`."""
+    return divided.move(JOB.strategy, source, target, alone=True)
+
+
 def make(kind: Any, *arguments: Any, **options: Any) -> tuple[Any, Any]:
     """The same embedding in this process and on the servers."""
     one = kind(*arguments, **options)

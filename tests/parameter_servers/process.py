@@ -19,12 +19,12 @@ import tpu_embedding as te
 from tpu_embedding.ops import library
 
 
-def run(name: str, arguments: dict[str, Any]) -> None:
-    """Runs a test, "module.function"."""
+def run(name: str, arguments: dict[str, Any]) -> Any:
+    """Runs a test, or what one asks for, "module.function"."""
     module, _, function = name.rpartition(".")
     test = getattr(importlib.import_module(f"parameter_servers.{module}"), function)
     try:
-        test(**arguments)
+        return test(**arguments)
     except pytest.fail.Exception as failed:  # Not an Exception.
         raise AssertionError(str(failed)) from failed
 
