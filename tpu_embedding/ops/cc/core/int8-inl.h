@@ -185,7 +185,7 @@ struct RowsToCode {
   }
 };
 
-// A body of simd.h: stores rows by the rule of docs/semantics.md. A grid that
+// A body of simd.h: stores rows by the rule of docs/formats.md. A grid that
 // the values fit and of which they fill 0.8 is kept. What lies between two
 // steps of the grid becomes one of them, by the bits that round bfloat16.
 struct CodeBody {
