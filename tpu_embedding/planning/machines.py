@@ -18,12 +18,7 @@ from tpu_embedding.layout.placement import (
     place_tables,
     whole_table_bytes,
 )
-from tpu_embedding.layout.plan import (
-    Plan,
-    TableSpec,
-    refuse_growing_codes,
-    require_options,
-)
+from tpu_embedding.layout.plan import Plan, TableSpec, require_options
 from tpu_embedding.planning.report import PlannedPlacement, table_arrays
 from tpu_embedding.planning.sample import Traffic
 from tpu_embedding.tables.growing import check_growth, vocabulary_bytes
@@ -298,7 +293,6 @@ class Machines:
         """Why an engine cannot have the tables."""
         try:
             require_options(self.plan, engine)
-            refuse_growing_codes(self.plan)
             for table in self.plan.tables:
                 check_growth(table)
         except NotImplementedError as error:
