@@ -151,7 +151,7 @@ class QueueVocabulary(StoredVocabulary):
 
     def take(self, consumer: str) -> _Arrays:
         """See `StoredVocabulary.take`: as it is at this moment."""
-        catch_up(self._parameters)
+        catch_up(self._rows[0])
         with tf.device(self._device):
             taken = self._ops.tpu_embedding_take_ids(
                 queue=self._queue,
