@@ -112,7 +112,8 @@ def train(kind: str, seed: int, ratings: data.Ratings, films: data.Catalogue) ->
             error = dense(inputs, training=True) - batch["rating"]
             loss = tf.reduce_mean(tf.square(error))
         weights = dense.trainable_variables
-        of_inputs, of_weights = tape.gradient(loss, (inputs, weights))
+        gradients: Any = tape.gradient(loss, (inputs, weights))
+        of_inputs, of_weights = gradients
         embedding.apply_gradients({name: of_inputs[name] for name in features})
         optimizer.apply_gradients(zip(of_weights, weights, strict=True))
 
@@ -136,7 +137,7 @@ def train(kind: str, seed: int, ratings: data.Ratings, films: data.Catalogue) ->
 
 def main() -> None:
     """Prints a line for each kind."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Compares kinds of tables.")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     options = parser.parse_args()
