@@ -44,7 +44,8 @@ def follow(folder: pathlib.Path, form: str, tables: dict[str, np.ndarray]) -> No
     for table, feature in (("table0", "ragged"), ("table1", "dense")):
         if f"{table}/ids" in tables:
             continue  # The number of a row is no id.
-        rows, grids = (tables.get(f"{table}/{n}") for n in ("parameters", SCALE_OFFSET))
+        rows = tables[f"{table}/parameters"]
+        grids = tables.get(f"{table}/{SCALE_OFFSET}")
         if grids is not None:
             rows = int8_rows.values_of(rows, grids)
         every = tf.range(len(rows), dtype=tf.int64)
