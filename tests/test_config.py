@@ -39,12 +39,16 @@ def test_arguments_are_those_of_tensorflow(cls: type) -> None:
     assert _arguments(cls) == _arguments(getattr(stock, cls.__name__))
 
 
-def test_what_is_ours_alone_is_keyword_only() -> None:
-    parameters = inspect.signature(TableConfig).parameters
-    keyword_only = [p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
-    assert keyword_only == [
-        *("invalid_ids", "rounding_seed", "placement", "string_ids")
-    ]
+@pytest.mark.parametrize(
+    ("cls", "names"),
+    [
+        (TableConfig, ["invalid_ids", "rounding_seed", "placement", "string_ids"]),
+        (FeatureConfig, ["salt"]),
+    ],
+)
+def test_what_is_ours_alone_is_keyword_only(cls: type, names: list[str]) -> None:
+    parameters = inspect.signature(cls).parameters
+    assert [p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY] == names
 
 
 def _ignored(*_: Any, **__: Any) -> None:

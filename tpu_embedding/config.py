@@ -360,7 +360,7 @@ class FeatureConfig(_ChangeableUntilUsed):
     validate_weights_and_indices: bool = True
     output_shape: Any = None
     name: str | None = None
-    salt: int | None = None
+    salt: int | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         table, length = self.table, self.max_sequence_length
