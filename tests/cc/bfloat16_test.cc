@@ -30,24 +30,30 @@ float Float(uint32_t bits) {
   return value;
 }
 
-// Rounds two rows at once and checks that nothing beside them was written.
+// Rounds two rows, each in every second place of those that are rounded at
+// once, and checks that nothing beside them was written.
 template <class F32xN>
 std::vector<std::vector<uint16_t>> RoundedWith(
     const std::vector<float> (&values)[2], const Rounding& rounding,
     const int64_t (&rows)[2]) {
   const int64_t dim = values[0].size();
-  std::vector<BFloat16> out[2];
-  for (auto& row : out) row.assign(dim + 2, BFloat16{kCanary});
-  RoundBody::Run<F32xN>({{values[0].data(), values[1].data()},
-                         {rows[0], rows[1]},
-                         {out[0].data() + 1, out[1].data() + 1}},
-                        dim, rounding);
-  std::vector<std::vector<uint16_t>> bits(2);
-  for (int r = 0; r < 2; ++r) {
+  std::vector<BFloat16> out[kRowsAtOnce];
+  RowsToRound together;
+  for (int r = 0; r < kRowsAtOnce; ++r) {
+    out[r].assign(dim + 2, BFloat16{kCanary});
+    together.values[r] = values[r % 2].data();
+    together.rows[r] = rows[r % 2];
+    together.out[r] = out[r].data() + 1;
+  }
+  RoundBody::Run<F32xN>(together, dim, rounding);
+  std::vector<std::vector<uint16_t>> bits(kRowsAtOnce);
+  for (int r = 0; r < kRowsAtOnce; ++r) {
     CHECK_EQ(out[r].front().bits, kCanary);
     CHECK_EQ(out[r].back().bits, kCanary);
     for (int64_t d = 1; d <= dim; ++d) bits[r].push_back(out[r][d].bits);
+    CHECK_TRUE(bits[r] == bits[r % 2]);
   }
+  bits.resize(2);
   return bits;
 }
 
