@@ -460,7 +460,9 @@ checkpoint.save(embedding, sys.argv[1] + "/second", progress=Killer())
 def test_a_killed_save(tmp_path: pathlib.Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     result = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path)], env=environment, check=False
+        [sys.executable, "-P", "-c", KILLED, str(tmp_path)],
+        env=environment,
+        check=False,
     )
     assert result.returncode == -signal.SIGKILL
     embedding = models.make(te.Adagrad(0.1), {"films": (9, 2)})
