@@ -165,7 +165,7 @@ def test_what_servers_refuse_of_divided_tables_changes_none() -> None:
     served.enqueue(batch(0))
     found = gradients(served.dequeue())
     found["b"] = found["b"][1:]
-    with pytest.raises(tf.errors.InvalidArgumentError, match=r"b.*shape \[15,8\]"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"b.*shape \[15,16\]"):
         served.apply_gradients(found)
     require_unchanged(before, served)
     del configs["d"]
