@@ -46,8 +46,7 @@ def step(embedding: Any, ids: Any, **arguments: Any) -> np.ndarray:
 class Reference:
     """What the parts of a table hold: each admits and evicts for itself.
 
-    Servers, which `serve` them, update one after the other: if a part is full, those
-    before it have been updated.
+    Servers, which `serve` them, reject alone: if one is full, others are updated.
     """
 
     def __init__(
@@ -72,6 +71,7 @@ class Reference:
         Raises:
           growing.FullError: If a part is full; of a job nothing has changed.
         """
+        full: growing.FullError | None = None
         read: list[list[float]] = [[0.0] * len(batch) for batch in batches]
         after, values = copy.deepcopy(self.parts), {**self.values}
         for number, part in enumerate(after):
@@ -89,16 +89,19 @@ class Reference:
                     )
             try:
                 update = part.update(lookups)
-            except growing.FullError:
-                if self._serve:
-                    self.parts, self.values = after, values
-                raise
+            except growing.FullError as error:
+                if not self._serve:
+                    raise
+                full = error
+                continue
             values |= {(number, row): 1.0 for row, _ in update.created}
             for rows in update.rows:
                 for row in rows:
                     if row is not None:
                         values[number, row] -= 0.5
         self.parts, self.values = after, values
+        if full is not None:
+            raise full
         return read
 
     def check(self, embedding: Any, films: Any) -> None:

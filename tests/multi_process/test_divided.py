@@ -38,7 +38,7 @@ def test_parts_admit_and_evict_as_in_the_reference_for_long(
 
 
 @pytest.mark.third_tier
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("servers", [1, 2, 3])
 def test_servers_admit_and_evict_as_in_the_reference(
     servers: int, tmp_path: pathlib.Path
 ) -> None:

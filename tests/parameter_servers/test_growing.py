@@ -25,6 +25,7 @@ from parameter_servers.cluster import (
 )
 
 import tpu_embedding as te
+from tpu_embedding.layout.partition import IdPartition
 
 pytestmark = pytest.mark.second_tier
 
@@ -117,6 +118,30 @@ def test_a_full_table_refuses_the_step(kind: Any) -> None:
     with pytest.raises(tf.errors.InvalidArgumentError, match="Table t0 is full"):
         train()
     np.testing.assert_array_equal(values(served)["t0/parameters"], tables[-1])
+
+
+def test_a_full_server_rejects_alone() -> None:
+    """The other one is updated, also eagerly."""
+    table = te.TableConfig(
+        te.GrowingVocabulary(4), 2, "ones", name="films", placement="rows"
+    )
+    with JOB.strategy.scope():
+        embedding = te.TPUEmbedding({"film": te.FeatureConfig(table)}, te.SGD(0.5))
+    ids = np.arange(100)
+    owners = IdPartition(2).owner(ids)
+    first, second = ids[owners == 0], ids[owners == 1]
+
+    def train(ids: Any) -> None:
+        embedding.enqueue({"film": tf.constant(ids)})
+        ones = tf.ones_like(embedding.dequeue()["film"])
+        embedding.apply_gradients({"film": ones})
+
+    train(first[:2])
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"of 2.* is full"):
+        train([first[2], second[0]])
+    embedding.reset()
+    found = embedding.vocabularies[table].ids
+    assert set(found) == {*first[:2], second[0]}
 
 
 @pytest.mark.parametrize("keeps", [True, False])

@@ -318,11 +318,18 @@ class HostEngine(Engine):
             )
         received = transport.to_owners(_UPDATE, sent.messages, sent.refusal)
         pushes = transport.pushes()
+        refused: tf.errors.OpError | None = None
         for k, (part, messages) in enumerate(zip(self._parts, received, strict=True)):
             with tf.device(part.device):
                 rates = nothing if transport.is_owner else part.rates.evaluate()
             batches = [routed.parts[k]] if routed else []
-            part.apply(part.receive_gradients(batches, messages, rates, pushes))
+            try:
+                part.apply(part.receive_gradients(batches, messages, rates, pushes))
+            except tf.errors.OpError as error:
+                # Of servers each rejects alone. In a graph nothing is raised here.
+                refused = refused or error
+        if refused is not None:
+            raise refused
 
     def _rates_to_send(self) -> tf.Tensor:
         """The rates of an update, in a process that sends them to the owners."""
