@@ -67,14 +67,13 @@ constexpr int64_t kCyclesPerWait = 150;
 
 inline void PrefetchRow(const TableView& view, int64_t row) {
   const int64_t begin = row * view.dim;
-  std::visit([&](const auto& table) { PrefetchRow(table, row, view.dim); },
+  std::visit([&](const auto& table) { PrefetchRow<2>(table, row, view.dim); },
              view.parameters);
-  for (const float* slot : view.slots) Prefetch(slot + begin, view.dim);
+  for (const float* slot : view.slots) Prefetch<2>(slot + begin, view.dim);
 }
 
 // Runs read(i) for each i below `count`, which reads the row row_of(i) of a
-// table, caught up. These rows are distinct, and the step since when each of
-// them waits was prefetched.
+// table, caught up. These rows are distinct.
 template <class RowOf, class Read>
 void ReadDistinct(const ParallelFor& parallel_for, const TableView& view,
                   const WaitingRows& waiting, int64_t count,
@@ -84,6 +83,9 @@ void ReadDistinct(const ParallelFor& parallel_for, const TableView& view,
   ForEachPiece(parallel_for, {{count, count * (kCyclesPerWait + width)}},
                [&](const Piece& piece) {
                  for (int64_t i = piece.begin; i < piece.end; ++i) {
+                   if (i + 2 * ahead < piece.end) {
+                     waiting.PrefetchSince(row_of(i + 2 * ahead));
+                   }
                    if (i + ahead < piece.end) {
                      const int64_t row = row_of(i + ahead);
                      waiting.PrefetchStart(row);
