@@ -37,13 +37,18 @@ def named_initializer(table: str, name: str) -> Any:
         ) from error
 
 
+def stock_class(initializer: Any) -> str:
+    """The name of the class of an initializer of Keras or TensorFlow, else ""."""
+    cls = type(initializer)
+    made_by = cls.__module__.partition(".")[0]
+    return cls.__name__ if made_by in ("keras", "tf_keras", "tensorflow") else ""
+
+
 def constant_of(initializer: Any) -> float | None:
     """The number that an initializer of Keras or TensorFlow gives everywhere."""
-    cls = type(initializer)
-    if cls.__module__.partition(".")[0] not in ("keras", "tf_keras", "tensorflow"):
-        return None
-    known = {"Zeros": 0.0, "Ones": 1.0}.get(cls.__name__)
-    if cls.__name__ == "Constant":
+    name = stock_class(initializer)
+    known = {"Zeros": 0.0, "Ones": 1.0}.get(name)
+    if name == "Constant":
         known = initializer.get_config()["value"]
     return float(known) if isinstance(known, (int, float)) else None
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tpu_embedding.config import TableConfig
 from tpu_embedding.hashing import mixed_bits, shifted
-from tpu_embedding.initializers import constant_of, named_initializer
+from tpu_embedding.initializers import constant_of, named_initializer, stock_class
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.ops import library
 from tpu_embedding.tables.codes import first_coded, joined_values
@@ -37,9 +37,8 @@ def first_values(spec: TableSpec) -> tuple[str, float, float]:
     constant = constant_of(initializer)
     if constant is not None:
         return "constant", constant, 0.0
-    cls = type(initializer)
-    name, made_by = cls.__name__, cls.__module__.partition(".")[0]
-    if made_by in ("keras", "tf_keras", "tensorflow") and name in _KINDS:
+    name = stock_class(initializer)
+    if name in _KINDS:
         kind, options = _KINDS[name]
         config = initializer.get_config()
         first, second = (config[option] for option in options)
