@@ -168,6 +168,23 @@ class Trained:
         ).numpy()
 
 
+def step_both(
+    first: Trained,
+    second: Trained,
+    number: int,
+    ids: Any,
+    values: Any,
+    folder: pathlib.Path,
+) -> None:
+    """Steps the first; from step 30 on the second, which restores the first then."""
+    if number == 30:
+        path = tf.train.Checkpoint(e=first.embedding).write(str(folder / "c"))
+        tf.train.Checkpoint(e=second.embedding).read(path).assert_consumed()
+    first.step(ids, values)
+    if number >= 30:
+        second.step(ids, values)
+
+
 def waits(trained: Trained) -> bool:
     """Whether what is in memory is not what readers see; a lookup writes nothing."""
     before = trained.stored()
@@ -292,12 +309,7 @@ def test_a_resumed_run_has_the_bits_of_the_run_that_saved(
     first = Trained(make_tables(("adam", "decay", "rates"), dtype))
     second = Trained(make_tables(("adam", "decay", "rates"), dtype))
     for number, (ids, values) in enumerate(batches(60)):
-        if number == 30:
-            path = tf.train.Checkpoint(e=first.embedding).write(str(tmp_path / "c"))
-            tf.train.Checkpoint(e=second.embedding).read(path).assert_consumed()
-        first.step(ids, values)
-        if number >= 30:
-            second.step(ids, values)
+        step_both(first, second, number, ids, values, tmp_path)
     for table in range(3):
         theirs = second.arrays(table)
         for name, values in first.arrays(table).items():
@@ -686,12 +698,7 @@ def test_a_resumed_growing_table_has_the_bits_of_the_run_that_saved(
     for number, (ids, values) in enumerate(growing_batches(60)):
         if number == 20:
             second.step(ids, values)  # It is used.
-        if number == 30:
-            path = tf.train.Checkpoint(e=first.embedding).write(str(tmp_path / "c"))
-            tf.train.Checkpoint(e=second.embedding).read(path).assert_consumed()
-        first.step(ids, values)
-        if number >= 30:
-            second.step(ids, values)
+        step_both(first, second, number, ids, values, tmp_path)
     states = []
     for trained in (first, second):
         trained.embedding.flush()
