@@ -310,6 +310,7 @@ void WaitingRows::Restart() {
 }
 
 void PrefetchWait(const TableView& table, int64_t far, int64_t near) {
+  KeepCalls();
   table.waiting->PrefetchSince(far);
   table.waiting->PrefetchStart(near);
 }

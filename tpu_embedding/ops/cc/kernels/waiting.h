@@ -65,10 +65,14 @@ void CatchUpAll(const ParallelFor& parallel_for, const TableView& view,
 // Rough cycles to catch a row up, without those for its columns.
 constexpr int64_t kCyclesPerWait = 150;
 
-inline void PrefetchRow(const TableView& view, int64_t row) {
+TPU_EMBEDDING_INLINE void PrefetchRow(const TableView& view, int64_t row) {
   const int64_t begin = row * view.dim;
-  std::visit([&](const auto& table) { PrefetchRow<2>(table, row, view.dim); },
-             view.parameters);
+  std::visit(
+      [&](const auto& table) {
+        PrefetchRow<2>(table, row, view.dim);
+        KeepCalls();
+      },
+      view.parameters);
   for (const float* slot : view.slots) Prefetch<2>(slot + begin, view.dim);
 }
 
