@@ -6,6 +6,8 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <mutex>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -14,6 +16,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/resource_base.h"
 #include "tensorflow/core/framework/resource_mgr.h"
 
@@ -63,6 +66,31 @@ class Channel : public tensorflow::ResourceBase {
 };
 
 using ChannelPtr = tensorflow::core::RefCountPtr<Channel>;
+
+// Finds the channel that is the first input.
+absl::Status LookUpChannel(tensorflow::OpKernelContext* context,
+                           ChannelPtr* channel);
+
+// The keys of the channels that this process has made.
+class ChannelKeys {
+ public:
+  static ChannelKeys& Get() {
+    static auto* keys = new ChannelKeys;
+    return *keys;
+  }
+  void Add(const std::string& key) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    keys_.insert(key);
+  }
+  std::set<std::string> All() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return keys_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::set<std::string> keys_;
+};
 
 // The refusal of an op in one process, which is sent to all: "", or a code and
 // a text. An exchange fails in every process if any process refuses.

@@ -1,5 +1,5 @@
-// TpuEmbeddingChannel and TpuEmbeddingExchange: each process sends each other
-// one message, over the transport of TensorFlow's collectives.
+// TpuEmbeddingExchange: each process sends each other one message. Headers are
+// compared first, so that calls that differ are refused in all processes.
 
 #include <algorithm>
 #include <atomic>
@@ -7,8 +7,6 @@
 #include <cstring>
 #include <functional>
 #include <memory>
-#include <mutex>
-#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -16,11 +14,10 @@
 #include "absl/strings/match.h"
 #include "kernels/channel.h"
 #include "kernels/kernel_util.h"
-#include "kernels/plan.h"
 #include "kernels/step_queue_resource.h"
+#include "kernels/transport.h"
 #include "kernels/watchdog.h"
 #include "tensorflow/core/framework/collective.h"
-#include "tensorflow/core/framework/device.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
@@ -31,40 +28,10 @@ namespace {
 
 using tensorflow::AsyncOpKernel;
 using tensorflow::CollectiveExecutor;
-using tensorflow::CollGroupMember;
 using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 using tensorflow::shape_inference::InferenceContext;
-
-REGISTER_OP("TpuEmbeddingChannel")
-    .Output("channel: resource")
-    .Attr("record: string")
-    .SetIsStateful()
-    .SetShapeFn(tensorflow::shape_inference::ScalarShape)
-    .Doc(R"doc(
-Makes a channel among the processes of a job. It lives as long as a handle.
-
-record: key, rank, group_key, devices and timeout_seconds
-  (engines/process_group.py).
-)doc");
-
-REGISTER_OP("TpuEmbeddingChannelStatistics")
-    .Input("channel: resource")
-    .Output("exchanges: int64")
-    .Output("bytes_sent: int64")
-    .Output("waited_microseconds: int64")
-    .SetIsStateful()
-    .SetShapeFn([](InferenceContext* context) {
-      context->set_output(0, context->Vector(kPhases.size()));
-      context->set_output(1, context->Vector(kPhases.size()));
-      context->set_output(2, context->Vector(InferenceContext::kUnknownDim));
-      return absl::OkStatus();
-    })
-    .Doc(R"doc(
-Exchanges begun and bytes sent so far, by phase; and by process the time until
-what it sent had arrived.
-)doc");
 
 REGISTER_OP("TpuEmbeddingExchange")
     .Input("channel: resource")
@@ -109,91 +76,6 @@ lane: the exchanges that it is ordered among, "step" or "enqueue". In a graph an
 role: what it is of a step: see kernels/channel.h.
 )doc");
 
-// The keys of the channels that this process has made.
-class Keys {
- public:
-  static Keys& Get() {
-    static auto* keys = new Keys;
-    return *keys;
-  }
-  void Add(const std::string& key) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    keys_.insert(key);
-  }
-  std::set<std::string> All() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return keys_;
-  }
-
- private:
-  std::mutex mutex_;
-  std::set<std::string> keys_;
-};
-
-class ChannelOp : public tensorflow::OpKernel {
- public:
-  explicit ChannelOp(OpKernelConstruction* context) : OpKernel(context) {
-    Record record;
-    OP_REQUIRES_OK(context, record.Read(context, "record"));
-    OP_REQUIRES_OK(context, record.Get("key", &key_));
-    OP_REQUIRES_OK(context, record.Get("rank", &rank_));
-    OP_REQUIRES_OK(context, record.Get("group_key", &group_key_));
-    OP_REQUIRES_OK(context, record.Get("devices", &devices_));
-    OP_REQUIRES_OK(context, record.Get("timeout_seconds", &timeout_seconds_));
-    OP_REQUIRES_OK(context, CheckIndices("rank", {rank_}, devices_.size()));
-  }
-
-  void Compute(OpKernelContext* context) override {
-    Keys::Get().Add(key_);
-    Tensor* handle = nullptr;
-    OP_REQUIRES_OK(context, context->allocate_output(0, {}, &handle));
-    handle->scalar<tensorflow::ResourceHandle>()() =
-        tensorflow::ResourceHandle::MakeRefCountingHandle(
-            new Channel(key_, rank_, group_key_, devices_, timeout_seconds_),
-            context->device()->name());
-  }
-
- private:
-  std::string key_;
-  int rank_ = 0;
-  int group_key_ = 0;
-  std::vector<std::string> devices_;
-  int64_t timeout_seconds_ = 0;
-};
-
-absl::Status LookUpChannel(OpKernelContext* context, ChannelPtr* channel) {
-  TF_RETURN_IF_ERROR(CheckScalar("channel", context->input(0)));
-  return tensorflow::LookupResource(
-      context, tensorflow::HandleFromInput(context, 0), channel);
-}
-
-class ChannelStatisticsOp : public tensorflow::OpKernel {
- public:
-  using OpKernel::OpKernel;
-
-  void Compute(OpKernelContext* context) override {
-    ChannelPtr channel;
-    OP_REQUIRES_OK(context, LookUpChannel(context, &channel));
-    Tensor *exchanges = nullptr, *bytes = nullptr, *waited = nullptr;
-    const int64_t size = kPhases.size();
-    OP_REQUIRES_OK(context, context->allocate_output(0, {size}, &exchanges));
-    OP_REQUIRES_OK(context, context->allocate_output(1, {size}, &bytes));
-    OP_REQUIRES_OK(context,
-                   context->allocate_output(2, {channel->size()}, &waited));
-    for (int64_t p = 0; p < size; ++p) {
-      exchanges->flat<int64_t>()(p) = channel->phases[p].exchanges;
-      bytes->flat<int64_t>()(p) = channel->phases[p].bytes_sent;
-    }
-    for (int p = 0; p < channel->size(); ++p) {
-      waited->flat<int64_t>()(p) = channel->waited_microseconds[p];
-    }
-  }
-};
-
-// Messages travel in pieces of this size, so many of a process at once: whole
-// ones of 16 MiB took twice as long.
-constexpr int64_t kPieceBytes = int64_t{256} << 10;
-constexpr int kWindow = 8;
 constexpr int64_t kAlignment = 64;
 // After this time a line says which processes are waited for.
 constexpr int64_t kReminderSeconds = 10;
@@ -232,10 +114,11 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
         role_(role),
         done_(std::move(done)),
         executor_(context->collective_executor()),
-        arrived_(new std::atomic<bool>[channel_->size()]),
-        taken_(new std::atomic<bool>[channel_->size()]) {
-    for (int p = 0; p < size(); ++p) arrived_[p] = taken_[p] = false;
-  }
+        transport_(std::make_shared<Transport>(
+            context, channel_.get(), kLanes[lane], executor_,
+            [this](const absl::Status& status, int peer) {
+              return Explain(status, peer);
+            })) {}
 
   void Begin() {
     absl::Status status = Read();
@@ -264,9 +147,11 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     const auto self = shared_from_this();
     executor_->CompleteGroupAsync(
         context_->device()->attributes(), &group_,
-        context_->cancellation_manager(), [self](const absl::Status& status) {
+        context_->cancellation_manager(), [self](absl::Status status) {
+          status = status.ok() ? self->transport_->FindMembers(self->group_)
+                               : self->Explain(status, -1);
           if (!status.ok()) {
-            self->Finish(self->Explain(status, -1));
+            self->Finish(status);
             return;
           }
           self->executor_->RunClosure([self] { self->SwapHeaders(); });
@@ -274,11 +159,6 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   }
 
  private:
-  struct Part {  // to and from one other process
-    std::vector<Tensor> sent, received;
-    std::atomic<size_t> next{0};
-  };
-
   int size() const { return channel_->size(); }
   const char* phase_name() const { return kPhases[phase_]; }
   const char* call_name() const {
@@ -333,23 +213,6 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   }
 
   void SwapHeaders() {
-    members_.resize(size());
-    for (const CollGroupMember& member : group_.members) {
-      const auto found =
-          std::find(channel_->devices.begin(), channel_->devices.end(),
-                    member.device.name());
-      if (found != channel_->devices.end()) {
-        members_[found - channel_->devices.begin()] = &member;
-      }
-    }
-    for (const CollGroupMember* member : members_) {
-      if (!member) {
-        Finish(absl::InternalError(absl::StrCat(
-            "The devices of this job are not those of the strategy: ",
-            group_.ToString())));
-        return;
-      }
-    }
     ++channel_->phases[phase_].exchanges;
     sequence_ = channel_->sequences[lane_]++;
     const int64_t left = queue_ && phase_ == kEnqueuePhase && lane_ == kStepLane
@@ -373,9 +236,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
       headers_.emplace_back(tensorflow::DT_INT64,
                             tensorflow::TensorShape({kHeaderSize}));
     }
-    const auto self = shared_from_this();
-    SwapTensors("header", sent_headers_, headers_,
-                [self] { self->ReadHeaders(); });
+    SwapTensors("header", sent_headers_, headers_, [this] { ReadHeaders(); });
   }
 
   void ReadHeaders() {
@@ -432,9 +293,8 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
       Finish(status);
       return;
     }
-    const auto self = shared_from_this();
     SwapTensors("message", messages_, received,
-                [self] { self->Finish(absl::OkStatus()); });
+                [this] { Finish(absl::OkStatus()); });
   }
 
   int64_t Field(int process, Header field) const {
@@ -539,10 +399,9 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
       texts_.emplace_back(tensorflow::DT_UINT8,
                           tensorflow::TensorShape({bytes}));
     }
-    const auto self = shared_from_this();
     SwapTensors(what, std::vector<Tensor>(size(), own), texts_,
-                [self, own, next] {
-                  self->texts_[self->channel_->rank] = own;
+                [this, own, next] {
+                  texts_[channel_->rank] = own;
                   next();
                 });
   }
@@ -576,141 +435,19 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     Finish(absl::InternalError("A process refused a step without a reason."));
   }
 
-  static std::vector<Tensor> Cut(const Tensor& tensor) {
-    std::vector<Tensor> pieces;
-    if (tensor.TotalBytes() == 0) return pieces;
-    const int64_t count = tensor.dim_size(0);
-    const int64_t step =
-        std::max<int64_t>(1, kPieceBytes * count / tensor.TotalBytes());
-    for (int64_t i = 0; i < count; i += step) {
-      pieces.push_back(tensor.Slice(i, std::min(count, i + step)));
-    }
-    return pieces;
-  }
-
-  // Sends and receives what is not empty; then `next`.
+  // Goes on with `next`, which may use `this`, unless the swap fails.
   void SwapTensors(const char* what, const std::vector<Tensor>& sent,
                    const std::vector<Tensor>& received,
-                   std::function<void()> next) {
-    auto parts = std::make_shared<std::vector<Part>>(size());
-    int64_t number = 0;
-    for (int p = 0; p < size(); ++p) {
-      if (p == channel_->rank) continue;
-      Part& part = (*parts)[p];
-      part.sent = Cut(sent[p]);
-      part.received = Cut(received[p]);
-      number += part.sent.size() + part.received.size();
-    }
-    for (int p = 0; p < size(); ++p) {
-      arrived_[p] = (*parts)[p].received.empty();
-      taken_[p] = (*parts)[p].sent.empty();
-    }
-    if (number == 0) {
-      next();
-      return;
-    }
-    waiting_ = number;
-    began_ = tensorflow::EnvTime::NowMicros();
+                   const std::function<void()>& next) {
     const auto self = shared_from_this();
-    // Of each piece; the last one goes on.
-    const auto done = [self, next](int peer, const absl::Status& status) {
-      if (!status.ok()) self->Fail(status, peer);
-      self->Arrive(next);
-    };
-    auto* device = static_cast<tensorflow::Device*>(context_->device());
-    tensorflow::CollectiveRemoteAccess* access = executor_->remote_access();
-    for (int p = 0; p < size(); ++p) {
-      Part& part = (*parts)[p];
-      for (size_t k = 0; k < part.sent.size(); ++k) {
-        access->PostToPeer(members_[p]->device.name(), members_[p]->task,
-                           Key(what, channel_->rank, p, k), device, nullptr,
-                           tensorflow::AllocatorAttributes(), &part.sent[k],
-                           device->attributes().locality(),
-                           context_->cancellation_manager(),
-                           [self, done, parts, p](const absl::Status& status) {
-                             if (status.ok()) self->taken_[p] = true;
-                             done(p, status);
-                           });
-      }
-    }
-    for (int p = 0; p < size(); ++p) {
-      if (p == channel_->rank) continue;
-      for (int w = 0; w < kWindow; ++w) RequestPiece(what, parts, p, done);
-    }
-  }
-
-  // Asks process `p` for the next piece that nobody has asked for.
-  void RequestPiece(const char* what,
-                    const std::shared_ptr<std::vector<Part>>& parts, int p,
-                    const std::function<void(int, const absl::Status&)>& done) {
-    Part& part = (*parts)[p];
-    const size_t k = part.next++;
-    if (k >= part.received.size()) return;
-    auto* device = static_cast<tensorflow::Device*>(context_->device());
-    const auto self = shared_from_this();
-    executor_->remote_access()->RecvFromPeer(
-        members_[p]->device.name(), members_[p]->task, members_[p]->is_local,
-        Key(what, p, channel_->rank, k), device, nullptr,
-        tensorflow::AllocatorAttributes(), &part.received[k],
-        device->attributes().locality(), 0, context_->cancellation_manager(),
-        [=](const absl::Status& status) {
-          if (status.ok()) {
-            self->arrived_[p] = true;
-            if (k + 1 == (*parts)[p].received.size()) {
-              self->channel_->waited_microseconds[p] +=
-                  tensorflow::EnvTime::NowMicros() - self->began_;
-            }
-            self->RequestPiece(what, parts, p, done);
-          } else {
-            self->SkipRest(parts, p, done);
-          }
-          done(p, status);
-        });
-  }
-
-  // Nobody asks for the pieces after one that failed.
-  void SkipRest(const std::shared_ptr<std::vector<Part>>& parts, int p,
-                const std::function<void(int, const absl::Status&)>& done) {
-    Part& part = (*parts)[p];
-    while (part.next++ < part.received.size()) {
-      done(p, absl::CancelledError("an earlier piece failed"));
-    }
-  }
-
-  // One of those that are waited for; the last one goes on.
-  void Arrive(const std::function<void()>& next) {
-    if (--waiting_ > 0) return;
-    if (failure().ok()) {
-      executor_->RunClosure(next);
-    } else {
-      Finish(failure());
-    }
-  }
-
-  std::string Key(const char* what, int from, int to, size_t piece) const {
-    return Key(channel_->key, kLanes[lane_], what, from, to, piece);
-  }
-
-  static std::string Key(const std::string& channel, const char* lane,
-                         const char* what, int from, int to, size_t piece) {
-    return absl::StrCat("tpu_embedding:", channel, ":", lane, ":", what, ":",
-                        from, ">", to, ":", piece);
-  }
-
-  // The first failure is the one that is reported. It ends all collectives.
-  void Fail(const absl::Status& status, int peer) {
-    const absl::Status told = Explain(status, peer);
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      if (!failure_.ok()) return;
-      failure_ = told;
-    }
-    executor_->StartAbort(told);
-  }
-
-  absl::Status failure() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return failure_;
+    transport_->Swap(what, sent, received,
+                     [self, next](const absl::Status& status) {
+                       if (status.ok()) {
+                         next();
+                       } else {
+                         self->Finish(status);
+                       }
+                     });
   }
 
   absl::Status Explain(const absl::Status& status, int peer) const {
@@ -765,8 +502,8 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
 
   void Remind() {
     LOG(WARNING) << "tpu_embedding: process " << channel_->rank << " waits in "
-                 << call_name() << " for process " << Missing() << ", at most "
-                 << channel_->timeout_seconds << " s.";
+                 << call_name() << " for process " << transport_->Missing()
+                 << ", at most " << channel_->timeout_seconds << " s.";
   }
 
   // The time is over. Before the job ends, asks the processes that are waited
@@ -774,55 +511,20 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   // embedding.
   void Expire() {
     const auto self = shared_from_this();
-    struct Question {
-      int process;
-      std::string channel;
-      const char* lane;
-      Tensor header;
-    };
-    auto questions = std::make_shared<std::vector<Question>>();
-    for (const std::string& channel : Keys::Get().All()) {
-      for (const char* lane : kLanes) {
-        const bool own = channel == channel_->key && lane == kLanes[lane_];
-        for (int p = 0; p < size() && !own; ++p) {
-          if (p == channel_->rank || arrived_[p]) continue;
-          questions->push_back(
-              {p, channel, lane, Tensor(tensorflow::DT_INT64, {kHeaderSize})});
-        }
-      }
-    }
-    int64_t waiting = waiting_;
-    const int64_t number = questions->size();
-    while (waiting > 0 && number > 0 &&
-           !waiting_.compare_exchange_weak(waiting, waiting + number)) {
-    }
-    if (waiting == 0 || number == 0) {
-      EndJob("");
-      return;
-    }
     executor_->Ref();
-    Watchdog::Get().Start(std::chrono::seconds(kAnswerSeconds), [self] {
+    const bool asks = transport_->AskElsewhere(
+        kHeaderSize,
+        [self](int process, const std::string& channel, const Tensor& header) {
+          self->EndJob(self->Elsewhere(process, channel, header));
+        });
+    const auto end = [self] {
       self->EndJob("");
       self->executor_->Unref();
-    });
-    auto* device = static_cast<tensorflow::Device*>(context_->device());
-    tensorflow::CollectiveRemoteAccess* access = executor_->remote_access();
-    for (int64_t q = 0; q < number; ++q) {
-      Question& question = (*questions)[q];
-      const int p = question.process;
-      access->RecvFromPeer(
-          members_[p]->device.name(), members_[p]->task, members_[p]->is_local,
-          Key(question.channel, question.lane, "header", p, channel_->rank, 0),
-          device, nullptr, tensorflow::AllocatorAttributes(), &question.header,
-          device->attributes().locality(), 0, context_->cancellation_manager(),
-          [self, questions, q](const absl::Status& status) {
-            if (status.ok()) {
-              const Question& found = (*questions)[q];
-              self->EndJob(
-                  self->Elsewhere(found.process, found.channel, found.header));
-            }
-            self->Arrive([] {});
-          });
+    };
+    if (asks) {
+      Watchdog::Get().Start(std::chrono::seconds(kAnswerSeconds), end);
+    } else {
+      end();
     }
   }
 
@@ -847,34 +549,14 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     const absl::Status status = absl::DeadlineExceededError(absl::StrCat(
         "tpu_embedding: process ", channel_->rank, " waited ",
         channel_->timeout_seconds, " s in ", call_name(), " for process ",
-        Missing(), ", which did not make the same call. ",
+        transport_->Missing(), ", which did not make the same call. ",
         elsewhere.empty() ? "It is stuck, is ending, has stopped after an "
                             "error, or has no more batches. "
                           : elsewhere,
         "Nothing of this step was applied. Give every process the same number "
         "of steps (an empty "
         "batch counts), and restart all processes from the last checkpoint."));
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      if (failure_.ok()) failure_ = status;
-    }
-    executor_->StartAbort(status);
-  }
-
-  // The processes that have sent nothing, or else those that took nothing.
-  std::string Missing() const {
-    const std::string missing = Missing(arrived_.get());
-    return missing.empty() ? Missing(taken_.get()) : missing;
-  }
-
-  // The other processes for which `done` is false.
-  std::string Missing(const std::atomic<bool>* done) const {
-    std::string missing;
-    for (int p = 0; p < size(); ++p) {
-      if (p == channel_->rank || done[p]) continue;
-      absl::StrAppend(&missing, missing.empty() ? "" : ", ", p);
-    }
-    return missing;
+    transport_->Abort(status);
   }
 
   void Finish(const absl::Status& status) {
@@ -892,23 +574,17 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   int role_;
   AsyncOpKernel::DoneCallback done_;
   CollectiveExecutor* const executor_;
-  // By process, whether a piece came from it, and it took one.
-  std::unique_ptr<std::atomic<bool>[]> arrived_, taken_;
+  const std::shared_ptr<Transport> transport_;
   int64_t watch_ = 0, reminder_ = 0;
   tensorflow::CollGroupParams group_;
-  std::vector<const CollGroupMember*> members_;  // by process
-  std::vector<Tensor> messages_;                 // by process
+  std::vector<Tensor> messages_;  // by process
   std::string refusal_, call_;
   QueuePtr queue_;  // null where there is none
   int64_t run_ = 0, ended_ = 0;
   bool is_traced_ = false;
   int64_t sequence_ = 0;
   std::vector<Tensor> sent_headers_, headers_, texts_;
-  std::atomic<int64_t> waiting_{0};
-  std::atomic<int64_t> began_{0};  // in microseconds
   std::atomic<bool> ends_job_{false};
-  std::mutex mutex_;
-  absl::Status failure_;
 };
 
 class ExchangeOp : public AsyncOpKernel {
@@ -941,11 +617,6 @@ class ExchangeOp : public AsyncOpKernel {
   int phase_ = 0, lane_ = 0, role_ = 0;
 };
 
-REGISTER_KERNEL_BUILDER(
-    Name("TpuEmbeddingChannel").Device(tensorflow::DEVICE_CPU), ChannelOp);
-REGISTER_KERNEL_BUILDER(
-    Name("TpuEmbeddingChannelStatistics").Device(tensorflow::DEVICE_CPU),
-    ChannelStatisticsOp);
 REGISTER_KERNEL_BUILDER(
     Name("TpuEmbeddingExchange").Device(tensorflow::DEVICE_CPU), ExchangeOp);
 
