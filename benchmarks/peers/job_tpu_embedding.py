@@ -48,8 +48,7 @@ def start(job: Job) -> Running:
     channel = getattr(engine, "channel", None)  # A job of one process has none.
 
     def bytes_sent() -> int:
-        numbers = channel.statistics().values() if channel else ()
-        return sum(sent for _, sent in numbers)
+        return sum(channel.traffic().bytes_sent.values()) if channel else 0
 
     return Running(
         lambda number: train(batches[number % len(batches)]),

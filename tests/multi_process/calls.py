@@ -375,7 +375,7 @@ def statistics(
                     activation_bytes=row_bytes,
                 )
             expected = {phase: expected[phase] + found[phase] for phase in expected}
-    sent = {phase: numbers[1] for phase, numbers in engine.channel.statistics().items()}
+    sent = engine.channel.traffic().bytes_sent
     return {phase: (sent[phase], number) for phase, number in expected.items()}
 
 

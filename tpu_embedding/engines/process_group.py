@@ -10,7 +10,7 @@ import json
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -38,6 +38,20 @@ def calling(name: str) -> Iterator[None]:
         yield
     finally:
         _CALL.reset(token)
+
+
+class Traffic(NamedTuple):
+    """Counts what a process has exchanged so far.
+
+    Attributes:
+      exchanges: How many, by phase.
+      bytes_sent: By this process, by phase.
+      waited_seconds: By process how long this one waited for its messages.
+    """
+
+    exchanges: dict[str, int]
+    bytes_sent: dict[str, int]
+    waited_seconds: list[float]
 
 
 class Channel:
@@ -243,21 +257,15 @@ class Channel:
             nothing = [tf.zeros([0], tf.uint8)] * self.size
         self.exchange(phase, nothing, "", call)
 
-    def statistics(self) -> dict[str, tuple[int, int]]:
-        """By phase the number of exchanges and the bytes sent by this process."""
+    def traffic(self) -> Traffic:
+        """Returns what this process has exchanged so far."""
         with tf.device(self._device):
             found = self._ops.tpu_embedding_channel_statistics(channel=self._handle)
-        numbers = zip(found.exchanges.numpy(), found.bytes_sent.numpy(), strict=True)
-        return {
-            phase: (int(exchanges), int(sent))
-            for phase, (exchanges, sent) in zip(PHASES, numbers, strict=True)
-        }
-
-    def waited_seconds(self) -> list[float]:
-        """By process how long this one waited until its messages had arrived."""
-        with tf.device(self._device):
-            found = self._ops.tpu_embedding_channel_statistics(channel=self._handle)
-        return (found.waited_microseconds.numpy() / 1e6).tolist()
+        return Traffic(
+            dict(zip(PHASES, found.exchanges.numpy().tolist(), strict=True)),
+            dict(zip(PHASES, found.bytes_sent.numpy().tolist(), strict=True)),
+            (found.waited_microseconds.numpy() / 1e6).tolist(),
+        )
 
 
 class _Thread:

@@ -91,10 +91,11 @@ class ShardedEngine(HostEngine):
         read = super().start_counting(every)
 
         def with_exchanges(num_hot_rows: int) -> Counts:
-            sent, waited = self._channel.statistics(), self._channel.waited_seconds()
-            bytes_sent = {phase: number for phase, (_, number) in sent.items()}
+            traffic = self._channel.traffic()
             return dataclasses.replace(
-                read(num_hot_rows), bytes_sent=bytes_sent, waited_seconds=waited
+                read(num_hot_rows),
+                bytes_sent=traffic.bytes_sent,
+                waited_seconds=traffic.waited_seconds,
             )
 
         return with_exchanges
