@@ -57,7 +57,7 @@ class TableReport:
       name: Its name.
       rows: V.
       dim: D.
-      grows: Whether it has a row for each of some ids.
+      key: What names a row: "row", or of a growing table "id".
       dtype: Of the parameters.
       bytes: By "parameters" and slot name the size.
       optimizers: Names of the optimizers that have such slots.
@@ -74,7 +74,7 @@ class TableReport:
     name: str
     rows: int
     dim: int
-    grows: bool
+    key: str
     dtype: str
     bytes: dict[str, int]
     optimizers: list[str]
@@ -120,7 +120,7 @@ def _report(table: LogicalTable, progress: Progress) -> TableReport:
         name=table.name,
         rows=table.parameters.shape[0],
         dim=table.parameters.shape[1],
-        grows=ids is not None,
+        key="row" if ids is None else "id",
         dtype=table.parameters.stored_dtype,
         bytes={name: rows.nbytes for name, rows in table.arrays.items()},
         optimizers=[type(optimizer).__name__ for optimizer in matching],

@@ -215,12 +215,11 @@ def _section(number: int, table: TableReport) -> str:
             [count, ", ".join(map(_row, rows)) + (", ..." if count > len(rows) else "")]
             for count, rows in table.equal.groups
         ]
-        equal = _table(["equal rows", "ids" if table.grows else "rows"], listed)
+        equal = _table(["equal rows", f"{table.key}s"], listed)
     largest = '<p class="note">None.</p>'
     if table.largest:
         listed = [[_row(row), f"{norm:.6g}"] for row, norm in table.largest]
-        kind = "id" if table.grows else "row"
-        largest = _table([kind, "norm"], listed, numbers=(0, 1))
+        largest = _table([table.key, "norm"], listed, numbers=(0, 1))
     return f"""<section class="card" id="table-{number}">
 <h2>{_name(table.name)}</h2>
 <p class="note">{held}</p>
