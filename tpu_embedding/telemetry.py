@@ -241,13 +241,8 @@ class Telemetry:
 
     def _of_vocabulary(self, name: str, table: TableCounts) -> dict[str, int]:
         """The figures of a growing table, of others none."""
-        begun = self._begun[name] or ()
-        return {
-            figure: now - before
-            for figure, now, before in zip(
-                _OF_VOCABULARY, table.vocabulary or (), begun, strict=False
-            )
-        }
+        figures = zip(_OF_VOCABULARY, table.vocabulary, self._begun[name], strict=False)
+        return {figure: now - before for figure, now, before in figures}
 
     def _table_values(self, table: TableCounts) -> dict[str, Any]:
         found = {figure: getattr(table, figure) for figure in _TOTALS}

@@ -27,7 +27,7 @@ class TableCounts:
         updates all rows.
       vocabulary: Of all updates of a growing table, also those before telemetry: ids
         without a row, those of them that were admitted and that were refused, and rows
-        that were evicted; else None.
+        that were evicted; else empty.
     """
 
     ids: int = 0
@@ -45,7 +45,7 @@ class TableCounts:
     update_norms: np.ndarray = dataclasses.field(
         default_factory=lambda: np.zeros([0], np.float32)
     )
-    vocabulary: tuple[int, ...] | None = None
+    vocabulary: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +98,6 @@ def _joined_table(parts: Sequence[TableCounts], num_hot_rows: int) -> TableCount
 
     hot_rows, order = every("hot_rows"), np.argsort(every("rows"))
     hottest = np.lexsort((hot_rows[:, 0], -hot_rows[:, 1]))[:num_hot_rows]
-    vocabularies = [part.vocabulary for part in parts if part.vocabulary is not None]
     return dataclasses.replace(
         parts[0],
         **{
@@ -108,7 +107,7 @@ def _joined_table(parts: Sequence[TableCounts], num_hot_rows: int) -> TableCount
         hot_rows=hot_rows[hottest],
         **{n: every(n)[order] for n in ("rows", "row_ids", "gradient_norms")},
         update_norms=every("update_norms"),
-        vocabulary=tuple(np.sum(vocabularies, 0).tolist()) if vocabularies else None,
+        vocabulary=tuple(np.sum([part.vocabulary for part in parts], 0).tolist()),
     )
 
 

@@ -310,7 +310,7 @@ class TablePart:
                     vocabulary=(
                         tuple(found.vocabularies[spec.index].numpy().tolist())
                         if spec.name in self.vocabularies
-                        else None
+                        else ()
                     ),
                 )
                 for spec in self._plan.tables
