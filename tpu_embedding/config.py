@@ -62,6 +62,7 @@ STORAGES: Mapping[str, RowStorage] = {
 # The dtypes in which tables can be stored.
 DTYPES: tuple[str, ...] = tuple(STORAGES)
 _MAX_SEED = 2**63 - 1
+_ANY_ID = (-(2**63), 2**63 - 1)
 
 # What the repr of TensorFlow's TableConfig shows.
 _ALWAYS_SHOWN = (
@@ -220,7 +221,7 @@ class TableConfig(_ChangeableUntilUsed):
             )
         _check_name(self.name)
         check_invalid_ids(self.invalid_ids)
-        any_id = self.vocabulary is not None or self.hashing is not None
+        any_id = self.id_range == _ANY_ID
         if any_id and self.invalid_ids != "error":
             raise errors.argument_value(
                 "invalid_ids", self.invalid_ids, '"error" where every int64 is an id'
@@ -307,6 +308,17 @@ class TableConfig(_ChangeableUntilUsed):
             return self.hashing.num_rows
         vocabulary = self.vocabulary
         return self.vocabulary_size if vocabulary is None else vocabulary.max_rows
+
+    @property
+    def id_range(self) -> tuple[int, int]:
+        # The smallest and the largest id.
+        any_id = self.vocabulary is not None or self.hashing is not None
+        return _ANY_ID if any_id else (0, self.vocabulary_size - 1)
+
+    @property
+    def rejects_ids(self) -> bool:
+        # Whether an id may be an error.
+        return self.invalid_ids == "error" and self.id_range != _ANY_ID
 
     @property
     def custom_combiner(self) -> combiners.CustomCombiner | None:

@@ -276,12 +276,6 @@ def _check_weight_structure(feature: FeatureInput) -> list[Check]:
     ]
 
 
-def _may_be_invalid(feature: FeatureInput) -> bool:
-    """Whether an id may be an error; of a growing table none is."""
-    config = feature.table.config
-    return config.invalid_ids == "error" and config.vocabulary is None
-
-
 def _check_entries(
     feature: FeatureInput, row: tf.Tensor, ids: tf.Tensor, weights: tf.Tensor | None
 ) -> list[Check]:
@@ -290,7 +284,7 @@ def _check_entries(
     finite = valid = None
     if feature.check_numerics and weights is not None:
         finite = tf.math.is_finite(weights)
-    if _may_be_invalid(feature):
+    if config.rejects_ids:
         valid = ids_in_range(ids, config.vocabulary_size)
     masks = [mask for mask in (finite, valid) if mask is not None]
 
@@ -378,7 +372,7 @@ def _plain_masks(features: Sequence[_Draft]) -> list[tf.Tensor]:
     masks += [
         ids_in_range(f.ids, f.feature.table.config.vocabulary_size)
         for f in features
-        if _may_be_invalid(f.feature)
+        if f.feature.table.config.rejects_ids
     ]
     # One index for each id.
     num_ids = tf.shape_n([f.ids for f in features], tf.int64)

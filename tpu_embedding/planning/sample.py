@@ -119,14 +119,11 @@ class Sample:
             for spec, whole in zip(plan.features, batch, strict=True):
                 feature = whole.split(spec.config.max_sequence_length or 1)
                 config = plan.tables[spec.table].config
-                if config.vocabulary is not None:
-                    own.append(feature)
-                    continue
-                rows = config.vocabulary_size
-                wrong = (feature.ids < 0) | (feature.ids >= rows)
+                first, last = config.id_range
+                wrong = (feature.ids < first) | (feature.ids > last)
                 out_of_range[spec.table] += int(wrong.sum())
                 if config.invalid_ids == "mod":
-                    own.append(feature._replace(ids=feature.ids % rows))
+                    own.append(feature._replace(ids=feature.ids % config.max_rows))
                 else:
                     own.append(feature.entries(~wrong))
             kept.append(own)
