@@ -128,9 +128,8 @@ class TPUEmbeddingV2(EmbeddingBase):
         super().__init__(
             feature_config, optimizer, options, invalid_ids=invalid_ids, custom=True
         )
-        for table in self.core.plan.tables if options.pipelined else ():
-            vocabulary = table.config.vocabulary
-            if vocabulary is not None and vocabulary.when_full == "error":
+        for table in self.core.plan.growing if options.pipelined else ():
+            if table.growth.when_full == "error":
                 raise NotImplementedError(
                     f"Table {table.name!r}: TPUEmbeddingV2 submits an update while one "
                     "is pending, and cannot know whether the table will be full then. "

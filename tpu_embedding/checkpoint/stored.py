@@ -61,10 +61,9 @@ class StoredTables(abc.ABC):
 
     def growing(self) -> dict[str, Vocabulary]:
         """The vocabularies of growing tables by name."""
-        if all(spec.config.vocabulary is None for spec in self.plan.tables):
-            return {}
-        tables = self.tables().items()
-        return {n: t.ids for n, t in tables if isinstance(t.ids, Vocabulary)}
+        names = [spec.name for spec in self.plan.growing]
+        tables: dict[str, Any] = self.tables() if names else {}
+        return {name: tables[name].ids for name in names}
 
     def checkpoint_tables(self) -> dict[str, Table]:
         """`tables`, if `tpu_embedding.checkpoint` has a place for all of them."""

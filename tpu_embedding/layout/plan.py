@@ -8,6 +8,8 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.optimizers.base import ENGINES, SEVERAL_MACHINES, Optimizer
 from tpu_embedding.vocabulary import GrowingVocabulary, Hashing, RowHash
@@ -54,9 +56,14 @@ class TableSpec:
         return self.config.vocabulary
 
     @property
+    def key_dtype(self) -> str:
+        """The dtype of what names a row in batches: its number, or an id."""
+        return "int32" if self.config.vocabulary is None else "int64"
+
+    @property
     def key_bytes(self) -> int:
-        """Bytes of what names a row in messages: its number, or an id."""
-        return 4 if self.config.vocabulary is None else 8
+        """Bytes of what names a row in messages."""
+        return np.dtype(self.key_dtype).itemsize
 
     @property
     def is_rounded(self) -> bool:
@@ -115,11 +122,20 @@ class Plan:
         """Of each feature of the user the first."""
         return tuple(spec for spec in self.features if spec.is_first)
 
+    @functools.cached_property
+    def growing(self) -> tuple[TableSpec, ...]:
+        """The tables that grow."""
+        return tuple(t for t in self.tables if t.config.vocabulary is not None)
+
+    @functools.cached_property
+    def static(self) -> tuple[TableSpec, ...]:
+        """The tables that do not grow."""
+        return tuple(t for t in self.tables if t.config.vocabulary is None)
+
     @property
     def tables_with_clock(self) -> list[str]:
         """The names of the growing tables whose rows age by a clock."""
-        vocabularies = {spec.name: spec.config.vocabulary for spec in self.tables}
-        return [name for name, v in vocabularies.items() if v is not None and v.clock]
+        return [spec.name for spec in self.growing if spec.growth.clock]
 
     @functools.cached_property
     def dims(self) -> tuple[int, ...]:

@@ -184,10 +184,8 @@ class Machines:
         one for a table that is divided.
         """
         memory, slots = _Memory(), []
-        for table in self.plan.tables:
+        for table in self.plan.static:  # Others begin without rows.
             config = table.config
-            if config.vocabulary is not None:
-                continue  # It begins without rows.
             rows = place.count(table.index, config.vocabulary_size)
             of_table, of_all = self._row_bytes[table.index]
             slots.append(rows * (of_all - of_table))
@@ -293,7 +291,7 @@ class Machines:
         """Why an engine cannot have the tables."""
         try:
             require_options(self.plan, engine)
-            for table in self.plan.tables:
+            for table in self.plan.growing:
                 check_growth(table)
         except NotImplementedError as error:
             return str(error)

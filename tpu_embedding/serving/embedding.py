@@ -139,10 +139,12 @@ class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrack
             return
         with tf.init_scope():
             variables = create_variables(self._plan, "/device:CPU:0")
-            growing, readers = {}, {}
+            readers = {}
+            growing = {
+                spec.name: RestoredGrowingTable(spec, variables[spec.index])
+                for spec in self._plan.growing
+            }
             for spec, arrays in zip(self._plan.tables, variables, strict=True):
-                if spec.config.vocabulary is not None:
-                    growing[spec.name] = RestoredGrowingTable(spec, arrays)
                 stored = growing.get(spec.name)
                 parts = [] if stored is None else [stored]
                 table = stored_table(spec, [arrays], vocabulary=parts)

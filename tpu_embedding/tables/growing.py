@@ -14,7 +14,7 @@ from tpu_embedding.config import TableConfig
 from tpu_embedding.hashing import mixed_bits, shifted
 from tpu_embedding.initializers import constant_of, named_initializer, stock_class
 from tpu_embedding.layout.plan import TableSpec
-from tpu_embedding.ops import library
+from tpu_embedding.ops import library, records
 from tpu_embedding.tables.codes import first_coded, joined_values
 from tpu_embedding.tables.rows import PARAMETERS, SCALE_OFFSET
 
@@ -166,9 +166,8 @@ def check_growth(spec: TableSpec) -> None:
     Raises:
       NotImplementedError: It names the table and what it can have.
     """
-    if spec.config.vocabulary is not None:
-        first_values(spec)
-        first_slots(spec)
+    first_values(spec)
+    first_slots(spec)
 
 
 def first_slots(spec: TableSpec) -> list[float]:
@@ -184,6 +183,31 @@ def first_slots(spec: TableSpec) -> list[float]:
             "as initial values."
         )
     return [float(value) for value in found if not callable(value)]
+
+
+def vocabulary_records(spec: TableSpec) -> list[Any]:
+    """What the kernels read of a growing table; of a static one nothing."""
+    vocabulary = spec.config.vocabulary
+    if vocabulary is None:
+        return []
+    kind, first, second = first_values(spec)
+    return [
+        records.record(
+            min_rows=vocabulary.least_rows,
+            min_count=vocabulary.min_count,
+            max_candidates=vocabulary.max_candidates or vocabulary.max_rows,
+            eviction=vocabulary.eviction or "",
+            max_age=vocabulary.max_age or 0,
+            clock=vocabulary.clock,
+            unknown=vocabulary.unknown,
+            shares_when_full=vocabulary.when_full == "shared_row",
+            first_values=kind,
+            first=first,
+            second=second,
+            seed=vocabulary.seed,
+            first_slots=first_slots(spec),
+        )
+    ]
 
 
 def vocabulary_bytes(spec: TableSpec, rows: int, parts: int) -> int:

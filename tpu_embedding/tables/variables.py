@@ -125,7 +125,8 @@ def variable_rows(
     return joined_codes(rows)
 
 
-# A part of a table: its device, and its rows. None: the whole table.
+# A part of a table: its device, and its rows. None: the whole table. A growing table
+# has no rows yet, wherever it is.
 Place = tuple[str, range | None]
 
 
@@ -241,7 +242,7 @@ def _create_coded(
 def _create(values: FirstValues, places: Sequence[Place]) -> list[tf.Variable]:
     """Makes the variable of each part of a table or slot."""
     first_device, rows = places[0]
-    read = None if rows is None else values.reader(first_device)
+    read = None if rows is None or values.grows else values.reader(first_device)
     made = []
     for device, rows in places:
         with tf.device(device):

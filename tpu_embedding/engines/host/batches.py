@@ -17,7 +17,7 @@ from tpu_embedding.layout.placement import ALL_PROCESSES, Placement
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.layout.stacking import Layout
 from tpu_embedding.ops import library, records
-from tpu_embedding.tables.growing import first_slots, first_values
+from tpu_embedding.tables.growing import vocabulary_records
 
 
 class HostBatches:
@@ -120,11 +120,8 @@ class HostBatches:
 
     def _token_types(self) -> list[tf.DType]:
         """For each stack that of its tokens: rows, or the ids of a growing table."""
-        first = [
-            self._plan.tables[stack.tables[0]].config
-            for stack in self.stacks.layout.stacks
-        ]
-        return [tf.int32 if c.vocabulary is None else tf.int64 for c in first]
+        first = [stack.tables[0] for stack in self.stacks.layout.stacks]
+        return [tf.as_dtype(self._plan.tables[table].key_dtype) for table in first]
 
     def activation_shapes(self, call: Call) -> list[tf.TensorShape]:
         """For each feature what is known of its activations; see `Steps.lookup`."""
@@ -179,31 +176,6 @@ def _place_in_stack(layout: Layout | None, feature: int) -> dict[str, int]:
     }
 
 
-def _vocabulary_records(spec: TableSpec) -> list[Any]:
-    """That of a growing table, or none."""
-    vocabulary = spec.config.vocabulary
-    if vocabulary is None:
-        return []
-    kind, first, second = first_values(spec)
-    return [
-        records.record(
-            min_rows=vocabulary.least_rows,
-            min_count=vocabulary.min_count,
-            max_candidates=vocabulary.max_candidates or vocabulary.max_rows,
-            eviction=vocabulary.eviction or "",
-            max_age=vocabulary.max_age or 0,
-            clock=vocabulary.clock,
-            unknown=vocabulary.unknown,
-            shares_when_full=vocabulary.when_full == "shared_row",
-            first_values=kind,
-            first=first,
-            second=second,
-            seed=vocabulary.seed,
-            first_slots=first_slots(spec),
-        )
-    ]
-
-
 def _table_record(spec: TableSpec, waiting: Mapping[str, Any]) -> Any:
     config, optimizer = spec.config, spec.optimizer
     quantization = config.quantization_config
@@ -217,7 +189,7 @@ def _table_record(spec: TableSpec, waiting: Mapping[str, Any]) -> Any:
         lower=float(quantization.lower) if quantization else 0.0,
         upper=float(quantization.upper) if quantization else 0.0,
         rounding_seed=spec.rounding_seed,
-        vocabulary=_vocabulary_records(spec),
+        vocabulary=vocabulary_records(spec),
     )
     if optimizer is None:
         return size(rule="")

@@ -90,8 +90,7 @@ class HostEngine(Engine):
         self.pipelined = options.pipelined
         record = plan_record(options)
         if not parts:
-            tables = [t for t in options.plan.tables if not t.config.vocabulary]
-            waits = [waiting_bytes(t, t.config.max_rows) for t in tables]
+            waits = [waiting_bytes(t, t.config.max_rows) for t in options.plan.static]
             variables = create_variables(options.plan, self._device, sum(waits))
             number = len(variables)
             whole = Placement(0, 1, (0,) * number)
@@ -106,7 +105,7 @@ class HostEngine(Engine):
     @classmethod
     def check(cls, options: EngineOptions) -> Channel | None:
         refuse_tpu_options(cls.name, options.plan)
-        for table in options.plan.tables:
+        for table in options.plan.growing:
             check_growth(table)
         return None
 

@@ -89,13 +89,12 @@ class TablePart:
             spec.name: QueueVocabulary(
                 spec,
                 self.handle,
-                table.arrays,
+                variables[spec.index].arrays,
                 self.device,
                 placement.part(spec.index),
                 find=self.read_ids,
             )
-            for spec, table in zip(options.plan.tables, variables, strict=True)
-            if spec.config.vocabulary is not None
+            for spec in options.plan.growing
         }
         for table in self._waits:
             PartWaits(self, table)

@@ -104,9 +104,7 @@ class ShardedEngine(HostEngine):
 def _create_parts(options: EngineOptions, placement: Placement) -> list[TableVariables]:
     device = options.topology.device
     places: list[list[Place]] = [
-        [(device, None)]
-        if spec.config.vocabulary is not None  # It has no rows yet.
-        else [(device, placement.rows_of(spec.index, spec.config.vocabulary_size))]
+        [(device, placement.rows_of(spec.index, spec.config.max_rows))]
         for spec in options.plan.tables
     ]
     return [part for (part,) in create_parts(options.plan, places)]

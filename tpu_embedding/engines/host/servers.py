@@ -24,7 +24,6 @@ from tpu_embedding.engines.host.transport import Servers
 from tpu_embedding.layout.csr import PreprocessedFeatures
 from tpu_embedding.layout.partition import Partition
 from tpu_embedding.layout.placement import (
-    BY_ID,
     Placement,
     part_of_plan,
     place_on_servers,
@@ -198,11 +197,9 @@ def places_on_servers(
     """Where the parts of a table are."""
     if not placement.is_divided(spec.index):
         return [(servers[placement.owners[spec.index]], None)]
-    if placement.owners[spec.index] == BY_ID:
-        return [(server, None) for server in servers]
     partition = Partition(len(servers))
     return [
-        (server, partition.rows(k, spec.config.vocabulary_size))
+        (server, partition.rows(k, spec.config.max_rows))
         for k, server in enumerate(servers)
     ]
 
