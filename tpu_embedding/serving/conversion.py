@@ -86,6 +86,19 @@ class Source:
         return self.rows.shape
 
     @property
+    def known(self) -> Source:
+        """The rows that are those of ids: of a growing table all but the last."""
+        return self if self.ids is None else self._some(0, len(self.ids))
+
+    @property
+    def last(self) -> Source:
+        """The last row."""
+        return self._some(self.shape[0] - 1, self.shape[0])
+
+    def _some(self, begin: int, end: int) -> Source:
+        return dataclasses.replace(self, rows=SomeRows(self.rows, begin, end))
+
+    @property
     def variable(self) -> Any:
         """The one float32 variable that is the table, or None."""
         return self.rows.variable if self.rows.dtype == np.float32 else None

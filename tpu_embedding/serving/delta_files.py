@@ -17,6 +17,7 @@ TensorFlow's op `Fingerprint` computes.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import secrets
@@ -28,6 +29,7 @@ import numpy as np
 import tensorflow as tf
 
 from tpu_embedding.checkpoint.writing import one_writer
+from tpu_embedding.layout.plan import TableSpec
 
 MAGIC = b"TPUEMBD1"
 BEGIN, ROWS, END = range(3)  # Kinds of blocks.
@@ -66,6 +68,37 @@ class BaseTable:
     mixed: bool = False
     hashing: str = ""
 
+    @property
+    def most_deleted(self) -> int:
+        """The largest number of ids that one delta may delete."""
+        return self.most_changed if self.grows else 0
+
+    @property
+    def height(self) -> int:
+        """How many numbers ids may have: spare ones where ids come and go."""
+        return self.rows + 2 * self.most_deleted
+
+    @property
+    def shape(self) -> tuple[int | str, ...]:
+        """What the tables of trainer and export have in common."""
+        rows = "grows" if self.grows else self.rows
+        return (self.name, rows, self.dim, *([self.hashing] if self.hashing else []))
+
+
+def base_tables(spec: TableSpec) -> list[BaseTable]:
+    """A table as deltas have it, before an export chooses storage and sizes.
+
+    The row that ids of a growing table share is a table before it.
+    """
+    config, vocabulary = spec.config, spec.config.vocabulary
+    hashing = "" if spec.hashing is None else str(spec.hashing)
+    table = BaseTable(spec.name, config.max_rows, config.dim, "", 0, hashing=hashing)
+    if vocabulary is None:
+        return [table]
+    shares = vocabulary.unknown == "shared_row"
+    shared = [dataclasses.replace(table, rows=1, shared=True)] if shares else []
+    return [*shared, dataclasses.replace(table, grows=True, mixed=True)]
+
 
 @dataclasses.dataclass(frozen=True)
 class Base:
@@ -78,6 +111,11 @@ class Base:
 
     id: int
     tables: tuple[BaseTable, ...]
+
+    @functools.cached_property
+    def growing(self) -> dict[int, BaseTable]:
+        """The growing tables by index."""
+        return {i: table for i, table in enumerate(self.tables) if table.grows}
 
     def to_json(self) -> str:
         """The text that the export and each delta hold."""

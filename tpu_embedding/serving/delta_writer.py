@@ -28,6 +28,7 @@ from tpu_embedding.serving.delta_files import (
     BaseTable,
     DeltaRows,
     Header,
+    base_tables,
     new_id,
     rows_of_block,
     write_delta,
@@ -134,8 +135,7 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
         # written last, ascending; tables of which that is not known are left out.
         self._ids = {
             index: _stored_ids(bundle, spec)
-            for index, spec in enumerate(self._base.tables)
-            if spec.grows
+            for index, spec in self._base.growing.items()
         }
         self._core.flush()
         self._changes.mark(self._rows_of(0, _NOTHING))  # From here on.
@@ -225,7 +225,7 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
         self._require_active()
         if not isinstance(state, Mapping):
             raise errors.argument_type("state", state, "what delta_state returned")
-        keys = {i: ids_key(i) for i, t in enumerate(self._base.tables) if t.grows}
+        keys = {index: ids_key(index) for index in self._base.growing}
         lacking = sorted({"base", "sequence", "run", *keys.values()} - {*state})
         if lacking:
             raise ValueError(
@@ -284,30 +284,14 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
             raise RuntimeError("This DeltaWriter was stopped. Make a new one.")
 
     def _require_same_tables(self, path: str) -> None:
-        def shapes(tables: Any) -> list[tuple[int | str, ...]]:
-            found = []
-            for table in tables:
-                hashing = [table.hashing] if table.hashing else []
-                rows = "grows" if table.grows else table.rows
-                found.append((table.name, rows, table.dim, *hashing))
-            return found
-
-        own, self._numbers = [], []
-        for spec in self._core.plan.tables:
-            vocabulary = spec.config.vocabulary
-            size, dim = spec.config.vocabulary_size, spec.config.dim
-            hashing = "" if spec.hashing is None else str(spec.hashing)
-            table = BaseTable(spec.name, size, dim, "", 0, hashing=hashing)
-            if vocabulary is not None:
-                if vocabulary.unknown == "shared_row":
-                    own.append(dataclasses.replace(table, rows=1, shared=True))
-                table = dataclasses.replace(table, grows=True)
-            own.append(table)
-            self._numbers += [spec.index] * (len(own) - len(self._numbers))
-        if shapes(own) != shapes(self._base.tables):
+        pairs = [(t, s.index) for s in self._core.plan.tables for t in base_tables(s)]
+        self._numbers = [number for _, number in pairs]
+        own = [table.shape for table, _ in pairs]
+        exported = [table.shape for table in self._base.tables]
+        if own != exported:
             raise ValueError(
-                f"{path} has the tables (name, rows, dim) {shapes(self._base.tables)}, "
-                f"and the embedding has {shapes(own)}."
+                f"{path} has the tables (name, rows, dim) {exported}, and the "
+                f"embedding has {own}."
             )
 
     def _take(self) -> list[Changed]:

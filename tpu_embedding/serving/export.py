@@ -14,8 +14,8 @@ from tpu_embedding.engines.process_group import calling
 from tpu_embedding.errors import argument_type
 from tpu_embedding.layout.plan import Plan
 from tpu_embedding.lookup.input_rows import MAX_SAMPLES
-from tpu_embedding.serving.conversion import SomeRows, Source
-from tpu_embedding.serving.delta_files import Base, BaseTable, new_id
+from tpu_embedding.serving.conversion import Source
+from tpu_embedding.serving.delta_files import Base, BaseTable, base_tables, new_id
 from tpu_embedding.serving.exported import (
     SERVING_DEFAULT,
     Exported,
@@ -26,7 +26,6 @@ from tpu_embedding.serving.exported import (
 from tpu_embedding.serving.following import Follower
 from tpu_embedding.serving.following_tables import (
     GrowingBase,
-    height_of,
     most_changed,
     most_ids,
 )
@@ -231,33 +230,23 @@ def _follower(
     sources, stored, specs = [], [], []
     growing: dict[str, GrowingBase] = {}
 
-    def add(source: Source, storage: str, rows: int, **kind: Any) -> None:
+    def add(source: Source, storage: str, table: BaseTable) -> None:
+        rows = most_ids(source.shape[0], table.rows)
         most = min(rows, most_changed(rows, share))
-        spec = BaseTable(source.name, rows, source.shape[1], storage, most, **kind)
-        spare = height_of(spec) - source.shape[0] + 2 * most
-        table: Any = stored_form(source, storage, spare)
+        spec = dataclasses.replace(table, rows=rows, most_changed=most)
+        spare = spec.height - source.shape[0] + 2 * most
+        form: Any = stored_form(source, storage, spare)
         sources.append(source)
-        stored.append(table)
-        specs.append(dataclasses.replace(spec, storage=table.storage))
+        stored.append(form)
+        specs.append(dataclasses.replace(spec, storage=form.storage))
 
     for spec, source, storage in zip(
         exported.plan.tables, exported.tables, storages, strict=True
     ):
-        vocabulary = spec.config.vocabulary
-        if vocabulary is None or source.ids is None:
-            hashing = "" if spec.hashing is None else str(spec.hashing)
-            add(source, storage, source.shape[0], hashing=hashing)
-            continue
-        size = len(source.ids)
-        known, last = (
-            dataclasses.replace(source, rows=SomeRows(source.rows, *bounds))
-            for bounds in ((0, size), (size, size + 1))
-        )
-        if vocabulary.unknown == "shared_row":
-            add(last, storage, 1, shared=True)
-        room = most_ids(size, vocabulary.max_rows)
-        growing[spec.name] = GrowingBase(source.ids, missing_rows(spec))
-        add(known, storage, room, grows=True, mixed=True)
+        for table in base_tables(spec):
+            add(source.last if table.shared else source.known, storage, table)
+        if source.ids is not None:
+            growing[spec.name] = GrowingBase(source.ids, missing_rows(spec))
     return Follower(Base(new_id(), tuple(specs)), stored, growing), sources
 
 

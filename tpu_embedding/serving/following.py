@@ -31,7 +31,6 @@ from tpu_embedding.serving.following_tables import (
     FollowingIds,
     FollowingTable,
     GrowingBase,
-    height_of,
     scatter,
 )
 from tpu_embedding.tables.variables import create_state
@@ -90,12 +89,12 @@ class Follower:
         stored: Sequence[ConvertedTable],
         growing: Mapping[str, GrowingBase],
     ) -> None:
-        """Takes tables of as many rows as `height_of` and twice `most_changed`.
+        """Takes tables of as many rows as `height` and twice `most_changed`.
 
         The row that ids of a growing table share comes before it.
         """
         for table in base.tables:
-            height = height_of(table)
+            height = table.height
             if height + 2 * table.most_changed > _MOST_ROWS:
                 raise ValueError(
                     f"Table {table.name} has {height} rows and needs "
@@ -258,9 +257,9 @@ class Follower:
         tables = self.base.tables
         upserts, deletions = tf.unstack(both, axis=1)
         most = tf.constant([table.most_changed for table in tables], tf.int64)
+        most_deleted = tf.constant([table.most_deleted for table in tables], tf.int64)
         names = tf.constant([table.name for table in tables])
-        grows = tf.constant([table.grows for table in tables])
-        deleting = tf.not_equal(deletions, 0) & ~grows
+        deleting = tf.not_equal(deletions, 0) & tf.equal(most_deleted, 0)
         wrong = (both < 0) | (both > most[:, tf.newaxis])
         too_many = tf.reduce_any(wrong, axis=1)
         first = tf.argmax(too_many)
@@ -442,7 +441,6 @@ class Follower:
                 most=spec.rows,
             )
             for of_table, spec in zip(numbered, self.base.tables, strict=True)
-            if spec.grows
         ]
         flips = []
         with tf.control_dependencies(require(fitting)):

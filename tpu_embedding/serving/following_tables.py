@@ -47,13 +47,8 @@ def most_changed(rows: int, share: float) -> int:
 
 
 def most_ids(ids: int, max_rows: int) -> int:
-    """The most ids that a growing table may have while it takes deltas."""
+    """The most ids that a table may have while it takes deltas."""
     return min(max_rows, 2 * ids + SMALL_TABLE)
-
-
-def height_of(spec: BaseTable) -> int:
-    """How many numbers the index has: of a growing table spare ones for new ids."""
-    return spec.rows + (2 * spec.most_changed if spec.grows else 0)
 
 
 def stored_place(spec: BaseTable) -> str:
@@ -87,10 +82,9 @@ class FollowingTable(TableReader, tf.Module):
         """Takes the table with its spare rows; the first of its rows are served."""
         super().__init__()
         self.stored, self.ids = stored, ids
-        height = height_of(spec)
-        self.index = create_state("index", tf.range(height))
+        self.index = create_state("index", tf.range(spec.height))
         self.ring = create_state(
-            "ring", tf.range(height, height + 2 * spec.most_changed)
+            "ring", tf.range(spec.height, spec.height + 2 * spec.most_changed)
         )
         self.staged_keys = create_state(
             "staged_keys", tf.zeros([spec.most_changed], tf.int64)
@@ -165,15 +159,15 @@ class FollowingIds(tf.Module):
         super().__init__()
         self.number_of = ChangingRowOfIds(spec.rows, spec.most_changed)
         self.number_of.assign(ids)
-        height = height_of(spec)
-        self.free = create_state("free", tf.roll(tf.range(height), -len(ids), 0))
+        numbers = tf.range(spec.height)
+        self.free = create_state("free", tf.roll(numbers, -len(ids), 0))
         # How many ids there are, and the place of the number that is free longest.
         self.counts = create_state("counts", tf.constant([len(ids), 0], tf.int64))
         self.staged_keys = create_state(
             "staged_keys", tf.zeros([spec.most_changed], tf.int64)
         )
         self.shared, self._missing = shared, missing
-        self._most, self._height = spec.rows, height
+        self._most, self._height = spec.rows, spec.height
 
     def missing(self, ids: tf.Tensor) -> tf.Tensor:
         """What ids without a row look up, [n, D] or [1, D]."""
