@@ -40,7 +40,7 @@ from tpu_embedding.lookup.weight_gradients import (
     with_weight_gradients,
 )
 from tpu_embedding.tables.growing import FrozenTable, freeze
-from tpu_embedding.tables.rows import PARAMETERS, MutableTableRows
+from tpu_embedding.tables.rows import MutableTableRows
 from tpu_embedding.tables.table import RowChanges
 from tpu_embedding.tables.trackable import LogicalVariable, copied_counter
 from tpu_embedding.tables.vocabularies import Vocabulary
@@ -306,13 +306,14 @@ class Core(EngineTables):
         return not self._hands_out_stacks  # A stack has valid entries only.
 
     def logical_variables(self) -> dict[str, Any]:
-        """Tables, slots and the number of updates by their names in checkpoints.
+        """Static tables, slots and the number of updates by their names in checkpoints.
 
         A tf.Variable where one variable is the array, else a `LogicalVariable`.
         """
         objects: dict[str, Any] = {}
-        for table in self.tables().values():
-            objects |= table.ids.objects(self._logical_variable)
+        tables = self.tables()
+        for spec in self.plan.static:
+            objects |= tables[spec.name].ids.objects(self._logical_variable)
         updates = self.checkpoint_updates()
         if updates is not None:
             copies = getattr(updates, "values", None)  # One for each replica.
@@ -359,9 +360,10 @@ class Core(EngineTables):
             f"Growing tables: {', '.join(found) or 'none'}."
         )
 
-    def table_by_value(self, name: str) -> LogicalVariable:
-        """A table of any storage, read and assigned like a variable."""
-        return self._logical_variable(name, self.tables()[name].rows[PARAMETERS])
+    def parameters(self) -> dict[str, Any]:
+        """By name each table; see `Identity.parameters`."""
+        tables = self.tables().items()
+        return {n: table.ids.parameters(self._logical_variable) for n, table in tables}
 
     def _logical_variable(self, name: str, rows: MutableTableRows) -> LogicalVariable:
         engine = self.create_engine()

@@ -27,7 +27,6 @@ from tpu_embedding.lookup.features import FeatureLookup
 from tpu_embedding.lookup.graph_checks import refuse
 from tpu_embedding.serving.growing_tables import RestoredGrowingTable
 from tpu_embedding.tables.readers import TableReader
-from tpu_embedding.tables.rows import PARAMETERS
 from tpu_embedding.tables.variables import create_counter, create_state
 from tpu_embedding.tables.vocabularies import Vocabulary
 from tpu_embedding.tf_configs import convert_sparse_core
@@ -193,24 +192,15 @@ class EngineTrainedTables:
         with tf.init_scope():
             self._numbers = _CallNumbers()
         self._growing = self.core.growing()
-        shown = {n: v for n, v in self._variables.items() if n not in self._growing}
-        keras_api.set_state(layer, shown)
+        keras_api.set_state(layer, self._variables)
 
     def variables(self) -> dict[str, Any]:
         """Everything that is saved, by its name in checkpoints."""
-        return dict(self._variables)
+        return {**self._variables, **self._growing}
 
     def parameters(self) -> dict[str, Any]:
         """By table the variable with its rows."""
-        tables = self.core.tables()
-        found = {name: tables[name].values()[PARAMETERS] for name in self._growing}
-        for spec in self._features.plan.tables:
-            if spec.config.storage.is_coded and spec.name not in found:
-                found[spec.name] = self.core.table_by_value(spec.name)
-        return {
-            spec.name: found.get(spec.name, self._variables[spec.name])
-            for spec in self._features.plan.tables
-        }
+        return self.core.parameters()
 
     def stored(self) -> list[Any]:
         """What stores the up-to-date tables, for exported graphs.
@@ -227,7 +217,7 @@ class EngineTrainedTables:
             )
         self.core.retrieve()
         tables = self.core.tables()
-        static = [table for n, table in tables.items() if n not in self._growing]
+        static = [tables[spec.name] for spec in self._features.plan.static]
         variables = [v for table in static for v in table.reader.variables]
         return [*variables, *(table.served for table in self._exported.values())]
 
@@ -246,13 +236,12 @@ class EngineTrainedTables:
                 "does not support growing tables. Call the layer without it."
             )
         with tf.init_scope():
-            for spec in specs:
-                if spec.name in self._growing:
-                    if spec.name not in self._exported:
-                        self._exported[spec.name] = RestoredGrowingTable.alone(spec)
-                    table = self._exported[spec.name]
-                    table.write(self._growing[spec.name].read())
-                    readers[spec.index] = table.served
+            for spec in self._features.plan.growing:
+                if spec.name not in self._exported:
+                    self._exported[spec.name] = RestoredGrowingTable.alone(spec)
+                table = self._exported[spec.name]
+                table.write(self._growing[spec.name].read())
+                readers[spec.index] = table.served
         return readers
 
     def look_up(

@@ -313,13 +313,19 @@ def decode_object(config: Any) -> Any:
 def save_state(variables: Mapping[str, Any], store: Any) -> None:
     """Writes tables and slots. HDF5 has no bfloat16, and "/" there makes a group."""
     for name, variable in variables.items():
-        parts = {name: variable}
-        if isinstance(variable, Vocabulary):
-            parts = {f"{name}/{part}": v for part, v in variable.read().items()}
-        for key, part in parts.items():
-            value = tf.convert_to_tensor(part)
+        grows = isinstance(variable, Vocabulary)
+        state = variable.read() if grows else {PARAMETERS: variable}
+        for part, key in _keys(name, variable).items():
+            value = tf.convert_to_tensor(state[part])
             rounded = value.dtype == tf.bfloat16
-            store[_key(key)] = tf.cast(value, tf.float32) if rounded else value
+            store[key] = tf.cast(value, tf.float32) if rounded else value
+
+
+def _keys(name: str, variable: Any) -> dict[str, str]:
+    """By part its key in the file; a variable has one part, "parameters"."""
+    if isinstance(variable, Vocabulary):
+        return {part: _key(f"{name}/{part}") for part in variable.parts}
+    return {PARAMETERS: _key(name)}
 
 
 def save_hashings(plan: Plan, store: Any) -> None:
@@ -344,15 +350,10 @@ def load_state(layer: str, variables: Mapping[str, Any], store: Any) -> None:
 
     A bfloat16 or int8 table takes the nearest values of a table of another dtype.
     """
-    store = _converted(variables, store)
+    keys = {name: _keys(name, variable) for name, variable in variables.items()}
+    store = _converted(keys, store)
     stored = set(store.keys())
-    growing = {n: v for n, v in variables.items() if isinstance(v, Vocabulary)}
-    states = {
-        name: {part: _key(f"{name}/{part}") for part in state.parts}
-        for name, state in growing.items()
-    }
-    saved = {name: _key(name) for name in variables if _key(name) in stored}
-    saved |= {n: "" for n, keys in states.items() if stored.issuperset(keys.values())}
+    saved = {n: own for n, own in keys.items() if stored.issuperset(own.values())}
     missing = [name for name in variables if name not in {*saved, UPDATES}]
     if missing:
         raise ValueError(
@@ -360,7 +361,10 @@ def load_state(layer: str, variables: Mapping[str, Any], store: Any) -> None:
             f"{layer!r}. Tables are found by name: give them the names they were saved "
             "under, and the same kind of optimizer."
         )
-    values = {n: store[key] for n, key in saved.items() if n not in growing}
+    growing = {
+        n: saved.pop(n) for n, v in variables.items() if isinstance(v, Vocabulary)
+    }
+    values = {name: store[own[PARAMETERS]] for name, own in saved.items()}
     for name, value in values.items():
         own, other = tuple(variables[name].shape), tuple(value.shape)
         if own != other:
@@ -368,28 +372,24 @@ def load_state(layer: str, variables: Mapping[str, Any], store: Any) -> None:
                 f"{name} of the layer {layer!r} has shape {own}, but {other} in the "
                 "file."
             )
-    for name, state in growing.items():
-        state.write({part: store[key][()] for part, key in states[name].items()})
+    for name, own in growing.items():
+        variables[name].write({part: store[key][()] for part, key in own.items()})
     for name, value in values.items():
         variables[name].assign(tf.cast(value[()], variables[name].dtype))
 
 
-def _converted(variables: Mapping[str, Any], store: Any) -> Any:
+def _converted(keys: Mapping[str, Mapping[str, str]], store: Any) -> Any:
     """The arrays of a file, with those tables converted that are int8 here or there."""
     arrays: Any = store
-    for name, variable in variables.items():
-        beside, grows = (
-            checkpoint_name(name, SCALE_OFFSET),
-            isinstance(variable, Vocabulary),
-        )
-        codes = _key(f"{name}/{PARAMETERS}" if grows else name)
-        grids = _key(beside)
-        here = SCALE_OFFSET in variable.parts if grows else beside in variables
+    known = {key for own in keys.values() for key in own.values()}
+    for name, own in keys.items():
+        codes, grids = own[PARAMETERS], _key(checkpoint_name(name, SCALE_OFFSET))
+        here = grids in known
         if codes not in store or here == (grids in store):
             continue
         arrays = {key: arrays[key] for key in arrays.keys()}  # noqa: SIM118 - a store.
         value = arrays[codes][()]
-        if here and (grows or tuple(value.shape) == tuple(variable.shape)):
+        if here and value.ndim == 2:
             arrays[codes], arrays[grids] = stored_rows(value)
         elif not here:
             bfloat16 = arrays.pop(grids)[()]

@@ -69,6 +69,14 @@ class Identity:
             ).items()
         }
 
+    def parameters(self, made: Callable[[str, MutableTableRows], Any]) -> Any:
+        """The table by value: its variable where it is one, else what `made` returns.
+
+        Of a growing table that is what it holds now, without the ids.
+        """
+        rows = self.rows[PARAMETERS]
+        return made(self.name, rows) if rows.variable is None else rows.variable
+
     def values(self) -> dict[str, Any]:
         """By name the variables where each array is one, else the current values."""
         return {

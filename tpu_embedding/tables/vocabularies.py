@@ -236,6 +236,11 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
         values = [joined_values(part) for part in parts]
         return {n: tf.concat([v[n] for v in values], 0) for n in values[0]}
 
+    def parameters(self, made: Any) -> Any:
+        """See `Identity.parameters`."""
+        del made
+        return self.values()[PARAMETERS]
+
     def contents(self) -> VocabularyContents:
         """What the vocabulary holds."""
         state = self._read([], "vocabulary of")
