@@ -195,8 +195,8 @@ class EngineTrainedTables:
         keras_api.set_state(layer, self._variables)
 
     def variables(self) -> dict[str, Any]:
-        """Everything that is saved, by its name in checkpoints."""
-        return {**self._variables, **self._growing}
+        """What is saved beside growing tables, by its name in checkpoints."""
+        return dict(self._variables)
 
     def parameters(self) -> dict[str, Any]:
         """By table the variable with its rows."""

@@ -206,8 +206,8 @@ class TPUEmbedding(SavesTables, RestoresLayouts, keras_api.Layer):
             raise loss_scale_missing(f"Under the dtype policy {scaled!r}")
         tables.build(self, input_shape)
         self._has_tables = True
-        for name, variable in tables.variables().items():
-            keras_api.track(self, variable, name)
+        for name, child in (tables.variables() | tables.core.growing()).items():
+            keras_api.track(self, child, name)
         self.built = True
 
     def __call__(
@@ -411,7 +411,8 @@ class TPUEmbedding(SavesTables, RestoresLayouts, keras_api.Layer):
     def save_own_variables(self, store: Any) -> None:
         """Writes tables and slots by name, without the placeholder variable."""
         self._ensure_built()
-        serialization.save_state(self._built.tables.variables(), store)
+        tables = self._built.tables
+        serialization.save_state(tables.variables(), tables.core.growing(), store)
         serialization.save_hashings(self._built.features.plan, store)
 
     def load_own_variables(self, store: Any) -> None:
@@ -422,9 +423,12 @@ class TPUEmbedding(SavesTables, RestoresLayouts, keras_api.Layer):
             another Hashing.
         """
         self._ensure_built()
+        tables = self._built.tables
         try:
             serialization.check_hashings(self._built.features.plan, store)
-            serialization.load_state(self.name, self._built.tables.variables(), store)
+            serialization.load_state(
+                self.name, tables.variables(), tables.core.growing(), store
+            )
         except ValueError as error:
             # Keras tries again at other places of the file and shows the last error.
             if store.keys() or self._refused_load is None:
@@ -435,7 +439,7 @@ class TPUEmbedding(SavesTables, RestoresLayouts, keras_api.Layer):
                 f"refused: {self._refused_load}"
             ) from error
         self._refused_load = None
-        self._built.tables.core.tables_replaced()
+        tables.core.tables_replaced()
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
         children = super()._trackable_children(save_type, **kwargs)
@@ -446,10 +450,12 @@ class TPUEmbedding(SavesTables, RestoresLayouts, keras_api.Layer):
                 children = {**children, **modules}
             return children  # Tables and slots; the views for Keras are not attributes.
         # Exported graphs refer to tables and to the placeholder variable, not to slots.
-        stored = self._built.tables.stored()
+        tables = self._built.tables
+        stored = tables.stored()
         slots: set[int] = set()
         if not keras_api.saves_training():
-            slots.update(map(id, self._built.tables.variables().values()))
+            saved = tables.variables() | tables.core.growing()
+            slots.update(map(id, saved.values()))
             slots.difference_update(map(id, stored))
         kept = [*stored, *map(keras_api.value_of, self.weights)]
         found = {

@@ -310,22 +310,21 @@ def decode_object(config: Any) -> Any:
     return keras_api.deserialize(config) if isinstance(config, Mapping) else config
 
 
-def save_state(variables: Mapping[str, Any], store: Any) -> None:
-    """Writes tables and slots. HDF5 has no bfloat16, and "/" there makes a group."""
+def save_state(
+    variables: Mapping[str, Any], growing: Mapping[str, Vocabulary], store: Any
+) -> None:
+    """Writes variables and growing tables. "/" in a key would make a group of HDF5."""
     for name, variable in variables.items():
-        grows = isinstance(variable, Vocabulary)
-        state = variable.read() if grows else {PARAMETERS: variable}
-        for part, key in _keys(name, variable).items():
-            value = tf.convert_to_tensor(state[part])
-            rounded = value.dtype == tf.bfloat16
-            store[key] = tf.cast(value, tf.float32) if rounded else value
+        _save(variable, _key(name), store)
+    for name, ids in growing.items():
+        for part, array in ids.read().items():
+            _save(array, _key(f"{name}/{part}"), store)
 
 
-def _keys(name: str, variable: Any) -> dict[str, str]:
-    """By part its key in the file; a variable has one part, "parameters"."""
-    if isinstance(variable, Vocabulary):
-        return {part: _key(f"{name}/{part}") for part in variable.parts}
-    return {PARAMETERS: _key(name)}
+def _save(array: Any, key: str, store: Any) -> None:
+    value = tf.convert_to_tensor(array)
+    rounded = value.dtype == tf.bfloat16  # HDF5 has none.
+    store[key] = tf.cast(value, tf.float32) if rounded else value
 
 
 def save_hashings(plan: Plan, store: Any) -> None:
@@ -345,26 +344,30 @@ def check_hashings(plan: Plan, store: Any) -> None:
             check_hashing(spec, "the file", found)
 
 
-def load_state(layer: str, variables: Mapping[str, Any], store: Any) -> None:
+def load_state(
+    layer: str,
+    variables: Mapping[str, Any],
+    growing: Mapping[str, Vocabulary],
+    store: Any,
+) -> None:
     """Reads what `save_state` wrote, after checking all names and shapes.
 
     A bfloat16 or int8 table takes the nearest values of a table of another dtype.
     """
-    keys = {name: _keys(name, variable) for name, variable in variables.items()}
+    keys = {name: {PARAMETERS: _key(name)} for name in variables}
+    for name, ids in growing.items():
+        keys[name] = {part: _key(f"{name}/{part}") for part in ids.parts}
     store = _converted(keys, store)
     stored = set(store.keys())
-    saved = {n: own for n, own in keys.items() if stored.issuperset(own.values())}
-    missing = [name for name in variables if name not in {*saved, UPDATES}]
+    lacking = [n for n, own in keys.items() if not stored.issuperset(own.values())]
+    missing = [name for name in lacking if name != UPDATES]
     if missing:
         raise ValueError(
             f"The file lacks some or all of {', '.join(missing)} of the layer "
             f"{layer!r}. Tables are found by name: give them the names they were saved "
             "under, and the same kind of optimizer."
         )
-    growing = {
-        n: saved.pop(n) for n, v in variables.items() if isinstance(v, Vocabulary)
-    }
-    values = {name: store[own[PARAMETERS]] for name, own in saved.items()}
+    values = {name: store[_key(name)] for name in variables if name not in lacking}
     for name, value in values.items():
         own, other = tuple(variables[name].shape), tuple(value.shape)
         if own != other:
@@ -372,8 +375,8 @@ def load_state(layer: str, variables: Mapping[str, Any], store: Any) -> None:
                 f"{name} of the layer {layer!r} has shape {own}, but {other} in the "
                 "file."
             )
-    for name, own in growing.items():
-        variables[name].write({part: store[key][()] for part, key in own.items()})
+    for name, ids in growing.items():
+        ids.write({part: store[key][()] for part, key in keys[name].items()})
     for name, value in values.items():
         variables[name].assign(tf.cast(value[()], variables[name].dtype))
 
