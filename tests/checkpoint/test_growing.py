@@ -407,7 +407,7 @@ def test_inspect_and_report(
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["films", "ids", "4", "int64", "32"] in lines
     users, films = table_reports(checkpoint.read(path), TextProgress())
-    assert (users.grows, films.grows) == (False, True)
+    assert (users.key, films.key) == ("row", "id")
     assert {row for row, _ in films.largest} == {-3, 5, 7, 2**62, None}
     page = tmp_path / "page.html"
     assert main(["report", "--output", str(page), path]) == 0
