@@ -117,7 +117,7 @@ class Plan:
         """For each feature where it stands in the user's structure."""
         return tuple(spec.path for spec in self.features)
 
-    @property
+    @functools.cached_property
     def user_features(self) -> tuple[FeatureSpec, ...]:
         """Of each feature of the user the first."""
         return tuple(spec for spec in self.features if spec.is_first)

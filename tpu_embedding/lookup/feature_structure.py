@@ -6,6 +6,7 @@ The one place where ids become rows, and where rows of an id become its value.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,22 +45,24 @@ class FeatureStructure(Structure):
         """Takes the features of the plan in the order of the leaves."""
         super().__init__(nested)
         self._specs = [spec for spec in specs if spec.is_first]
+        self._counts = [_rows(spec) for spec in self._specs]  # In the plan.
+        self._starts = list(itertools.accumulate(self._counts, initial=0))[:-1]
 
     def for_plan(self, leaves: Sequence[Any]) -> list[Any]:
         """Repeats the value of each user feature for its features of the plan."""
-        pairs = zip(self._specs, leaves, strict=True)
-        return [leaf for spec, leaf in pairs for _ in range(_rows(spec))]
+        pairs = zip(self._counts, leaves, strict=True)
+        return [leaf for count, leaf in pairs for _ in range(count)]
 
     def of_user(self, values: Sequence[Any]) -> list[Any]:
         """Reverses `for_plan`."""
-        starts = self._starts()
-        return [values[start] for start in starts]
+        return [values[start] for start in self._starts]
 
     def join(self, activations: Sequence[Any]) -> list[Any]:
         """Joins the activations of the plan into those of the user's features."""
-        starts, joined = self._starts(), []
-        for start, spec in zip(starts, self._specs, strict=True):
-            parts = list(activations[start : start + _rows(spec)])
+        joined = []
+        places = zip(self._specs, self._starts, self._counts, strict=True)
+        for spec, start, count in places:
+            parts = list(activations[start : start + count])
             if spec.row_hash is not None:
                 parts = [join_rows(parts, spec.row_hash.hashing)]
             joined += parts
@@ -83,8 +86,7 @@ class FeatureStructure(Structure):
         """
         found: list[Any] = []
         flat = self.flatten("gradients", gradients)
-        for spec, gradient in zip(self._specs, flat, strict=True):
-            count = _rows(spec)
+        for spec, count, gradient in zip(self._specs, self._counts, flat, strict=True):
             if count == 1 or _adds(spec) or not isinstance(gradient, tf.Tensor):
                 found += [gradient] * count
                 continue
@@ -98,14 +100,6 @@ class FeatureStructure(Structure):
                 )
             found += tf.split(gradient, [width] * count, -1)
         return found
-
-    def _starts(self) -> list[int]:
-        """Returns the index in the plan of the first feature of each user feature."""
-        starts, end = [], 0
-        for spec in self._specs:
-            starts.append(end)
-            end += _rows(spec)
-        return starts
 
     def _dim(self, spec: FeatureSpec, width: Any) -> Any:
         return width if _adds(spec) else width * _rows(spec)
