@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -129,12 +129,10 @@ class Core(EngineTables):
     def _complete(self, **decided: Any) -> None:
         self._engine_options = dataclasses.replace(self._engine_options, **decided)
 
-    @contextlib.contextmanager
-    def refusing(self, phase: str) -> Iterator[None]:
+    def refusing(self, phase: str) -> contextlib.AbstractContextManager[None]:
         """See `Channel.refusing`; where there is none, nothing is told."""
         channel = self._engine_options.channel
-        with contextlib.nullcontext() if channel is None else channel.refusing(phase):
-            yield
+        return contextlib.nullcontext() if channel is None else channel.refusing(phase)
 
     def create_engine(self, *, to_restore: bool = False) -> Engine:
         """Makes the tables and slots, unless they are there; see `EngineOptions`."""

@@ -283,7 +283,8 @@ class EngineTrainedTables:
 
     def refusing(self, *, trainable: bool) -> contextlib.AbstractContextManager[None]:
         """Tells other processes of an error before a collective look-up."""
-        if self._mode(trainable) is Mode.SERVE:
+        synchronizes = self.core.engine_class.synchronizes
+        if not synchronizes or self._mode(trainable) is Mode.SERVE:
             return contextlib.nullcontext()
         return self.core.refusing("lookup")
 
