@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -74,7 +75,7 @@ class LogicalTable:
             return self.vocabulary["ids"].read()
         return np.arange(self.parameters.shape[0], dtype=np.int64)
 
-    @property
+    @functools.cached_property
     def arrays(self) -> dict[str, TableRows]:
         """The parameters, then the slots."""
         return {PARAMETERS: self.parameters, **self.slots}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -366,6 +367,10 @@ class HostEngine(Engine):
 
     def checkpoint_variables(self) -> dict[str, Any]:
         """See `TableStore.checkpoint_variables`: whole tables, gathered when saved."""
+        return self._saved
+
+    @functools.cached_property
+    def _saved(self) -> dict[str, Any]:
         objects: dict[str, Any] = {}
         for table in self._tables.values():
             objects |= table.ids.objects(RowsVariable)
