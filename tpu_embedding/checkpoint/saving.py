@@ -105,7 +105,7 @@ def save(
 
     # Before what is pending is applied: it is counted, and a later step is noticed.
     updates = updates_now()
-    core.checkpoint_rows()
+    core.current_tables()
     stored = core.checkpoint_tables().items()
     tables = {name: _logical_table(table) for name, table in stored}
     live = core.growing()
@@ -238,7 +238,7 @@ def restore(
             source.path,
             ", ".join(lacking),
         )
-    core.checkpoint_rows()  # What is pending comes before what is restored.
+    core.current_tables()  # What is pending comes before what is restored.
     with in_all_processes(group):
         job.run(progress)
         core.load_checkpoint_rows()

@@ -76,6 +76,7 @@ class StoredTables(abc.ABC):
 
     def checkpoint_rows(self) -> dict[str, dict[str, MutableTableRows]]:
         """`checkpoint_targets` with today's values, after the pending update."""
+        self.current_tables()
         return self.checkpoint_targets()
 
     def checkpoint_updates(self) -> tf.Variable | None:
@@ -191,10 +192,6 @@ class EngineTables(StoredTables):
     def current_tables(self) -> dict[str, Table]:
         self.create_engine().retrieve()
         return self.tables()
-
-    def checkpoint_rows(self) -> dict[str, dict[str, MutableTableRows]]:
-        self.create_engine().retrieve()
-        return self.checkpoint_targets()
 
     def checkpoint_tables(self) -> dict[str, Table]:
         self.create_engine()

@@ -113,11 +113,6 @@ class ModelTables(WeightTables):
         self._flush()
         return self.tables()
 
-    def checkpoint_rows(self) -> dict[str, dict[str, MutableTableRows]]:
-        """See `StoredTables`."""
-        self._flush()
-        return self.checkpoint_targets()
-
     def _waiting(self) -> list[Any]:
         parts = [p for layer in self.layers for p in components(layer.embeddings)]
         found = [getattr(part, "waiting", None) for part in parts]
