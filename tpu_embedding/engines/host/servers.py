@@ -37,7 +37,8 @@ from tpu_embedding.tables.reach import OnServers
 from tpu_embedding.tables.trackable import copied_counter
 from tpu_embedding.tables.variables import Place, TableVariables, create_parts
 
-# The attribute of a tensor that has what servers looked up, while the tensor exists.
+# The attribute of a tensor that has what servers looked up, while the tensor exists. A
+# field of the engine would keep the graphs of functions alive, to which parts belong.
 _PARTS = "_tpu_embedding_parts"
 
 
