@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import resource
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import tensorflow as tf
@@ -16,7 +17,11 @@ from reference import growing
 
 import tpu_embedding as te
 from tpu_embedding.layout.partition import IdPartition
+from tpu_embedding.tables import rows as table_rows
+from tpu_embedding.tables import vocabularies
+from tpu_embedding.tables.reach import InJob
 
+BLOCK_BYTES = 4096
 POOL = np.array([0, -1, 2**63 - 1, -(2**63), 1 << 40, *range(5, 40)])
 
 
@@ -195,6 +200,45 @@ def move(strategy: Any, source: str, target: str, *, alone: bool = False) -> Any
     step(embedding, [] if alone else ids[rank(strategy)])
     te.checkpoint.save(embedding, target)
     return before, state_of(embedding, films)
+
+
+def small_blocks() -> Any:
+    """Tables are saved by blocks of `BLOCK_BYTES`."""
+    return mock.patch.object(table_rows, "SLICE_BYTES", BLOCK_BYTES)
+
+
+def save_in_blocks(strategy: Any, path: str, *, alone: bool = False) -> int:
+    """Saves 2,000 rows and 1,000 candidates; the most bytes that were read at once."""
+    vocabulary = te.GrowingVocabulary(4000, min_count=2, eviction="lru")
+    embedding, films = make(strategy, vocabulary)
+    ids = np.random.default_rng(1).integers(-(2**63), 2**63 - 1, 3000)
+    cut = slice(0 if alone else rank(strategy), None, strategy.num_replicas_in_sync)
+    step(embedding, ids[cut])
+    step(embedding, ids[:2000][cut])
+    most = [0]
+
+    def noted(function: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            found = function(*arguments)
+            most.append(sum(part.nbytes for part in found))
+            return found
+
+        return call
+
+    with (
+        small_blocks(),
+        mock.patch.object(vocabularies, "read_rows", noted(vocabularies.read_rows)),
+        mock.patch.object(InJob, "gather", noted(InJob.gather)),
+    ):
+        te.checkpoint.save(embedding, path)
+    state = embedding.core.growing()["films"].read()
+    waiting = np.count_nonzero(state["candidate_hits"])
+    assert (len(state["ids"]), waiting) == (2000, 1000)
+    saved = te.checkpoint.read(path)["films"]
+    assert np.array_equal(saved.parameters.numpy(), state["parameters"])
+    for name, vector in saved.vocabulary.items():
+        assert np.array_equal(vector.read(), state[name]), name
+    return max(most)
 
 
 def state_of(embedding: Any, films: Any) -> Any:

@@ -78,6 +78,12 @@ def test_restores_onto_processes_and_servers(
     assert set(results[-1][1][0]) == {3, 5, -9, 7, -(2**63)}
 
 
+def test_a_table_is_saved_by_blocks(two: Job, tmp_path: pathlib.Path) -> None:
+    """No process reads more at once, of its own rows or of others."""
+    for most in two.run("divided.save_in_blocks", str(tmp_path / "saved")):
+        assert divided.BLOCK_BYTES / 4 < most <= divided.BLOCK_BYTES
+
+
 @pytest.mark.second_tier
 def test_restores_into_any_number_of_processes(
     two: Job, three: Job, tmp_path: pathlib.Path

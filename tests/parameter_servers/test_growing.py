@@ -186,6 +186,12 @@ def test_gradients_of_another_function_are_refused() -> None:
     served.apply_gradients(gradients(activations), preserved)
 
 
+def test_a_table_is_saved_by_blocks(tmp_path: pathlib.Path) -> None:
+    path = str(tmp_path / "saved")
+    most = divided.save_in_blocks(JOB.strategy, path, alone=True)
+    assert divided.BLOCK_BYTES / 4 < most <= divided.BLOCK_BYTES
+
+
 @pytest.mark.parametrize("kind", [te.TPUEmbedding, te.TPUEmbeddingV2])
 def test_divided_tables_have_the_bits_of_one_process(
     kind: Any, tmp_path: pathlib.Path

@@ -37,10 +37,17 @@ class Vector:
     Attributes:
       length: The number of numbers.
       read: Returns them, int64 [length].
+      rows: Reads them by blocks, [length, 1], where they may be in several processes.
     """
 
     length: int
     read: Callable[[], np.ndarray]
+    rows: TableRows | None = None
+
+    @classmethod
+    def of(cls, rows: TableRows) -> Vector:
+        """Those that `rows` reads."""
+        return cls(rows.shape[0], lambda: rows.numpy()[:, 0], rows)
 
     @property
     def nbytes(self) -> int:

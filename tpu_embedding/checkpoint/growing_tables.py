@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.tables.codes import stored_as_codes
 from tpu_embedding.tables.growing import first_slots, first_stored
 from tpu_embedding.tables.rows import PARAMETERS, SCALE_OFFSET, TableRows
-from tpu_embedding.tables.vocabularies import Vocabulary, renumbered
+from tpu_embedding.tables.vocabularies import PLACES, Vocabulary, renumbered
 from tpu_embedding.vocabulary import (
     PARTS,
     PARTS_OF_IDS,
@@ -25,6 +26,7 @@ from tpu_embedding.vocabulary import (
 )
 
 _SHOWN = 10  # Ids of a warning.
+_Convert = Callable[[np.ndarray], dict[str, np.ndarray]]
 
 
 def warn_of_ids(table: str, ids: np.ndarray, stored: np.ndarray) -> None:
@@ -80,8 +82,8 @@ class Growth:
         wanted = [PARAMETERS, *(self.source.slots if self.slots else ())]
         return [name for name in wanted if name in self.target.parts]
 
-    def state(self) -> dict[str, np.ndarray]:
-        """What the table will be: everything is read and checked.
+    def parts(self) -> list[dict[str, np.ndarray]]:
+        """What the parts here will be, for `run`: everything is checked.
 
         Raises:
           ValueError: If the table does not fit, or what is stored contradicts itself.
@@ -98,6 +100,7 @@ class Growth:
         order = np.argsort(ids, kind="stable")
         if (np.diff(ids[order]) == 0).any():
             raise self._refused("has an id twice")
+        self._check_arrays(stored)
         shares, grew = stored > size, "state" in found
         chosen = order
         if self.ids is not None:
@@ -113,12 +116,9 @@ class Growth:
         state |= {name: found.get(name, empty) for name in PARTS if name not in state}
         state |= {name: found[name][chosen] for name in PARTS_OF_IDS if name in found}
         state["ids"] = ids[chosen]
-        index = np.append(chosen, [size] * shares).astype(np.int64)
-        state |= {name: rows[index] for name, rows in self._arrays(stored).items()}
         must_share = self.spec.growth.unknown == "shared_row"
-        if must_share and not grew and not shares and len(ids):
-            shares = True
-            state |= {n: np.concatenate([state[n], r]) for n, r in self._shared_row()}
+        shares |= must_share and not grew and len(ids) > 0
+        state[PLACES] = np.append(chosen, [size] * shares).astype(np.int64)
         if not grew or len(chosen) < size:  # Rows are numbered anew, without gaps.
             known = state["rows"] if "rows" in found else chosen
             state["rows"] = np.argsort(np.argsort(known)) + int(shares)
@@ -129,37 +129,58 @@ class Growth:
             state["state"] = numbers
         return self.target.fit(state)
 
-    def _arrays(self, height: int) -> dict[str, np.ndarray]:
-        """The stored rows of the table and its slots, or initial values of a slot."""
-        arrays: dict[str, np.ndarray] = {}
-        for name, start, width in self._of_target():
-            shape = (height, width)
-            rows = self.source.arrays[name] if name in self._stored else None
-            if rows is None:
-                arrays[name] = np.full(shape, start, np.float32)
+    def run(self, parts: Sequence[dict[str, np.ndarray]]) -> None:
+        """Writes what `parts` returned; reads the rows of one part at a time.
+
+        Raises:
+          tf.errors.DataLossError: If a file changed after `parts`.
+        """
+        self.target.load(parts, self._rows)
+
+    def _check_arrays(self, height: int) -> None:
+        """Reads the table and its slots once. Errors are those of `parts`."""
+        for name, _, width in self._of_target():
+            if name not in self._stored:
                 continue
+            rows, shape = self.source.arrays[name], (height, width)
             if rows.shape != shape:
                 what = "the table" if name == PARAMETERS else name
                 raise self._refused(
                     f"has {what} of shape {errors.shape_text(rows.shape)}, but this "
                     f"table needs {errors.shape_text(shape)}"
                 )
-            arrays |= (
-                self._rows(rows)
-                if name == PARAMETERS
-                else {name: rows.numpy().astype(np.float32, copy=False)}
-            )
+            rows.verify()
+
+    def _rows(self, places: np.ndarray) -> dict[str, np.ndarray]:
+        """The rows at places by name of the array; the first shared row is the last."""
+        arrays: dict[str, np.ndarray] = {}
+        for name, start, width in self._of_target():
+            if name not in self._stored:
+                arrays[name] = np.full((len(places), width), start, np.float32)
+                continue
+            rows = self.source.arrays[name]
+            for convert, stored in self._conversions(name, rows):
+                arrays |= _read(stored, places, convert)
             rows.release()
+        missing = places >= self.source.parameters.shape[0]
+        if missing.any():
+            for name, row in self._shared_row():
+                arrays[name][missing] = row
         return arrays
 
-    def _rows(self, rows: TableRows) -> dict[str, np.ndarray]:
-        """What stores the rows in the table, by name."""
+    def _conversions(
+        self, name: str, rows: TableRows
+    ) -> list[tuple[_Convert, TableRows]]:
+        """What makes the rows of arrays of the table, by name, of stored rows."""
         storage = self.spec.config.storage
-        if storage.is_coded:
-            coded = {name: part.numpy() for name, part in rows.coded.items()}
-            return coded or stored_as_codes(rows.numpy())
-        dtype: Any = tf.as_dtype(storage.stored_dtype).as_numpy_dtype
-        return {PARAMETERS: rows.numpy().astype(dtype, copy=False)}
+        if name == PARAMETERS and storage.is_coded:
+            if not rows.coded:
+                return [(stored_as_codes, rows)]
+            return [(lambda v, n=n: {n: v}, part) for n, part in rows.coded.items()]
+        dtype: Any = np.float32
+        if name == PARAMETERS:
+            dtype = tf.as_dtype(storage.stored_dtype).as_numpy_dtype
+        return [(lambda v: {name: v.astype(dtype, copy=False)}, rows)]
 
     def _of_target(self) -> list[tuple[str, float, int]]:
         """(name, initial value, width) of the table and its slots."""
@@ -182,3 +203,20 @@ class Growth:
             f"Table {self.source.name} of {self.path} {reason}. It cannot be restored "
             f"into the growing table {self.spec.name}."
         )
+
+
+def _read(
+    rows: TableRows, places: np.ndarray, convert: _Convert
+) -> dict[str, np.ndarray]:
+    """What `convert` makes of the rows at places, which are read by slices."""
+    order = np.argsort(places, kind="stable")
+    ascending = places[order]
+    made = convert(np.zeros((0, rows.shape[1]), rows.dtype))
+    found = {n: np.empty((len(places), v.shape[1]), v.dtype) for n, v in made.items()}
+    for start, stop in rows.slices():
+        first, last = np.searchsorted(ascending, (start, stop))
+        if first < last:
+            values = rows.read(start, stop)[ascending[first:last] - start]
+            for name, own in convert(values).items():
+                found[name][order[first:last]] = own
+    return found

@@ -156,7 +156,7 @@ class Job:
       resets: Slots that the checkpoint lacks.
       lacking: Their names.
       growing: The growing tables.
-      states: What they will be; made by `verify`.
+      parts: What the parts of each here will be; made by `verify`.
     """
 
     copies: list[_Copy] = dataclasses.field(default_factory=list)
@@ -164,7 +164,7 @@ class Job:
     resets: list[_Reset] = dataclasses.field(default_factory=list)
     lacking: list[str] = dataclasses.field(default_factory=list)
     growing: list[Growth] = dataclasses.field(default_factory=list)
-    states: list[dict[str, np.ndarray]] = dataclasses.field(default_factory=list)
+    parts: list[list[dict[str, np.ndarray]]] = dataclasses.field(default_factory=list)
 
     @classmethod
     def match(
@@ -280,7 +280,7 @@ class Job:
         for fill in self.fills:
             fill.verify()
         for growth in self.growing:
-            self.states.append(growth.state())
+            self.parts.append(growth.parts())
             progress.advance(growth.nbytes)
 
     def run(self, progress: Progress) -> None:
@@ -293,6 +293,9 @@ class Job:
         try:
             for copy in self.copies:
                 copy.run(progress)
+            for growth in self.growing:
+                growth.run(self.parts.pop(0))
+                progress.advance(growth.nbytes)
         except tf.errors.DataLossError as error:
             raise tf.errors.DataLossError(
                 None,
@@ -304,9 +307,6 @@ class Job:
             fill.run()
         for copy in self.copies:  # Tables of one stack share what is kept in memory.
             copy.source.release()
-        for growth in self.growing:
-            growth.target.write(self.states.pop(0))
-            progress.advance(growth.nbytes)
         for reset in self.resets:
             reset.run()
 

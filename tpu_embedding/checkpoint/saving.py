@@ -34,7 +34,7 @@ from tpu_embedding.layout.partition import TableLayout
 from tpu_embedding.layout.plan import UPDATES
 from tpu_embedding.tables.rows import PARAMETERS
 from tpu_embedding.tables.table import Table
-from tpu_embedding.vocabulary import UPDATES_BEGUN
+from tpu_embedding.tables.vocabularies import updates_begun
 
 DEFAULT_ROOT = "embedding"
 _SILENT = NoProgress()
@@ -57,7 +57,7 @@ def save(
     slices are read one after the other, then a second time: if another thread trained
     meanwhile on the host engine, this is an error and no checkpoint is left. On other
     engines, and in several processes, do not train in another thread meanwhile. Of a
-    growing table up to two more copies are held in memory.
+    growing table 40 bytes for each id that this process has are held in memory, too.
 
     All processes of a job call it with the same path, in a file system that they share.
     Each writes its part of the one checkpoint.
@@ -109,7 +109,7 @@ def save(
     stored = core.checkpoint_tables().items()
     tables = {name: _logical_table(table) for name, table in stored}
     live = core.growing()
-    begun = {n: tables[n].vocabulary["state"].read()[UPDATES_BEGUN] for n in live}
+    begun = {n: updates_begun(n, tables[n].vocabulary["state"].read()) for n in live}
     if not slots:
         tables = {n: dataclasses.replace(t, slots={}) for n, t in tables.items()}
 
@@ -250,11 +250,11 @@ def restore(
 
 
 def _logical_table(table: Table) -> LogicalTable:
-    """Returns a table as it is now; reads all values of a growing one."""
+    """Returns a table as it is now; of a growing one the ids are read."""
     arrays, known = table.ids.saved()
     slots = {**arrays}
     parameters = slots.pop(PARAMETERS)
-    vectors = {n: Vector(len(v), lambda v=v: v) for n, v in known.items()}
+    vectors = {name: Vector.of(rows) for name, rows in known.items()}
     return LogicalTable(table.spec.name, parameters, slots, vectors, table.spec.hashing)
 
 

@@ -99,12 +99,12 @@ def one_writer(path: str) -> Iterator[None]:
 
 
 class Piece(NamedTuple):
-    """Some rows of a matrix.
+    """Some rows of a matrix, or numbers of a vector.
 
     Attributes:
-      key: Key of the matrix in the checkpoint.
+      key: Its key in the checkpoint.
       spec: The place of the rows; see `slice_spec`.
-      values: [n, C].
+      values: [n, C] or [n].
     """
 
     key: str
@@ -117,16 +117,17 @@ def part_bytes(total: int) -> int:
     return max(_MIN_PART_BYTES, total // _MAX_PARTS)
 
 
-def slice_spec(shape: tuple[int, int], start: int, stop: int) -> str:
+def slice_spec(shape: tuple[int, ...], start: int, stop: int) -> str:
     """Rows of a matrix as SaveV2 and RestoreV2 take them; "" for all rows.
 
-    >>> slice_spec((9, 2), 3, 5), slice_spec((9, 2), 0, 9)
-    ('9 2 3,2:0,2', '')
+    >>> slice_spec((9, 2), 3, 5), slice_spec((9, 2), 0, 9), slice_spec((9,), 3, 5)
+    ('9 2 3,2:0,2', '', '9 3,2')
     """
-    rows, columns = shape
+    rows, *columns = shape
     if stop - start == rows:
         return ""
-    return f"{rows} {columns} {start},{stop - start}:0,{columns}"
+    every = "".join(f":0,{count}" for count in columns)
+    return f"{' '.join(map(str, shape))} {start},{stop - start}{every}"
 
 
 def write_tensorflow(
@@ -216,7 +217,7 @@ def _by_key(
     layouts: Sequence[TableLayout] | None,
     updates: int | None,
 ) -> tuple[dict[str, TableRows], dict[str, Any]]:
-    """By key in the checkpoint the matrices, which are written by slices, and others.
+    """By key in the checkpoint what is written by slices, and other values.
 
     Args and errors are those of `write_tensorflow`.
     """
@@ -255,13 +256,17 @@ def _by_key(
     }
     small[GRAPH_KEY] = tf.constant(make_graph(root, keys, parts))
     for name, table in growing.items():
-        place, vectors = parts[name], table.vocabulary.items()
-        small |= {place[part]: vector.read() for part, vector in vectors}
-        for array, rows in table.stored.items():
+        place, blocks = parts[name], {**table.stored}
+        for part, vector in table.vocabulary.items():
+            if vector.rows is None:
+                small[place[part]] = vector.read()
+            else:
+                blocks[part] = vector.rows
+        for part, rows in blocks.items():
             if rows.shape[0]:
-                matrices[place[array]] = rows
+                matrices[place[part]] = rows
             else:  # There is no slice of it.
-                small[place[array]] = np.zeros(rows.shape, rows.dtype)
+                small[place[part]] = np.zeros(rows.file_shape, rows.dtype)
     return matrices, small
 
 
@@ -360,7 +365,9 @@ def _own_pieces(
         for start, stop in rows.slices():
             values = rows.read_in(number % size, start, stop)
             if number % size == rank:
-                yield Piece(key, slice_spec(rows.shape, start, stop), values)
+                shape = rows.file_shape
+                spec = slice_spec(shape, start, stop)
+                yield Piece(key, spec, values.reshape(-1, *shape[1:]))
             number += 1
 
 

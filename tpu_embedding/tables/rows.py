@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import functools
 import itertools
+import math
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
@@ -86,6 +87,7 @@ class TableRows(abc.ABC):
       slice_rows: Number of rows in a slice of about `SLICE_BYTES`.
       coded: Of a table of int8 what stores it, by name: the codes, as `PARAMETERS`,
         and `SCALE_OFFSET`. Empty for others.
+      file_shape: That in files: [V] if they have a vector.
     """
 
     coded: Mapping[str, TableRows] = types.MappingProxyType({})
@@ -93,6 +95,7 @@ class TableRows(abc.ABC):
     def __init__(self, shape: Sequence[int], dtype: np.dtype[Any]) -> None:
         rows, columns = shape
         self.shape: tuple[int, int] = (rows, columns)
+        self.file_shape: tuple[int, ...] = self.shape
         self.dtype = dtype
         self.row_bytes: int = columns * dtype.itemsize
         self.nbytes: int = rows * self.row_bytes
@@ -141,11 +144,12 @@ class TableRows(abc.ABC):
 
 
 class ArrayRows(TableRows):
-    """A matrix in memory, which each process of a group has."""
+    """A matrix or vector in memory, which each process of a group has."""
 
     def __init__(self, values: np.ndarray, group: ProcessGroup | None = None) -> None:
-        super().__init__(values.shape, values.dtype)
-        self._values, self._group = values, group
+        super().__init__((len(values), math.prod(values.shape[1:])), values.dtype)
+        self.file_shape = values.shape
+        self._values, self._group = values.reshape(self.shape), group
 
     @property
     def group(self) -> ProcessGroup | None:

@@ -91,7 +91,7 @@ class Identity:
         """
         return self.rows[PARAMETERS], None
 
-    def saved(self) -> tuple[Mapping[str, TableRows], Mapping[str, np.ndarray]]:
+    def saved(self) -> tuple[Mapping[str, TableRows], Mapping[str, TableRows]]:
         """The arrays by name, and of a growing table what is known of the ids."""
         return self.rows, {}
 

@@ -79,15 +79,7 @@ class VariableRows(MutableTableRows):
         return self._copies[0] if len(self._copies) == 1 else None
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        variable = self._copies[0]
-        with tf.device(variable.device):
-            catch_up(variable)
-            rows = tf.raw_ops.ResourceGather(
-                resource=variable.handle,
-                indices=tf.range(start, stop, dtype=tf.int64),
-                dtype=variable.dtype,
-            )
-        return rows.numpy()
+        return read_rows(self._copies[0], np.arange(start, stop))
 
     def write(self, start: int, values: np.ndarray) -> None:
         rows, columns = self.shape
@@ -106,6 +98,16 @@ class VariableRows(MutableTableRows):
         for variable in self._copies:
             with tf.device(variable.device):
                 variable.assign(values)
+
+
+def read_rows(variable: Any, rows: np.ndarray) -> np.ndarray:
+    """Rows int64 [n] of a variable, caught up."""
+    with tf.device(variable.device):
+        catch_up(variable)
+        found = tf.raw_ops.ResourceGather(
+            resource=variable.handle, indices=rows, dtype=variable.dtype
+        )
+    return found.numpy()
 
 
 def variable_rows(

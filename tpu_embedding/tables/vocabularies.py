@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.ops import library
 from tpu_embedding.tables.codes import joined_codes, joined_values
 from tpu_embedding.tables.growing import first_stored
+from tpu_embedding.tables.merged import MergedOrder, MergedRows
 from tpu_embedding.tables.reach import Reach
 from tpu_embedding.tables.rows import (
     PARAMETERS,
@@ -25,6 +27,7 @@ from tpu_embedding.tables.rows import (
     ProcessGroup,
     TableRows,
 )
+from tpu_embedding.tables.variables import read_rows
 from tpu_embedding.tables.waiting import catch_up
 from tpu_embedding.vocabulary import (
     CLOCK,
@@ -43,6 +46,8 @@ from tpu_embedding.vocabulary import (
 
 # Places in the `state` of a VocabularySnapshot (core/vocabulary.h).
 _EVICTED, _NEXT_CANDIDATE = 5, 6
+# Of what a part will be: for each of its rows the place of it in what is read.
+PLACES = "places"
 
 _Arrays = dict[str, Any]  # NumPy arrays
 
@@ -97,7 +102,14 @@ class StoredVocabulary(abc.ABC):
 
     @abc.abstractmethod
     def write(self, state: Mapping[str, np.ndarray]) -> None:
-        """Replaces everything by what `fit` returned."""
+        """Replaces everything by what `read` of all arrays returned."""
+
+    def numbers(self, known: _Arrays, shared: int) -> np.ndarray:
+        """The rows of `arrays` that `read` returns, of what is known of the ids.
+
+        `shared`: how many rows ids share.
+        """
+        return np.append(known["rows"], np.arange(shared))
 
     def find(self, ids: tf.Tensor) -> tf.Tensor:
         """What a lookup for an update reads of int64 [n]: float32 [n, D].
@@ -277,12 +289,55 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
         served = served_rows(self._spec, state)
         return array_rows(served, self.group), state["ids"]
 
-    def saved(self) -> tuple[dict[str, TableRows], dict[str, np.ndarray]]:
-        """See `Identity.saved`: everything at one moment."""
-        state = self.read()
-        known = {name: state.pop(name) for name in PARTS}
-        arrays = {n: ArrayRows(v, self.group) for n, v in state.items()}
-        return joined_codes(arrays), known
+    def saved(self) -> tuple[dict[str, TableRows], dict[str, TableRows]]:
+        """See `Identity.saved`: the ids as they are now, rows when they are read."""
+        stored, spec, none = self._stored, self._spec, np.zeros(0, np.int64)
+
+        def read() -> tuple[list[_Arrays], _Arrays]:
+            arrays = stored[0].arrays.items()
+            known = [part.read([]) for part in stored]
+            return known, {name: read_rows(array, none) for name, array in arrays}
+
+        known, empty = self._reach.call(read)
+        call = f"the reading of growing table {spec.name}"
+        states = [{"state": own["state"]} for own in known]
+        states = self._reach.from_owners(spec.index, states, call)
+        starts = np.cumsum([0, *(own["state"][NUM_ROWS] for own in states)])
+        numbers, has = [], self._reach.has(spec.index)  # Others have a shared row, too.
+        for part, own in zip(stored, known, strict=True):
+            rows_here = part.numbers(own, num_shared(spec.growth, own))
+            numbers.append(rows_here if has else none)
+            own["rows"] = own["rows"] + starts[part.part[0]]
+
+        def order(keys: Sequence[np.ndarray], *, in_turn: bool = False) -> MergedOrder:
+            if in_turn:  # One part after the other.
+                keys = [
+                    (part.part[0] << 40) + np.arange(len(own))
+                    for part, own in zip(stored, keys, strict=True)
+                ]
+            return MergedOrder(keys, self._reach, call)
+
+        by_id = order([own["ids"] for own in known])
+        # Ids share a row, which is the last one, only where there is one part.
+        by_row = by_id if self._num_parts > 1 else order(numbers, in_turn=True)
+        orders = dict.fromkeys(PARTS_OF_IDS, by_id)
+        candidates = order([own["candidates"] for own in known], in_turn=True)
+        orders |= dict.fromkeys(PARTS_OF_CANDIDATES, candidates)
+        vectors: dict[str, TableRows] = {
+            name: MergedRows(order, name, none, lambda k, cut, n=name: known[k][n][cut])
+            for name, order in orders.items()
+        }
+        state = np.concatenate([own["state"] for own in states])
+        vectors["state"] = ArrayRows(state, self.group)
+
+        def rows(name: str, part: int, cut: slice) -> np.ndarray:
+            return read_rows(stored[part].arrays[name], numbers[part][cut])
+
+        arrays = {
+            name: MergedRows(by_row, name, like, functools.partial(rows, name))
+            for name, like in empty.items()
+        }
+        return joined_codes(arrays), vectors
 
     def changed(self, consumer: str, marked: Any) -> Changed:
         """See `Identity.changed`: the step queue has marks of ids."""
@@ -309,8 +364,7 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
 
     def updates_begun(self) -> int:
         """The number of updates so far; cheaper than `read`."""
-        states = _states_of(self._spec.name, self._read([], "updates of")["state"])
-        return int(_total(states)[UPDATES_BEGUN])
+        return updates_begun(self._spec.name, self._read([], "updates of")["state"])
 
     def read(self) -> _Arrays:
         """Everything at one moment, see `StoredVocabulary.read`."""
@@ -329,22 +383,27 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
         call = f"{call} table {self._spec.name}"
         return self._reach.from_owners(self._spec.index, local, call)
 
-    def fit(self, state: Mapping[str, np.ndarray]) -> _Arrays:
-        """What `write` makes of a state, without a change of the table.
+    def fit(self, known: Mapping[str, np.ndarray]) -> list[_Arrays]:
+        """What each part that this process has will be, for `load`; changes nothing.
+
+        `known` has `PARTS` as `read` returns them, and `PLACES` of the rows.
 
         Raises:
           ValueError: As `write`.
         """
-        return _joined(self._fit_parts(state))
+        parts = self._fit_parts(known)  # Each process checks what it has read.
+        if not self._reach.has(self._spec.index):
+            return []
+        return [parts[part.part[0]] for part in self._stored]
 
-    def _fit_parts(self, state: Mapping[str, np.ndarray]) -> list[_Arrays]:
+    def _fit_parts(self, known: Mapping[str, np.ndarray]) -> list[_Arrays]:
         """What each part will be."""
         vocabulary = self._spec.growth
-        whole = {name: np.asarray(value) for name, value in state.items()}
+        whole = {name: np.asarray(value) for name, value in known.items()}
         states = _states_of(self._spec.name, whole["state"]).copy()
         total = _total(states)
         shared = num_shared(vocabulary, {"state": total})
-        if len(whole[PARAMETERS]) != len(whole["ids"]) + shared:
+        if len(whole[PLACES]) != len(whole["ids"]) + shared:
             raise ValueError(
                 f"Table {self._spec.name!r} has unknown={vocabulary.unknown!r}, but "
                 "only one of it and the table that was saved shares a row. Use the "
@@ -379,10 +438,24 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
         self._reach.call(lambda: self._write(state))
 
     def _write(self, state: Mapping[str, np.ndarray]) -> None:
-        parts = self._fit_parts(state)  # Each process checks what it has read.
-        if self._reach.has(self._spec.index):
-            for part in self._stored:
-                part.write(parts[part.part[0]])
+        known = {name: state[name] for name in PARTS}
+        parts = self.fit(known | {PLACES: np.arange(len(state[PARAMETERS]))})
+        self._load(parts, lambda places: {n: state[n][places] for n in self._arrays})
+
+    def load(
+        self, parts: Sequence[_Arrays], read: Callable[[np.ndarray], _Arrays]
+    ) -> None:
+        """Replaces everything by what `fit` returned.
+
+        `read` returns the rows at places by name of the array.
+        """
+        self._reach.call(lambda: self._load(parts, read))
+
+    def _load(
+        self, parts: Sequence[_Arrays], read: Callable[[np.ndarray], _Arrays]
+    ) -> None:
+        for part, own in zip(self._stored, parts, strict=False):
+            part.write(own | read(own[PLACES]))
 
     def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
         return {name: tf.constant(value) for name, value in self.read().items()}
@@ -448,6 +521,11 @@ def _total(states: np.ndarray) -> np.ndarray:
     total[NUM_ROWS], total[COUNTS] = states[:, NUM_ROWS].sum(), states[:, COUNTS].sum(0)
     total[SWEEP] = total[_NEXT_CANDIDATE] = 0
     return total
+
+
+def updates_begun(table: str, state: np.ndarray) -> int:
+    """The number of updates of a table with this state."""
+    return int(_total(_states_of(table, state))[UPDATES_BEGUN])
 
 
 def renumbered(table: str, state: np.ndarray, num_rows: int) -> np.ndarray:
