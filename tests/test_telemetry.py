@@ -511,6 +511,18 @@ def summaries(folder: pathlib.Path) -> dict[str, Any]:
     return found
 
 
+def test_a_status_has_the_samples_of_all_steps():
+    embedding = simple()
+    telemetry = te.Telemetry(embedding, every=2)
+    for ids in ([1], [7, 7], [2, 2, 3]):
+        train(embedding, ids)
+    status = telemetry.status()
+    assert status["samples_per_second"] == pytest.approx(2 * status["steps_per_second"])
+    train(embedding, [1, 2, 3, 4, 5])
+    status = telemetry.status()
+    assert status["samples_per_second"] == pytest.approx(5 * status["steps_per_second"])
+
+
 def test_summaries(tmp_path: pathlib.Path):
     embedding = simple()
     telemetry = te.Telemetry(embedding, every=2)
@@ -527,7 +539,7 @@ def test_summaries(tmp_path: pathlib.Path):
         f"embedding/{name}"
         for name in (
             *("steps", "counted_steps", "queue_depth", "pending_updates"),
-            "steps_per_second",
+            *("steps_per_second", "samples_per_second"),
         )
     }
     ids = found["embedding/films/ids", 2]

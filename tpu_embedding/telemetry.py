@@ -31,7 +31,11 @@ from tpu_embedding.cluster_config import STATUS_VARIABLE, replace_file
 from tpu_embedding.engines.telemetry import Counts, TableCounts
 
 ALL_TABLES = "*"  # The key of figures that belong to no single table.
-_RATES = ("steps_per_second", "bytes_per_step")  # Of a status, for TensorBoard.
+_RATES = (
+    "steps_per_second",
+    "samples_per_second",
+    "bytes_per_step",
+)  # Of a status, for TensorBoard.
 _LARGEST = 2**63 - 1  # Of an int of the kernels; nobody counts so far.
 
 # Figures of a table that add up, and what TensorBoard shows of them for each step.
@@ -107,7 +111,8 @@ class Telemetry:
         self._begun = {name: table.vocabulary for name, table in tables.items()}
         self._core.telemetry = self
         self._written: Counts | None = None
-        self._seen = (time.monotonic(), 0, 0)  # By `status`: steps, and bytes sent.
+        # By `status`: steps, samples, and bytes sent.
+        self._seen = (time.monotonic(), 0, 0, 0)
 
     @property
     def is_counting(self) -> bool:
@@ -144,9 +149,10 @@ class Telemetry:
 
         Returns:
           "steps", "queue_depth" and "pending_updates" as in `read`; since the status
-          before, "steps_per_second" and in a job "bytes_per_step", sent by this
-          process; there also "waited_seconds", how long this process waited for each
-          so far: those of the slowest grow the most.
+          before, "steps_per_second", without servers "samples_per_second", those of
+          this process and of the feature with the fewest, and in a job
+          "bytes_per_step", sent by this process; there also "waited_seconds", how long
+          this process waited for each so far: those of the slowest grow the most.
 
         Raises:
           RuntimeError: As `read`.
@@ -155,15 +161,17 @@ class Telemetry:
 
     def _status(self, counts: Counts) -> dict[str, Any]:
         sent = sum((counts.bytes_sent or {}).values())
-        (then, steps, bytes_sent), now = self._seen, time.monotonic()
-        self._seen = (now, counts.steps, sent)
-        done = counts.steps - steps
+        (then, steps, samples, bytes_sent), now = self._seen, time.monotonic()
+        self._seen = (now, counts.steps, counts.samples, sent)
+        done, seconds = counts.steps - steps, max(now - then, 1e-9)
         found: dict[str, Any] = {
             "steps": counts.steps,
-            "steps_per_second": done / max(now - then, 1e-9),
+            "steps_per_second": done / seconds,
             "queue_depth": counts.queue_depth,
             "pending_updates": counts.pending_updates,
         }
+        if counts.samples:
+            found["samples_per_second"] = (counts.samples - samples) / seconds
         if counts.waited_seconds is not None:
             found["bytes_per_step"] = (sent - bytes_sent) / max(done, 1)
             found["waited_seconds"] = list(counts.waited_seconds)

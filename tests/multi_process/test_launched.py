@@ -51,6 +51,8 @@ def test_a_kill_and_another_number_keep_the_bits(tmp_path: pathlib.Path) -> None
         said = process["telemetry"]
         assert said["steps"] == launched_program.STEPS - 3
         assert said["steps_per_second"] > 0
+        samples = said["samples_per_second"] / said["steps_per_second"]
+        assert samples == pytest.approx(launched_program.SAMPLES / 3)
         assert said["bytes_per_step"] > 0
         assert [seconds > 0 for seconds in said["waited_seconds"]] == [
             other != number for other in range(3)

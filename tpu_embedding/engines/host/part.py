@@ -286,7 +286,7 @@ class TablePart:
                 num_tables=len(self._plan.tables),
                 num_hot_rows=num_hot_rows,
             )
-        steps, counted_steps, depth, pending = found.steps.numpy().tolist()
+        steps, counted_steps, depth, pending, samples = found.steps.numpy().tolist()
         return Counts(
             steps,
             counted_steps,
@@ -314,6 +314,7 @@ class TablePart:
                 )
                 for spec in self._plan.tables
             },
+            samples=samples,
         )
 
     def _placed(self, table: int, *figures: Any, **others: Any) -> TableCounts:

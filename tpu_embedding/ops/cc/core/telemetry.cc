@@ -104,17 +104,18 @@ bool Telemetry::Start(int64_t every, const std::vector<int64_t>& num_rows) {
     counts.back().size = size;
   }
   std::lock_guard<std::mutex> lock(mutex_);
-  steps_ = counted_steps_ = 0;
+  steps_ = samples_ = counted_steps_ = 0;
   tables_ = std::vector<TableTelemetry>(counts.size());
   counts_ = std::move(counts);
   every_ = every;
   return true;
 }
 
-bool Telemetry::Next() {
+bool Telemetry::Next(int64_t samples) {
   if (every_.load(std::memory_order_relaxed) == 0) return false;
   std::lock_guard<std::mutex> lock(mutex_);
   const int64_t every = every_;
+  samples_ += samples;
   return every > 0 && steps_++ % every == 0;
 }
 
@@ -143,7 +144,7 @@ void Telemetry::Add(std::vector<CountedUpdate> tables) {
 
 void Telemetry::Read(const std::function<void(const View&)>& read) const {
   std::lock_guard<std::mutex> lock(mutex_);
-  read({steps_, counted_steps_, tables_});
+  read({steps_, samples_, counted_steps_, tables_});
 }
 
 int64_t Telemetry::RowsTouched(int table) const {

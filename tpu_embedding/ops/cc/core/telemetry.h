@@ -73,8 +73,9 @@ class Telemetry {
   // change, if there is not enough memory.
   bool Start(int64_t every, const std::vector<int64_t>& num_rows);
 
-  // Notes that an update is about to be applied; whether to count it.
-  bool Next();
+  // Notes that an update of so many samples is about to be applied; whether to
+  // count it.
+  bool Next(int64_t samples);
 
   // Takes the counts of that update, by table.
   void Add(std::vector<CountedUpdate> tables);
@@ -82,6 +83,7 @@ class Telemetry {
   // Calls `read` while nothing changes.
   struct View {
     int64_t steps;
+    int64_t samples;  // of all steps
     int64_t counted_steps;
     const std::vector<TableTelemetry>& tables;
   };
@@ -106,6 +108,7 @@ class Telemetry {
   std::atomic<int64_t> every_{0};
   mutable std::mutex mutex_;
   int64_t steps_ = 0;
+  int64_t samples_ = 0;
   int64_t counted_steps_ = 0;
   std::vector<TableTelemetry> tables_;
   std::vector<RowCounts> counts_;

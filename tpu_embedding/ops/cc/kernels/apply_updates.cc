@@ -238,6 +238,20 @@ void Collect(const Plan& plan, const BatchQueue::Update& update,
   GroupEntries(plan, update, parallel_for, work);
 }
 
+// Of all replicas; those of the feature with the fewest.
+int64_t NumSamples(const BatchQueue::Update& update) {
+  int64_t samples = 0;
+  for (const BatchQueue::Part& part : update.replicas) {
+    const std::vector<FeatureCsr>& features = part.batch->features;
+    const auto fewest = std::min_element(
+        features.begin(), features.end(), [](const auto& a, const auto& b) {
+          return a.num_samples() < b.num_samples();
+        });
+    if (fewest != features.end()) samples += fewest->num_samples();
+  }
+  return samples;
+}
+
 // Of a routed batch the senders know them.
 void CountSamples(const BatchQueue::Update& update, const Plan& plan,
                   std::vector<CountedUpdate>* counted) {
@@ -376,7 +390,7 @@ absl::Status ApplyUpdates(tensorflow::OpKernelContext* context,
           std::make_unique<MarkingObserver>(std::move(consumer)));
     }
     CountingObserver* counting = nullptr;
-    if (resource->telemetry.Next()) {
+    if (resource->telemetry.Next(NumSamples(*update))) {
       auto counts = std::make_unique<CountingObserver>(views.size());
       counting = counts.get();
       observers.push_back(std::move(counts));

@@ -52,8 +52,8 @@ REGISTER_OP("TpuEmbeddingReadTelemetry")
     .Doc(R"doc(
 What was counted of the updates that were applied.
 
-steps: [4], updates applied, updates counted, batches that wait in the queue,
-  complete updates that are not applied.
+steps: [5], updates applied, updates counted, batches that wait in the queue,
+  complete updates that are not applied, samples of the updates applied.
 totals: [num_tables, 6], of the counted updates: IDs, invalid IDs, samples,
   samples without IDs, distinct IDs, and rows that any of them named.
 vocabularies: [num_tables, 4], of all updates of growing tables: IDs without a
@@ -112,7 +112,7 @@ class ReadTelemetryOp : public tensorflow::OpKernel {
       return absl::FailedPreconditionError("Telemetry is off.");
     }
     Tensor *steps = nullptr, *totals = nullptr, *vocabularies = nullptr;
-    TF_RETURN_IF_ERROR(context->allocate_output("steps", {4}, &steps));
+    TF_RETURN_IF_ERROR(context->allocate_output("steps", {5}, &steps));
     TF_RETURN_IF_ERROR(
         context->allocate_output("totals", {num_tables, kNumTotals}, &totals));
     auto numbers = steps->flat<int64_t>();
@@ -120,6 +120,7 @@ class ReadTelemetryOp : public tensorflow::OpKernel {
     numbers(1) = view.counted_steps;
     numbers(2) = resource->queue.Depth();
     numbers(3) = resource->queue.Pending();
+    numbers(4) = view.samples;
     TF_RETURN_IF_ERROR(context->allocate_output(
         "vocabularies", {num_tables, kNumCounts}, &vocabularies));
     TF_RETURN_IF_ERROR(
