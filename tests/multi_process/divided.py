@@ -5,7 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import os
+import pathlib
 import resource
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -22,6 +28,7 @@ from tpu_embedding.tables import vocabularies
 from tpu_embedding.tables.reach import InJob
 
 BLOCK_BYTES = 4096
+KILLED_IN = ("step", "save", "restore")
 POOL = np.array([0, -1, 2**63 - 1, -(2**63), 1 << 40, *range(5, 40)])
 
 
@@ -250,6 +257,85 @@ def state_of(embedding: Any, films: Any) -> Any:
         for id_, row, hits, last in zip(*found[:4], strict=True)
     }
     return of_ids, found[4:]
+
+
+def global_batch(number: int) -> np.ndarray:
+    """The ids of all processes in a step: some new, some known."""
+    rng = np.random.default_rng(number)
+    return np.concatenate([rng.zipf(1.3, 60) % 1000, rng.integers(-(2**63), 0, 20)])
+
+
+class Kill:
+    """Kills this process in the second call of a kind, at a random moment of it.
+
+    Attributes:
+      kind: One of `KILLED_IN`, or "" for none.
+      seed: Of the moment.
+    """
+
+    def __init__(self, kind: str, seed: int) -> None:
+        self.kind, self._seconds = kind, -1.0
+        self._share = np.random.default_rng(seed).random()
+
+    def call(self, kind: str, function: Callable[[], Any]) -> None:
+        """Calls a function; the first call of the kind says how long they take."""
+        begin = time.monotonic()
+        if kind == self.kind and self._seconds >= 0:
+            arguments = (os.getpid(), signal.SIGKILL)
+            seconds = self._share * self._seconds
+            threading.Timer(seconds, os.kill, arguments).start()
+        function()
+        if kind == self.kind:
+            self._seconds = time.monotonic() - begin
+
+
+def train_until_killed(
+    strategy: Any, folder: str, expected: Sequence[Any], killed: str, seed: int
+) -> Any:
+    """Trains on from the last checkpoint, and saves after each second step.
+
+    Args:
+      strategy: The strategy.
+      folder: That of the checkpoints.
+      expected: What the table holds after each number of steps.
+      killed: In what a process, which depends on the seed, is killed; or "".
+      seed: That of `Kill`.
+
+    Returns:
+      What the table holds after the last step.
+    """
+    number, own = strategy.num_replicas_in_sync, rank(strategy)
+    kill = Kill(killed if own == seed % number else "", seed)
+    embedding, films = make(strategy, te.GrowingVocabulary(5000, eviction="lru"))
+    embedding.build()
+    done = max([0, *(int(path.stem) for path in pathlib.Path(folder).glob("*.index"))])
+    with small_blocks():
+        restore = functools.partial(
+            te.checkpoint.restore, embedding, f"{folder}/{done}"
+        )
+        for _ in range(2 if done else 0):
+            kill.call("restore", restore)
+        assert state_of(embedding, films) == expected[done], done
+        for k in range(done, len(expected) - 1):
+            ids = global_batch(k)[own::number]
+            kill.call("step", functools.partial(step, embedding, ids))
+            path = f"{folder}/{k + 1}"
+            if k % 2:
+                save = functools.partial(te.checkpoint.save, embedding, path)
+                kill.call("save", save)
+    return state_of(embedding, films)
+
+
+def trajectory(steps: int) -> list[Any]:
+    """What one process's table holds after each number of steps."""
+    strategy = tf.distribute.get_strategy()
+    embedding, films = make(strategy, te.GrowingVocabulary(5000, eviction="lru"))
+    embedding.build()
+    found = [state_of(embedding, films)]
+    for k in range(steps):
+        step(embedding, global_batch(k))
+        found.append(state_of(embedding, films))
+    return found
 
 
 def fill(strategy: Any, rows: int, placement: str) -> tuple[int, list[int], list[int]]:

@@ -38,6 +38,18 @@ def test_parts_admit_and_evict_as_in_the_reference_for_long(
 
 
 @pytest.mark.third_tier
+def test_kills_resume_with_another_number_of_processes(tmp_path: pathlib.Path) -> None:
+    """Ten in a step, in a save and in a restore each."""
+    expected, sizes = divided.trajectory(60), itertools.cycle((2, 3, 1, 4))
+    for seed, kind in enumerate([*divided.KILLED_IN * 10, ""]):
+        with Job(next(sizes)) as job:
+            arguments = (str(tmp_path), expected, kind, seed)
+            results = job.attempt("divided.train_until_killed", *arguments)
+        found = {getattr(result, "kind", "trained") for result in results}
+        assert found <= ({"Ended", "UnavailableError"} if kind else {"trained"})
+
+
+@pytest.mark.third_tier
 @pytest.mark.parametrize("servers", [1, 2, 3])
 def test_servers_admit_and_evict_as_in_the_reference(
     servers: int, tmp_path: pathlib.Path
