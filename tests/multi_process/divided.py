@@ -374,6 +374,38 @@ def fill(strategy: Any, rows: int, placement: str) -> tuple[int, list[int], list
     return grown, list(place.table_bytes), list(place.device_bytes)
 
 
+def large_steps(strategy: Any, grows: bool) -> tuple[int, int]:
+    """By how many bytes three steps grew this process, and what `te.plan` says."""
+    rows, samples, ids = 200_000, 16_384, 10
+    vocabulary = te.GrowingVocabulary(2 * rows) if grows else rows
+    films = te.TableConfig(vocabulary, 64, "ones", name="films", placement="rows")
+    features = {"film": te.FeatureConfig(films)}
+    with strategy.scope():
+        embedding = te.TPUEmbedding(features, te.SGD(0.5))
+    rng = np.random.default_rng(0)
+    number, own = strategy.num_replicas_in_sync, rank(strategy)
+    batches = rng.integers(0, rows, (4, samples * number, ids))
+    for block in np.array_split(np.arange(rows)[own::number], 20):
+        step(embedding, block)
+    before = resident_bytes()
+    for batch in batches[1:]:
+        step(embedding, batch[own::number])
+    grown = peak_bytes() - before
+    sample = [{"film": batch} for batch in batches[:1]]
+    report = te.plan(
+        features, te.SGD(0.5), sample=sample, processes=[number], topologies=[]
+    )
+    (place,) = [place for place in report.placements if place.kind == "synchronous"]
+    return grown, place.buffer_bytes
+
+
+def peak_bytes() -> int:
+    """The most that this process has had of the memory."""
+    status = pathlib.Path("/proc/self/status").read_text()
+    (line,) = [line for line in status.splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) * 1024
+
+
 def resident_bytes() -> int:
     """What this process has of the memory."""
     with open("/proc/self/statm", encoding="ascii") as numbers:

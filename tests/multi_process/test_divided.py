@@ -131,6 +131,14 @@ def test_a_plan_is_what_growing_tables_take(two: Job, placement: str) -> None:
         assert 0.9 * tables[process] < grown < needed[process], results
 
 
+@pytest.mark.second_tier
+def test_a_plan_is_what_large_steps_take() -> None:
+    for grows in (False, True):
+        with Job(2) as job:  # Whose memory no test before has used.
+            for grown, planned in job.run("divided.large_steps", grows):
+                assert 0.5 * planned < grown < planned, (grows, grown, planned)
+
+
 def test_the_largest_clock_of_all_processes_counts(two: Job) -> None:
     for ids, times, raised in two.run("divided.pass_clocks"):
         assert (ids, times) == ([2, 3], [13, 16])

@@ -28,6 +28,9 @@ from tpu_embedding.tables.growing import check_growth, vocabulary_bytes
 _HOST_BYTES, _HOST_TABLE_BYTES = 8 * 2**20, 32 * 2**20
 _FLOAT, _HALF = 4, 2  # Bytes of a value, and of a bfloat16.
 _ENTRY = 32  # Of the host engine: the id, the prepared batch, the grouped gradients.
+# Of a table that is divided over processes: the same of an id that is asked for and
+# served, with what sorts and sends it; and more of a distinct one if the table grows.
+_ROUTED_ENTRY, _GROWING_ID = 120, 180
 _SPLIT_BYTES = 2**27  # The allocator never leaves so much of a piece unused.
 # Arrays of a table's size that an initializer has at a time, as tf.random.normal does:
 # the numbers, their product with the deviation, and the sum with the mean.
@@ -63,18 +66,21 @@ class Machines:
         """So many processes that train together."""
         first = place_tables(self.plan, 0, count, self.options.placement)
         traffic, wire = self.traffic(count), 0.0
+        # Owners look up and combine what others ask for: as much as they ask for.
+        place, step = Placement(0, 1, (0,) * len(self.plan.tables)), 0.0
         for table in self.plan.tables:
             if first.is_divided(table.index):
-                wire += self._divided_bytes(table, traffic, count, count - 1)
+                sent = self._divided_bytes(table, traffic, count, count - 1)
+                wire += sum(sent.values())
+                step += self._divided_step_bytes(table, traffic, count)
             else:
                 wire += self._whole_bytes(table, traffic) * (count - 1) / count
-        # Owners look up and combine what others ask for: as much as they ask for.
-        step = self._step_bytes(Placement(0, 1, (0,) * len(self.plan.tables)), traffic)
+                step += self._table_step_bytes(table, place, traffic)
         found = self._place(
             f"{count} processes, synchronous",
             "synchronous",
             [dataclasses.replace(first, process=process) for process in range(count)],
-            [step] * count,
+            [int(step)] * count,
             wire,
         )
         return dataclasses.replace(found, unsupported=self._refusal("sharded"))
@@ -86,7 +92,7 @@ class Machines:
         traffic, wire = self.traffic(1), 0.0
         for table in self.plan.tables:
             if first.is_divided(table.index):
-                wire += self._divided_bytes(table, traffic, count, count)
+                wire += sum(self._divided_bytes(table, traffic, count, count).values())
             else:
                 wire += self._whole_bytes(table, traffic)
         found = self._place(
@@ -211,14 +217,33 @@ class Machines:
 
     def _step_bytes(self, place: Placement, traffic: Traffic) -> int:
         """The prepared batch, activations and gradients of the rows of a process."""
-        total = 0.0
-        for table in self.plan.tables:
-            most = table.config.max_rows
-            share = place.count(table.index, most) / most
-            for f in table.features:
-                size = 3 * _FLOAT * traffic.samples[f] * table.config.dim
-                total += share * (size + _ENTRY * traffic.entries[f])
-        return int(total)
+        steps = [self._table_step_bytes(t, place, traffic) for t in self.plan.tables]
+        return int(sum(steps))
+
+    def _table_step_bytes(
+        self, table: TableSpec, place: Placement, traffic: Traffic
+    ) -> float:
+        most = table.config.max_rows
+        samples = sum(traffic.samples[f] for f in table.features)
+        entries = sum(traffic.entries[f] for f in table.features)
+        size = 3 * _FLOAT * samples * table.config.dim + _ENTRY * entries
+        return size * place.count(table.index, most) / most
+
+    def _divided_step_bytes(
+        self, table: TableSpec, traffic: Traffic, count: int
+    ) -> float:
+        """Of a process, for a table that is divided over so many.
+
+        Beside activations and their gradients there are first the rows, sent,
+        received and combined, and then the gradients, sent and received.
+        """
+        sent = self._divided_bytes(table, traffic, count, count)
+        samples = sum(traffic.samples[f] for f in table.features)
+        size = 2 * _FLOAT * samples * table.config.dim
+        size += max(3 * sent["lookup"], 2 * sent["update"])
+        size += _ROUTED_ENTRY * sum(traffic.entries[f] for f in table.features)
+        grows = table.config.vocabulary is not None
+        return size + grows * _GROWING_ID * traffic.distinct[table.index]
 
     def _wire_row_bytes(self, table: TableSpec) -> int:
         """Of a row between processes."""
@@ -233,8 +258,8 @@ class Machines:
 
     def _divided_bytes(
         self, table: TableSpec, traffic: Traffic, count: int, others: int
-    ) -> float:
-        """Bytes of a step for a table that is divided by rows, without weights.
+    ) -> dict[str, float]:
+        """Bytes of a step by phase for a table that is divided by rows, unweighted.
 
         IDs are spread evenly over `count` owners, of which `others` are on other
         machines.
@@ -252,7 +277,7 @@ class Machines:
             if per_sample > 1:
                 lengths += sent
                 gains += sent * (config.combiner != "sum")
-        found = divided_table_bytes(
+        return divided_table_bytes(
             rows=rows,
             rows_served=rows,
             entries=entries,
@@ -263,7 +288,6 @@ class Machines:
             gradient_bytes=self._gradient_bytes() * config.dim,
             key_bytes=table.key_bytes,
         )
-        return sum(found.values())
 
     def _whole_bytes(self, table: TableSpec, traffic: Traffic) -> float:
         """Bytes of a step for a table that another process has."""
