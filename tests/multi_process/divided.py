@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import json
 import os
 import pathlib
 import resource
@@ -22,6 +23,7 @@ from multi_process.calls import failure, rank
 from reference import growing
 
 import tpu_embedding as te
+from tpu_embedding.cluster_config import STATUS_VARIABLE
 from tpu_embedding.layout.partition import IdPartition
 from tpu_embedding.tables import rows as table_rows
 from tpu_embedding.tables import vocabularies
@@ -324,6 +326,30 @@ def train_until_killed(
                 save = functools.partial(te.checkpoint.save, embedding, path)
                 kill.call("save", save)
     return state_of(embedding, films)
+
+
+def write_statuses(
+    strategy: Any, path: str, steps: int, seconds: float
+) -> tuple[int, list[Any]]:
+    """Trains two tables, and writes a status of the second one every few seconds.
+
+    Returns:
+      The steps of the last status, and what each table holds.
+    """
+    number, own = strategy.num_replicas_in_sync, rank(strategy)
+    vocabulary = te.GrowingVocabulary(5000, min_count=2, eviction="lru")
+    tables = [make(strategy, vocabulary) for _ in range(2)]
+    telemetry, written = te.Telemetry(tables[1][0], every=3), 0.0
+    status = {STATUS_VARIABLE: f"{path}-{own}"}
+    for k in range(steps):
+        for embedding, _ in tables:
+            step(embedding, global_batch(k)[own::number])
+        if time.monotonic() - written >= seconds:
+            with mock.patch.dict(os.environ, status):
+                telemetry.status()
+            written = time.monotonic()
+    said = json.loads(pathlib.Path(f"{path}-{own}").read_text())
+    return said["steps"], [state_of(*table) for table in tables]
 
 
 def trajectory(steps: int) -> list[Any]:

@@ -96,6 +96,21 @@ def test_a_table_is_saved_by_blocks(two: Job, tmp_path: pathlib.Path) -> None:
         assert divided.BLOCK_BYTES / 4 < most <= divided.BLOCK_BYTES
 
 
+@pytest.mark.parametrize(
+    ("steps", "seconds"),
+    [(40, 0.0), pytest.param(2000, 1.0, marks=pytest.mark.third_tier)],
+)
+def test_a_status_that_is_written_changes_no_bit(
+    two: Job, steps: int, seconds: float, tmp_path: pathlib.Path
+) -> None:
+    path = str(tmp_path / "status")
+    for said, (expected, found) in two.run(
+        "divided.write_statuses", path, steps, seconds, timeout=900
+    ):
+        assert 0 < said <= steps
+        assert found == expected
+
+
 @pytest.mark.second_tier
 def test_restores_into_any_number_of_processes(
     two: Job, three: Job, tmp_path: pathlib.Path
