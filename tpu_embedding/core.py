@@ -282,7 +282,7 @@ class Core(EngineTables):
             )
             return with_weight_gradients(activations, features, lookup, values, weights)
 
-    def start_counting(self, every: int) -> Callable[[int], Counts]:
+    def start_counting(self, every: int) -> Callable[[int | None], Counts]:
         """See `TableStore.start_counting`."""
         return self.create_engine().start_counting(every)
 

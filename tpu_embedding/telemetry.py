@@ -128,7 +128,7 @@ class Telemetry:
           RuntimeError: In a tf.function, after `stop`, or if a later Telemetry counts
             for the same embedding.
         """
-        counts = self._counts()
+        counts = self._counts(self._hottest)
         exact = counts.counted_steps == counts.steps
         figures = {ALL_TABLES: _figures_of_all(counts)}
         for name, table in counts.tables.items():
@@ -157,7 +157,7 @@ class Telemetry:
         Raises:
           RuntimeError: As `read`.
         """
-        return self._status(self._counts())
+        return self._status(self._counts(None))
 
     def _status(self, counts: Counts) -> dict[str, Any]:
         sent = sum((counts.bytes_sent or {}).values())
@@ -196,7 +196,7 @@ class Telemetry:
         Raises:
           RuntimeError: As `read`.
         """
-        counts = self._counts()
+        counts = self._counts(self._hottest)
         before, self._written = self._written, counts
         note = "Exact."
         if counts.counted_steps != counts.steps:
@@ -231,9 +231,9 @@ class Telemetry:
         self._core.start_counting(0)
         self._core.telemetry = None
 
-    def _counts(self) -> Counts:
+    def _counts(self, num_hot_rows: int | None) -> Counts:
         self._require_counting()
-        return self._read_counts(self._hottest)
+        return self._read_counts(num_hot_rows)
 
     def _require_counting(self) -> None:
         if not tf.executing_eagerly():

@@ -346,7 +346,7 @@ class TableStore(abc.ABC):
         `UPDATES` is the number of updates already applied, where anything asks for it.
         """
 
-    def start_counting(self, every: int) -> Callable[[int], Counts]:
+    def start_counting(self, every: int) -> Callable[[int | None], Counts]:
         """Forgets counts, and counts the next update applied and every n-th after it.
 
         Args:
@@ -354,7 +354,7 @@ class TableStore(abc.ABC):
 
         Returns:
           A function of the number of hottest rows that are wanted, which returns what
-          was counted since; to be called eagerly.
+          was counted since, with None without tables; to be called eagerly.
 
         Raises:
           NotImplementedError: If the engine cannot count.

@@ -73,7 +73,7 @@ class Counts:
     waited_seconds: Sequence[float] | None = None
 
 
-def joined(parts: Sequence[Counts], num_hot_rows: int) -> Counts:
+def joined(parts: Sequence[Counts], num_hot_rows: int | None) -> Counts:
     """Joins the counts of the parts of the tables."""
     if len(parts) == 1:
         return parts[0]
@@ -91,7 +91,9 @@ def joined(parts: Sequence[Counts], num_hot_rows: int) -> Counts:
     )
 
 
-def _joined_table(parts: Sequence[TableCounts], num_hot_rows: int) -> TableCounts:
+def _joined_table(
+    parts: Sequence[TableCounts], num_hot_rows: int | None
+) -> TableCounts:
     if len(parts) == 1:
         return parts[0]
 

@@ -382,11 +382,11 @@ class HostEngine(Engine):
         (part,) = self._parts
         return part.rates.updates
 
-    def start_counting(self, every: int) -> Callable[[int], Counts]:
+    def start_counting(self, every: int) -> Callable[[int | None], Counts]:
         parts = self._parts
         reads = self._reach.call(lambda: [part.start_counting(every) for part in parts])
 
-        def read(num_hot_rows: int) -> Counts:
+        def read(num_hot_rows: int | None) -> Counts:
             counts = self._reach.call(lambda: [each(num_hot_rows) for each in reads])
             return joined(counts, num_hot_rows)
 

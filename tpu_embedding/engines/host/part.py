@@ -273,18 +273,19 @@ class TablePart:
         with tf.device(self.device):
             self._ops.tpu_embedding_reset(queue=self.handle, counters=self._counters)
 
-    def start_counting(self, every: int) -> Callable[[int], Counts]:
+    def start_counting(self, every: int) -> Callable[[int | None], Counts]:
         """See `TableStore.start_counting`."""
         with tf.device(self.device):
             self._ops.tpu_embedding_start_telemetry(queue=self.handle, every=every)
         return self._counts
 
-    def _counts(self, num_hot_rows: int) -> Counts:
+    def _counts(self, num_hot_rows: int | None) -> Counts:
+        tables = () if num_hot_rows is None else self._plan.tables
         with tf.device(self.device):
             found = self._ops.tpu_embedding_read_telemetry(
                 queue=self.handle,
-                num_tables=len(self._plan.tables),
-                num_hot_rows=num_hot_rows,
+                num_tables=len(tables),
+                num_hot_rows=num_hot_rows or 0,
             )
         steps, counted_steps, depth, pending, samples = found.steps.numpy().tolist()
         return Counts(
@@ -312,7 +313,7 @@ class TablePart:
                         else ()
                     ),
                 )
-                for spec in self._plan.tables
+                for spec in tables
             },
             samples=samples,
         )

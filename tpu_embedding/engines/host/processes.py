@@ -86,11 +86,11 @@ class ShardedEngine(HostEngine):
         with self._channel.refusing("update"), self._channel.after_exchange():
             return super()._rates_to_send()
 
-    def start_counting(self, every: int) -> Callable[[int], Counts]:
+    def start_counting(self, every: int) -> Callable[[int | None], Counts]:
         """See `TableStore.start_counting`: of the rows that this process has."""
         read = super().start_counting(every)
 
-        def with_exchanges(num_hot_rows: int) -> Counts:
+        def with_exchanges(num_hot_rows: int | None) -> Counts:
             traffic = self._channel.traffic()
             return dataclasses.replace(
                 read(num_hot_rows),

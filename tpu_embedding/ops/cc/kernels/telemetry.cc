@@ -23,6 +23,7 @@ using tensorflow::Tensor;
 
 constexpr int kNumTotals = 6;
 constexpr int kNumCounts = 4;
+constexpr int kNumSums = 3;  // The outputs before those of single tables.
 
 REGISTER_OP("TpuEmbeddingStartTelemetry")
     .Input("queue: resource")
@@ -45,12 +46,12 @@ REGISTER_OP("TpuEmbeddingReadTelemetry")
     .Output("ids: num_tables * uint32")
     .Output("gradient_norms: num_tables * float")
     .Output("update_norms: num_tables * float")
-    .Attr("num_tables: int >= 1")
+    .Attr("num_tables: int >= 0")
     .Attr("num_hot_rows: int >= 0")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::UnknownShape)
     .Doc(R"doc(
-What was counted of the updates that were applied.
+What was counted of the updates that were applied; of all tables, or of none.
 
 steps: [5], updates applied, updates counted, batches that wait in the queue,
   complete updates that are not applied, samples of the updates applied.
@@ -107,8 +108,9 @@ class ReadTelemetryOp : public tensorflow::OpKernel {
  private:
   absl::Status Write(OpKernelContext* context, StepQueueResource* resource,
                      const Telemetry::View& view) const {
-    const int64_t num_tables = resource->plan->tables.size();
-    if (static_cast<int64_t>(view.tables.size()) != num_tables) {
+    const int64_t num_tables =
+        context->num_outputs() > kNumSums ? resource->plan->tables.size() : 0;
+    if (view.tables.size() != resource->plan->tables.size()) {
       return absl::FailedPreconditionError("Telemetry is off.");
     }
     Tensor *steps = nullptr, *totals = nullptr, *vocabularies = nullptr;
@@ -123,8 +125,8 @@ class ReadTelemetryOp : public tensorflow::OpKernel {
     numbers(4) = view.samples;
     TF_RETURN_IF_ERROR(context->allocate_output(
         "vocabularies", {num_tables, kNumCounts}, &vocabularies));
-    TF_RETURN_IF_ERROR(
-        CheckLength("num_tables", context->num_outputs() - 3, 5 * num_tables));
+    TF_RETURN_IF_ERROR(CheckLength(
+        "num_tables", context->num_outputs() - kNumSums, 5 * num_tables));
     OpOutputList hot_rows, rows, ids, gradient_norms, update_norms;
     TF_RETURN_IF_ERROR(context->output_list("hot_rows", &hot_rows));
     TF_RETURN_IF_ERROR(context->output_list("rows", &rows));
