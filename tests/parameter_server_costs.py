@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from parameter_server_faults import run_each
+from steps import train_on
 
 import tpu_embedding as te
 
@@ -60,10 +61,7 @@ def make_step(embedding: Any) -> Any:
         ids = tf.random.stateless_uniform(
             [BATCH, IDS], tf.stack([number, 0]), 0, ROWS, tf.int64
         )
-        embedding.enqueue({"film": ids})
-        activations = embedding.dequeue()
-        # Made on the worker, as those of a model.
-        embedding.apply_gradients({"film": tf.sin(activations["film"])})
+        activations = train_on(embedding, {"film": ids}, tf.sin)
         return tf.reduce_sum(activations["film"])
 
     return step

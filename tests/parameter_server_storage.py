@@ -30,6 +30,7 @@ import pytest
 import tensorflow as tf
 from multi_process.storage import At
 from parameter_server_faults import run_each
+from steps import train_on
 
 import tpu_embedding as te
 from tpu_embedding.checkpoint import writing
@@ -68,10 +69,7 @@ def connect(cluster: Any) -> Any:
 
 
 def train(embedding: Any) -> None:
-    embedding.enqueue(dict.fromkeys("abc", tf.range(ROWS // 2)))
-    embedding.apply_gradients(
-        {name: tf.cos(value) for name, value in embedding.dequeue().items()}
-    )
+    train_on(embedding, dict.fromkeys("abc", tf.range(ROWS // 2)), tf.cos)
 
 
 def values(embedding: Any) -> dict[str, np.ndarray]:

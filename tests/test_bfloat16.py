@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 from reference import rounding
 from saved_files import save_numpy, save_ours, save_tensorflow
+from steps import evaluate_on, train_on
 
 import tpu_embedding as te
 from tpu_embedding import checkpoint, distribution, serving
@@ -64,8 +65,7 @@ def test_halves_the_bytes_of_the_table_alone(engine: str) -> None:
     (variables,) = embedding.variables.values()
     assert variables["parameters"].dtype == tf.bfloat16
     assert variables["accumulators"].dtype == tf.float32
-    embedding.enqueue({"seen": IDS}, training=False)
-    assert embedding.dequeue()["seen"].dtype == tf.float32
+    assert evaluate_on(embedding, {"seen": IDS})["seen"].dtype == tf.float32
     exact = initial([ROWS, DIM]).numpy()
     np.testing.assert_array_equal(table_of(embedding), rounding.nearest(exact))
 
@@ -130,9 +130,7 @@ def test_small_steps_are_not_lost(engine: str) -> None:
     )
     embedding = te.TPUEmbedding([te.FeatureConfig(table)], te.SGD(rate))
     for _ in range(steps):
-        embedding.enqueue([tf.range(rows)])
-        embedding.dequeue()
-        embedding.apply_gradients([tf.ones([rows, dim])])
+        train_on(embedding, [tf.range(rows)], [tf.ones([rows, dim])])
     values = table_of(embedding)
     exact = 0.75 - steps * rate
     deviation = np.sqrt(steps / 4 / (rows * dim)) * 2.0**-8
@@ -180,8 +178,7 @@ def test_v2_and_the_layer_give_the_same_bits(engine: str) -> None:
     layer = TPUEmbedding(feature(), te.Adagrad(0.01))
     for step in range(3):
         gradient = tf.random.stateless_normal([2, DIM], seed=[step, 0])
-        _, batch = second({"seen": IDS})
-        second.apply_gradients({"seen": gradient}, batch)
+        train_on(second, {"seen": IDS}, {"seen": gradient})
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(layer({"seen": IDS})["seen"] * gradient)
         tape.gradient(loss, layer.trainable_variables)
@@ -269,8 +266,7 @@ def test_export(storage: str, tmp_path: pathlib.Path) -> None:
     embedding = make()
     train(embedding)
     ids = tf.constant([1, 10], tf.int64)
-    embedding.enqueue({"seen": ids}, training=False)
-    expected = embedding.dequeue()["seen"].numpy()
+    expected = evaluate_on(embedding, {"seen": ids})["seen"].numpy()
     path = str(tmp_path / "served")
     serving.export(embedding, path, storage=storage)
     served = tf.saved_model.load(path).signatures["serving_default"]
@@ -282,8 +278,7 @@ def test_export(storage: str, tmp_path: pathlib.Path) -> None:
 def test_serving_classes() -> None:
     config = feature()
     expected = make()
-    expected.enqueue({"seen": IDS}, training=False)
-    activations = expected.dequeue()["seen"].numpy()
+    activations = evaluate_on(expected, {"seen": IDS})["seen"].numpy()
     serving_embedding = te.TPUEmbeddingForServing(config, te.Adagrad(0.01))
     np.testing.assert_array_equal(
         serving_embedding.embedding_lookup({"seen": IDS})["seen"].numpy(), activations

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from steps import evaluate_on, train_on
 
 import tpu_embedding as te
 
@@ -38,9 +39,7 @@ GRADIENTS = {"film": tf.ones([3, D])}
 
 
 def train_once(embedding: te.TPUEmbedding) -> None:
-    embedding.enqueue(FEATURES)
-    embedding.dequeue()
-    embedding.apply_gradients(GRADIENTS)
+    train_on(embedding, FEATURES, GRADIENTS)
 
 
 BAD_FEATURES: dict[str, tuple[Any, type[Exception], str]] = {
@@ -244,8 +243,7 @@ def test_without_optimizer() -> None:
     embedding = make(None)
     with pytest.raises(RuntimeError, match="films: they have no optimizer"):
         embedding.enqueue(FEATURES)
-    embedding.enqueue(FEATURES, training=False)
-    assert embedding.dequeue()["film"].numpy()[:, 0].tolist() == [3, 5, 3]
+    assert evaluate_on(embedding, FEATURES)["film"].numpy()[:, 0].tolist() == [3, 5, 3]
     assert list(state(embedding)) == ["parameters"]
     with pytest.raises(RuntimeError, match="films: they have no optimizer"):
         embedding.apply_gradients(GRADIENTS)
@@ -347,8 +345,7 @@ def test_keys_are_the_objects_that_were_passed() -> None:
     embedding = te.TPUEmbedding(features, stock.Adagrad(0.1))
     assert list(embedding.embedding_tables) == [ours, theirs]
     assert list(embedding.variables[theirs]) == ["parameters", "accumulators"]
-    embedding.enqueue(pair(IDS, [IDS]), training=False)
-    activations = embedding.dequeue()
+    activations = evaluate_on(embedding, pair(IDS, [IDS]))
     assert type(activations) is pair
     assert isinstance(activations.right, list)
 
@@ -393,11 +390,8 @@ def test_pipelining_is_one_step_old() -> None:
     assert seen == [5, 5, 4, 3]
     (table,) = embedding.embedding_tables.values()
     assert float(table[5, 0]) == 1  # asking for the table applied what was pending
-    embedding.enqueue(FEATURES)
-    embedding.dequeue()
-    embedding.apply_gradients(GRADIENTS)
-    embedding.enqueue(FEATURES, training=False)
-    assert float(embedding.dequeue()["film"][1, 0]) == 0
+    train_on(embedding, FEATURES, GRADIENTS)
+    assert float(evaluate_on(embedding, FEATURES)["film"][1, 0]) == 0
 
 
 def test_the_features_are_copied() -> None:
@@ -422,7 +416,7 @@ def test_build_takes_the_shape_of_a_sequence_with_its_length() -> None:
         feature = te.FeatureConfig(films, max_sequence_length=3)
         embedding = te.TPUEmbedding({"film": feature}, te.SGD(0.1))
         embedding.build({"film": tf.TensorShape(shape)})
-        embedding.enqueue({"film": tf.ragged.constant([[1], [2, 3]])}, training=False)
-        assert embedding.dequeue()["film"].shape == [2, 3, 2]
+        found = evaluate_on(embedding, {"film": tf.ragged.constant([[1], [2, 3]])})
+        assert found["film"].shape == [2, 3, 2]
     with pytest.raises(ValueError, match="rank 2"):
         te.TPUEmbedding({"film": feature}, te.SGD(0.1)).build({"film": [2, 4, 5]})

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from steps import train_on
 from v2_calls import BATCH, films, table, two_tables
 
 import tpu_embedding as te
@@ -86,8 +87,7 @@ def test_updates_reach_the_rows_of_each_table() -> None:
 def test_a_gradient_of_none_touches_the_rows() -> None:
     optimizer = te.SGD(1.0, weight_decay_factor=0.5)
     embedding = te.TPUEmbeddingV2(te.FeatureConfig(films()), optimizer)
-    _, preserved = embedding(tf.constant([4]))
-    embedding.apply_gradients(None, preserved)
+    train_on(embedding, tf.constant([4]), None)
     assert table(embedding, "films")[:, 0].tolist() == [0, 1, 2, 3, 2, 5, 6, 7]
 
 
@@ -161,8 +161,7 @@ def test_a_loop_in_a_function() -> None:
     @tf.function
     def train(steps: int) -> None:
         for _ in tf.range(steps):
-            _, preserved = embedding(BATCH)
-            embedding.apply_gradients({n: tf.ones([2, 2]) for n in "abc"}, preserved)
+            train_on(embedding, BATCH, {n: tf.ones([2, 2]) for n in "abc"})
 
     train(tf.constant(5))
     assert table(embedding, "films")[7].tolist() == [2, 2]
@@ -176,8 +175,7 @@ def test_replicas_sum_their_gradients() -> None:
         embedding.build()
 
     def step(batch: Any) -> Any:
-        activations, preserved = embedding(batch)
-        embedding.apply_gradients({n: tf.ones([2, 2]) for n in "abc"}, preserved)
+        activations = train_on(embedding, batch, {n: tf.ones([2, 2]) for n in "abc"})
         return activations["a"]
 
     batches = (
@@ -218,8 +216,7 @@ def test_a_batch_may_be_applied_more_than_once() -> None:
 
 def test_the_checkpoint_is_that_of_tpu_embedding(tmp_path: Any) -> None:
     embedding = two_tables()
-    _, preserved = embedding(BATCH)
-    embedding.apply_gradients({n: tf.ones([2, 2]) for n in "abc"}, preserved)
+    train_on(embedding, BATCH, {n: tf.ones([2, 2]) for n in "abc"})
     path = tf.train.Checkpoint(embedding=embedding).save(str(tmp_path / "c"))
     keys = [te.TableConfig(8, 2, name="films"), te.TableConfig(5, 2, name="users")]
     other = te.TPUEmbedding([te.FeatureConfig(key) for key in keys], te.SGD(1.0))
@@ -256,8 +253,7 @@ def test_configs_of_tensorflow_are_taken() -> None:
             max_ids_per_table={"films": 3}
         ),
     )
-    activations, preserved = embedding(tf.constant([5]))
-    embedding.apply_gradients(tf.ones_like(activations), preserved)
+    train_on(embedding, tf.constant([5]))
     assert embedding.embedding_tables[key].numpy()[5].tolist() == [4.5, 4.5]
 
 

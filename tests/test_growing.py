@@ -20,6 +20,7 @@ from optimizer_cases import Case, each_variant
 from reference import growing, hashing, int8_rows, rounding
 from reference.lookup import samples_of
 from replica_values import of_replicas
+from steps import evaluate_on, train_on
 
 import tpu_embedding as te
 from tpu_embedding.tables.rows import STORED
@@ -43,8 +44,7 @@ def _first_values(ids: np.ndarray, **table: Any) -> np.ndarray:
     embedding = te.TPUEmbedding(
         te.FeatureConfig(te.TableConfig(vocabulary, D, **table)), None
     )
-    embedding.enqueue(tf.constant(ids), training=False)
-    return embedding.dequeue().numpy()
+    return evaluate_on(embedding, tf.constant(ids)).numpy()
 
 
 def _train(
@@ -296,15 +296,13 @@ def _embedding(
 
 def _step(embedding: te.TPUEmbedding, ids: Sequence[int]) -> list[float]:
     """One update whose gradients are ones; the first column of the activations."""
-    embedding.enqueue({"film": tf.constant(ids, tf.int64)})
-    found = embedding.dequeue()["film"]
-    embedding.apply_gradients({"film": tf.ones_like(found)})
+    found = train_on(embedding, {"film": tf.constant(ids, tf.int64)})["film"]
     return found[:, 0].numpy().tolist()
 
 
 def _look_up(embedding: te.TPUEmbedding, ids: Sequence[int]) -> list[float]:
-    embedding.enqueue({"film": tf.constant(ids, tf.int64)}, training=False)
-    return embedding.dequeue()["film"][:, 0].numpy().tolist()
+    found = evaluate_on(embedding, {"film": tf.constant(ids, tf.int64)})["film"]
+    return found[:, 0].numpy().tolist()
 
 
 def test_evaluation_creates_nothing() -> None:
@@ -325,10 +323,7 @@ def test_int32_ids_and_functions() -> None:
 
     @tf.function
     def step(ids: tf.Tensor) -> tf.Tensor:
-        embedding.enqueue({"film": ids})
-        found = embedding.dequeue()["film"]
-        embedding.apply_gradients({"film": tf.ones_like(found)})
-        return found
+        return train_on(embedding, {"film": ids})["film"]
 
     step(tf.constant([7, -7]))
     assert step(tf.constant([-7, 8])).numpy()[:, 0].tolist() == [0.5, 1]
@@ -509,13 +504,7 @@ def test_rows_age_by_the_clock_of_the_user(kind: Any, tmp_path: pathlib.Path) ->
         return kind({"film": te.FeatureConfig(films)}, te.SGD(0.5))
 
     def step(embedding: Any, ids: Any, clock: Any) -> None:
-        if kind is te.TPUEmbedding:
-            embedding.enqueue({"film": ids})
-            activations, preserved = embedding.dequeue(), ()
-        else:
-            activations, *preserved = embedding({"film": ids})
-        ones = {"film": tf.ones_like(activations["film"])}
-        embedding.apply_gradients(ones, *preserved, clock=clock)
+        train_on(embedding, {"film": ids}, clock=clock)
 
     embedding = make()
     step(embedding, tf.constant([1]), 1000)
@@ -747,8 +736,7 @@ def test_what_growing_tables_do_not_support() -> None:
 
 def _v2_step(embedding: te.TPUEmbeddingV2, ids: Sequence[int]) -> list[float]:
     """As `_step`."""
-    activations, preserved = embedding({"film": tf.constant(ids, tf.int64)})
-    embedding.apply_gradients({"film": tf.ones_like(activations["film"])}, preserved)
+    activations = train_on(embedding, {"film": tf.constant(ids, tf.int64)})
     return activations["film"][:, 0].numpy().tolist()
 
 
@@ -943,9 +931,7 @@ def test_frozen_tables_go_on_with_the_same_bits(unknown: str) -> None:
     growing = te.TPUEmbedding(te.FeatureConfig(table), te.Adagrad(0.5))
 
     def train(embedding: te.TPUEmbedding, ids: Any) -> np.ndarray:
-        embedding.enqueue(ids)
-        found = embedding.dequeue()
-        embedding.apply_gradients(tf.ones_like(found))
+        found = train_on(embedding, ids)
         return found.numpy()
 
     for ids in ([[7, -3, 7]], [[9, -3, 2**60]]):
@@ -959,8 +945,7 @@ def test_frozen_tables_go_on_with_the_same_bits(unknown: str) -> None:
     for name, values in frozen.slots.items():
         static.variables[frozen.config][name].assign(values)
     growing.enqueue(ids, training=False)
-    static.enqueue(rows, training=False)
-    assert np.array_equal(growing.dequeue(), static.dequeue())
+    assert np.array_equal(growing.dequeue(), evaluate_on(static, rows))
     known = tf.constant([[7, -3], [-3, -3]], tf.int64)
     for _ in range(2):
         ours = train(growing, known)

@@ -14,6 +14,7 @@ import pytest
 import tensorflow as tf
 from conformance import cases
 from reference import hashing as oracle
+from steps import evaluate_on, train_on
 
 import tpu_embedding as te
 from tpu_embedding import hashing
@@ -212,16 +213,13 @@ def made(cls: Any = te.TPUEmbedding, own: Any = None, **table: Any) -> Any:
 def looked_up(embedding: Any, ids: Any = POOL) -> np.ndarray:
     given = {"film": tf.convert_to_tensor(ids)}
     if isinstance(embedding, te.TPUEmbedding):
-        embedding.enqueue(given, training=False)
-        return embedding.dequeue()["film"].numpy()
+        return evaluate_on(embedding, given)["film"].numpy()
     found = embedding(given)
     return (found[0] if isinstance(found, tuple) else found)["film"].numpy()
 
 
 def trained(embedding: Any) -> Any:
-    embedding.enqueue({"film": tf.constant(POOL)})
-    embedding.dequeue()
-    embedding.apply_gradients({"film": tf.ones([len(POOL), 8])})
+    train_on(embedding, {"film": tf.constant(POOL)}, {"film": tf.ones([len(POOL), 8])})
     return embedding
 
 

@@ -15,6 +15,7 @@ import pytest
 import tensorflow as tf
 from reference import int8_rows, rounding
 from saved_files import save_numpy, save_ours, save_tensorflow
+from steps import evaluate_on, train_on
 
 import tpu_embedding as te
 from tpu_embedding import checkpoint, serving
@@ -200,11 +201,8 @@ def test_lookups_are_those_of_the_values(combiner: str, quantizes: bool) -> None
     ids = tf.ragged.constant([[1, 2, 2], [], [5], [11] * 9], dtype=tf.int64)
     weights = tf.ragged.constant([[1.0, -2.0, 0.5], [], [3.0], [0.25] * 9])
     for own_weights in (None, {"seen": weights}):
-        found = []
-        for embedding in (coded, plain):
-            embedding.enqueue({"seen": ids}, own_weights, training=False)
-            found.append(embedding.dequeue()["seen"].numpy())
-        np.testing.assert_array_equal(*found)
+        found = [evaluate_on(e, {"seen": ids}, own_weights) for e in (coded, plain)]
+        np.testing.assert_array_equal(*(each["seen"] for each in found))
 
 
 def test_a_model_of_several_tables(tmp_path: pathlib.Path) -> None:
@@ -476,9 +474,7 @@ def test_replicas_have_the_bits_of_one() -> None:
         two = make()
 
     def in_replica(ids: tf.Tensor, gradient: tf.Tensor) -> None:
-        two.enqueue({"seen": ids})
-        two.dequeue()
-        two.apply_gradients({"seen": gradient})
+        train_on(two, {"seen": ids}, {"seen": gradient})
 
     @tf.function
     def step(gradients: tf.Tensor) -> None:
@@ -497,9 +493,7 @@ def test_replicas_have_the_bits_of_one() -> None:
 def test_hashed_tables(tmp_path: pathlib.Path) -> None:
     hashing = te.Hashing(ROWS, hashes=2, combine="sum")
     embedding = make(rows=hashing)
-    embedding.enqueue({"seen": IDS * 1000})
-    embedding.dequeue()
-    embedding.apply_gradients({"seen": tf.ones([2, DIM])})
+    train_on(embedding, {"seen": IDS * 1000}, {"seen": tf.ones([2, DIM])})
     resumed = make(rows=hashing)
     checkpoint.restore(resumed, save_ours(embedding, tmp_path))
     np.testing.assert_array_equal(table_of(resumed), table_of(embedding))

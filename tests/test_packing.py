@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 from replica_values import of_replicas
 from software_tpu.calls import strategy_of
+from steps import train_on
 
 import tpu_embedding as te
 from tpu_embedding.compat import tfrs_layer
@@ -112,10 +113,7 @@ class Queue:
         self.embedding = te.TPUEmbedding(config(), te.Adagrad(0.1))
 
     def step(self, features: Any, weights: Any) -> Any:
-        self.embedding.enqueue(features, weights)
-        activations = self.embedding.dequeue()
-        self.embedding.apply_gradients(tf.nest.map_structure(tf.sin, activations))
-        return activations
+        return train_on(self.embedding, features, tf.sin, weights=weights)
 
 
 class HandedOut:
@@ -264,9 +262,7 @@ def test_replicas_take_their_own(
     packed = [te.pack(part) for part in parts]
 
     def step(embedding: Any, features: Any) -> Any:
-        embedding.enqueue(features)
-        activations = embedding.dequeue()
-        embedding.apply_gradients(tf.nest.map_structure(tf.sin, activations))
+        activations = train_on(embedding, features, tf.sin)
         return activations["one"]
 
     given = [

@@ -19,6 +19,7 @@ from engine_calls import (
     assert_same_variables,
     outcome,
 )
+from steps import look_up
 
 import tpu_embedding as te
 from tpu_embedding.engines import Call, Engine
@@ -189,22 +190,14 @@ class Program:
     @tf.autograph.experimental.do_not_convert
     def _run(self, fault: tf.Tensor) -> None:
         ids = tf.where(tf.equal(fault, 1), [0, 2], [0, 1])
-        preserved: Any = None
-        if self.kind == "V2":
-            activations, preserved = self.embedding(ids)
-        else:
-            self.embedding.enqueue(ids)
-            activations = self.embedding.dequeue()
+        activations, preserved = look_up(self.embedding, ids)
         ok = tf.debugging.Assert(tf.not_equal(fault, 3), ["broken"])
         with tf.control_dependencies([ok]):
             # Gradients of a refused step that are applied later show.
             size = tf.where(tf.equal(fault, 0), np.float32(1), np.float32(5))
             gradients = tf.fill(tf.shape(activations), size)
         gradients = tf.where(tf.equal(fault, 2), np.float32("nan"), gradients)
-        if self.kind == "V2":
-            self.embedding.apply_gradients(gradients, preserved)
-        else:
-            self.embedding.apply_gradients(gradients)
+        self.embedding.apply_gradients(gradients, *preserved)
 
     def column(self) -> list[float]:
         return self.embedding.embedding_tables[self.config.table].numpy()[:, 0].tolist()

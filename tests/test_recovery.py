@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import tensorflow as tf
+from steps import train_on
 
 import tpu_embedding as te
 
@@ -26,9 +27,7 @@ def rows(embedding: te.TPUEmbedding) -> list[float]:
 
 
 def train_once(embedding: te.TPUEmbedding) -> None:
-    embedding.enqueue(FEATURES)
-    embedding.dequeue()
-    embedding.apply_gradients(GRADIENTS)
+    train_on(embedding, FEATURES, GRADIENTS)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import tensorflow as tf
+from steps import train_on
 
 import tpu_embedding as te
 
@@ -40,7 +41,5 @@ def test_every_entry_reaches_its_row(drawn: tuple[int, list[np.ndarray]]) -> Non
         gradient = (np.arange(ids.size, dtype=np.float32) % 1021)[:, np.newaxis]
         np.subtract.at(expected, ids, gradient)
         gradients.append(tf.constant(gradient))
-    embedding.enqueue([tf.constant(ids) for ids in features])
-    embedding.dequeue()
-    embedding.apply_gradients(gradients)
+    train_on(embedding, [tf.constant(ids) for ids in features], gradients)
     np.testing.assert_array_equal(embedding.embedding_tables[config], expected)

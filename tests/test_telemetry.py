@@ -13,6 +13,7 @@ import tensorflow as tf
 from reference.lookup import gains as reference_gains
 from reference.lookup import samples_of
 from replica_values import of_replicas
+from steps import evaluate_on, train_on
 
 import tpu_embedding as te
 import tpu_embedding.keras
@@ -282,8 +283,7 @@ def simple(**options: Any) -> te.TPUEmbedding:
 
 
 def train(embedding: te.TPUEmbedding, ids: list[int]) -> None:
-    embedding.enqueue(tf.constant(ids))
-    embedding.apply_gradients(tf.ones_like(embedding.dequeue()))
+    train_on(embedding, tf.constant(ids))
 
 
 def test_a_pending_update_is_counted_when_it_is_applied():
@@ -310,8 +310,7 @@ def test_refused_steps_and_evaluation_are_not_counted():
     before = telemetry.read()
     with pytest.raises(tf.errors.InvalidArgumentError, match="id 8"):
         embedding.enqueue(tf.constant([8]))
-    embedding.enqueue(tf.constant([3, 4, 4]), training=False)
-    embedding.dequeue()
+    evaluate_on(embedding, tf.constant([3, 4, 4]))
     embedding.enqueue(tf.constant([3]))
     embedding.dequeue()
     with pytest.raises(tf.errors.InvalidArgumentError, match="not finite"):
@@ -341,13 +340,7 @@ def test_refused_steps_of_replicas_and_tables_of_one_name(
         readers.append(te.Telemetry(embedding, every=1))
 
         def in_replica(ids: Any, value: Any, embedding: Any = embedding) -> None:
-            if kind == "queue":
-                embedding.enqueue(ids)
-                activations = embedding.dequeue()
-                embedding.apply_gradients(value * tf.ones_like(activations))
-            else:
-                activations, batch = embedding(ids)
-                embedding.apply_gradients(value * tf.ones_like(activations), batch)
+            train_on(embedding, ids, lambda a: value * tf.ones_like(a))
 
         @tf.function
         def step(ids: Any, value: Any, in_replica: Any = in_replica) -> None:
@@ -412,8 +405,7 @@ def test_counting_in_a_function_and_stopping():
     @tf.function
     def steps(count: tf.Tensor):
         for i in tf.range(count):
-            embedding.enqueue(tf.stack([tf.cast(i % 8, tf.int32), 1]))
-            embedding.apply_gradients(tf.ones_like(embedding.dequeue()))
+            train_on(embedding, tf.stack([tf.cast(i % 8, tf.int32), 1]))
 
     steps(tf.constant(3))
     read = telemetry.read()
@@ -452,8 +444,7 @@ def test_a_function_that_counted_counts_for_the_next_telemetry():
 
     @tf.function
     def step(ids: tf.Tensor):
-        embedding.enqueue(ids)
-        embedding.apply_gradients(tf.ones_like(embedding.dequeue()))
+        train_on(embedding, ids)
 
     first = te.Telemetry(embedding, every=1)
     step(tf.constant([1, 2]))

@@ -15,6 +15,7 @@ import pytest
 import tensorflow as tf
 from growing_options import vocabulary_of
 from reference import growing
+from steps import evaluate_on, train_on
 
 import tpu_embedding as te
 import tpu_embedding.checkpoint
@@ -140,17 +141,13 @@ class Trained:
             ]
         )
         def step(ids: tf.Tensor, values: tf.Tensor) -> Any:
-            self.embedding.enqueue([ids] * len(tables))
-            activations = self.embedding.dequeue()
-            self.embedding.apply_gradients([values] * len(tables))
-            return activations
+            return train_on(self.embedding, [ids] * len(tables), [values] * len(tables))
 
         self.step = step
 
         @tf.function(input_signature=[tf.TensorSpec([None], tf.int64)])
         def evaluate(ids: tf.Tensor) -> Any:
-            self.embedding.enqueue([ids] * len(tables), training=False)
-            return self.embedding.dequeue()
+            return evaluate_on(self.embedding, [ids] * len(tables))
 
         self.evaluate = evaluate
 
@@ -363,14 +360,12 @@ def test_pending_and_forgotten_updates(replicas: int) -> None:
         def run() -> None:
             context: Any = tf.distribute.get_replica_context()
             own = context.replica_id_in_sync_group
-            embedding.enqueue(
+            train_on(
+                embedding,
                 tf.split(ids, replicas)[0]
                 if replicas == 1
-                else tf.gather(tf.split(ids, 2), own)
-            )
-            embedding.dequeue()
-            embedding.apply_gradients(
-                values if replicas == 1 else tf.gather(tf.split(values, 2), own)
+                else tf.gather(tf.split(ids, 2), own),
+                values if replicas == 1 else tf.gather(tf.split(values, 2), own),
             )
 
         strategy.run(run)

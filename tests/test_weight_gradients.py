@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from steps import train_on
 
 import tpu_embedding as te
 import tpu_embedding.keras
@@ -208,28 +209,19 @@ def test_dense_autodiff_and_training(engine: str, kind: str, combiner: str):
     for name, expected in dense_gradients(combiner, weights).items():
         np.testing.assert_allclose(found[name], expected, 1e-5, 1e-6, err_msg=name)
     # The tables are trained as without these gradients.
-    if kind == "queue":
-        plain.enqueue(
-            *features_and_weights({n: tf.constant(w) for n, w in weights.items()})
-        )
-        plain.dequeue()
-        plain.apply_gradients({n: tf.constant(g) for n, g in upstream().items()})
-    elif kind == "lookup":
-        _, preserved = plain(
-            *features_and_weights({n: tf.constant(w) for n, w in weights.items()})
-        )
-        plain.apply_gradients(
-            {n: tf.constant(g) for n, g in upstream().items()}, preserved
-        )
-    else:
+    features, formed = features_and_weights(
+        {name: tf.constant(value) for name, value in weights.items()}
+    )
+    if kind == "layer":
         with tf.GradientTape() as tape:
-            activations = plain(
-                *features_and_weights({n: tf.constant(w) for n, w in weights.items()})
-            )
+            activations = plain(features, formed)
             loss = tf.add_n(
                 [tf.reduce_sum(a * upstream()[n]) for n, a in activations.items()]
             )
         tape.gradient(loss, plain.trainable_variables)
+    else:
+        gradients = {name: tf.constant(g) for name, g in upstream().items()}
+        train_on(plain, features, gradients, weights=formed)
     for one, other in zip(
         embedding.embedding_tables.values(),
         plain.embedding_tables.values(),
@@ -330,15 +322,8 @@ def test_a_tape_outside_of_a_function_finds_gradients_of_the_dense_model(
 
     @tf.function
     def forward(weights: tf.Tensor) -> tf.Tensor:
-        batch = tf.constant([[1, 3]]), weights
-        if kind == "queue":
-            embedding.enqueue(*batch)
-            activations = embedding.dequeue()
-            embedding.apply_gradients(tf.ones_like(activations))
-        else:
-            activations, preserved = embedding(*batch)
-            embedding.apply_gradients(tf.ones_like(activations), preserved)
-        return kernel * activations
+        ids = tf.constant([[1, 3]])
+        return kernel * train_on(embedding, ids, weights=weights)
 
     with tf.GradientTape() as tape:
         loss = forward(tf.constant([[1.0, 2.0]]))

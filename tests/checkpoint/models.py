@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from steps import train_on
 
 import tpu_embedding as te
 
@@ -26,11 +27,7 @@ def make(
 
 def train(embedding: te.TPUEmbedding, steps: int = 1) -> None:
     for _ in range(steps):
-        embedding.enqueue({name: tf.constant([1, 2]) for name in SIZES})
-        activations = embedding.dequeue()
-        embedding.apply_gradients(
-            {name: tf.ones_like(value) for name, value in activations.items()}
-        )
+        train_on(embedding, {name: tf.constant([1, 2]) for name in SIZES})
 
 
 def values(embedding: Any) -> Values:

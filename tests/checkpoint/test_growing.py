@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from steps import evaluate_on, train_on
 
 import tpu_embedding as te
 from tpu_embedding import checkpoint
@@ -35,15 +36,12 @@ def _make(
 
 def _train(embedding: te.TPUEmbedding, batches: Sequence[Sequence[int]]) -> None:
     for ids in batches:
-        embedding.enqueue({"film": tf.constant(ids, tf.int64), "user": tf.range(2)})
-        found = embedding.dequeue()
-        embedding.apply_gradients({n: tf.ones_like(a) for n, a in found.items()})
+        train_on(embedding, {"film": tf.constant(ids, tf.int64), "user": tf.range(2)})
 
 
 def _look_up(embedding: te.TPUEmbedding, ids: Sequence[int]) -> np.ndarray:
     batch = {"film": tf.constant(ids, tf.int64), "user": tf.range(2)}
-    embedding.enqueue(batch, training=False)
-    return embedding.dequeue()["film"].numpy()
+    return evaluate_on(embedding, batch)["film"].numpy()
 
 
 def _state(embedding: te.TPUEmbedding) -> dict[str, np.ndarray]:
@@ -171,9 +169,7 @@ def test_a_save_notices_training(
         def advance(self, count: int) -> None:
             del count
             batch = {"film": tf.constant([7], tf.int64), "user": tf.range(2)}
-            trained.enqueue(batch)
-            trained.dequeue()
-            trained.apply_gradients({"film": tf.zeros([1, 2]), "user": None})
+            train_on(trained, batch, {"film": tf.zeros([1, 2]), "user": None})
 
     with pytest.raises(tf.errors.AbortedError, match="changed while it was saved"):
         te.checkpoint.save(trained, tmp_path / "saved", progress=Trains())

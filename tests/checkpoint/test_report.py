@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from steps import train_on
 
 import tpu_embedding as te
 from tpu_embedding import checkpoint
@@ -106,8 +107,7 @@ def test_rows_that_were_never_updated(
 def test_a_table_of_which_every_row_was_updated(tmp_path: pathlib.Path):
     table = te.TableConfig(6, 2, optimizer=te.Adam(0.1), name="days")
     embedding = te.TPUEmbedding(te.FeatureConfig(table), None)
-    embedding.enqueue(tf.range(6))
-    embedding.apply_gradients(tf.ones_like(embedding.dequeue()))
+    train_on(embedding, tf.range(6))
     (report,) = reports(checkpoint.save(embedding, tmp_path / "saved"))
     assert report.dead == statistics.DeadRows(
         0,
@@ -140,9 +140,7 @@ def test_checkpoints_of_tpus_show_what_one_machine_shows(
     features = {t.name: te.FeatureConfig(t, output_shape=[4]) for t in tables}
     one = te.TPUEmbedding(features, None)
     for ids in ([1, 5, 5, 9], [2, 5, 0, 7]):
-        one.enqueue({name: tf.constant(ids) for name in features})
-        activations = one.dequeue()
-        one.apply_gradients({n: tf.ones_like(a) for n, a in activations.items()})
+        train_on(one, {name: tf.constant(ids) for name in features})
     path = checkpoint.save(one, tmp_path / "one")
     with SoftwareTPUStrategy(generation, 2).scope():
         tpu = te.TPUEmbedding(features, None)

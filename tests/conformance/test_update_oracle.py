@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from conformance import cases
+from steps import train_on
 
 import tpu_embedding as te
 
@@ -267,9 +268,7 @@ def test_update(oracle: Oracle, rng: np.random.Generator) -> None:
     for _ in range(STEPS):
         rows = tf.constant(rng.permutation(V)[:6])
         gradient = tf.constant(rng.standard_normal((6, D)), tf.float32)
-        embedding.enqueue(rows)
-        embedding.dequeue()
-        embedding.apply_gradients(gradient)
+        train_on(embedding, rows, gradient)
         handles = {name: variable.handle for name, variable in theirs.items()}
         oracle.update(handles["parameters"], handles, gradient, rows)
     for name, variable in theirs.items():

@@ -13,6 +13,7 @@ import tensorflow as tf
 from estimator import oracle
 from hypothesis import strategies as st
 from interop.spec_cases import dict_spec, embedding, shared, spec
+from steps import train_on
 
 import tpu_embedding as te
 from tpu_embedding import checkpoint, interop
@@ -187,9 +188,7 @@ def test_the_step_goes_on_for_rate_functions(tmp_path: pathlib.Path):
     made = spec(embedding("a", learning_rate_fn=lambda step: tf.cast(step, tf.float32)))
     trained = made.to_tpu_embedding()
     read(path, made).assign(trained)
-    trained.enqueue({"a": tf.constant([1])})
-    trained.dequeue()
-    trained.apply_gradients({"a": tf.ones([1, 2])})
+    train_on(trained, {"a": tf.constant([1])}, {"a": tf.ones([1, 2])})
     (table,) = trained.embedding_tables.values()
     assert table.numpy()[1].tolist() == [2.0 - 7, 3.0 - 7]
 

@@ -15,6 +15,7 @@ from interop.spec_cases import (
     spec,
     weighted,
 )
+from steps import evaluate_on, train_on
 
 import tpu_embedding as te
 import tpu_embedding.keras
@@ -52,8 +53,8 @@ def test_the_rule_for_invalid_ids_is_that_of_every_table():
     start, a = constant(2)
     made = spec(embedding("a", combiner="sum", initializer=start))
     trained = made.to_tpu_embedding(invalid_ids="drop")
-    trained.enqueue({"a": tf.constant([[3, 8], [-1, 9]])}, training=False)
-    np.testing.assert_array_equal(trained.dequeue()["a"], [a[3], [0, 0]])
+    found = evaluate_on(trained, {"a": tf.constant([[3, 8], [-1, 9]])})["a"]
+    np.testing.assert_array_equal(found, [a[3], [0, 0]])
     (table,) = made.adapt(invalid_ids="mod").tables.values()
     assert table.invalid_ids == "mod"
     text = 'set invalid_ids="drop" or "mod" where the table or the embedding'
@@ -119,9 +120,7 @@ def test_a_spec_of_columns_trains():
 
 def step(trained: Any, ids: Any, gradient: Any) -> np.ndarray:
     """One step of the one feature "f"; its table."""
-    trained.enqueue({"f": tf.constant(ids)})
-    trained.dequeue()
-    trained.apply_gradients({"f": tf.constant(gradient)})
+    train_on(trained, {"f": tf.constant(ids)}, {"f": tf.constant(gradient)})
     (table,) = trained.embedding_tables.values()
     return table.numpy()
 
@@ -173,8 +172,7 @@ def test_one_function_of_two_tables_is_one_rate():
         embedding("a", learning_rate_fn=rate), embedding("b", learning_rate_fn=rate)
     )
     trained = made.to_tpu_embedding()
-    trained.enqueue({"a": tf.constant([1]), "b": tf.constant([1])})
-    trained.apply_gradients(trained.dequeue())
+    train_on(trained, {"a": tf.constant([1]), "b": tf.constant([1])}, tf.identity)
     assert len(calls) == 1
 
 

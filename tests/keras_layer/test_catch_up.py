@@ -18,6 +18,7 @@ import tensorflow as tf
 from keras_layer.models import mirrored
 from keras_layer.version import keras
 from reference.keras_rules import Trained
+from steps import train_on
 
 import tpu_embedding as te
 from tpu_embedding import keras as te_keras
@@ -212,9 +213,7 @@ def test_translated_optimizers_have_the_numbers_of_dense_gradients(name: str):
     table = te.TableConfig(V, D, lambda *_, **__: first_table(), optimizer)
     embedding = te.TPUEmbedding(te.FeatureConfig(table), None)
     for gradient in gradients(120):
-        embedding.enqueue(gradient.indices)
-        embedding.dequeue()
-        embedding.apply_gradients(gradient.values)
+        train_on(embedding, gradient.indices, gradient.values)
     found = embedding.embedding_tables[table].numpy()
     # Keras adds 1e-7 to the root of Adagrad.
     np.testing.assert_allclose(found, theirs, rtol=0, atol=rounding(120, theirs))

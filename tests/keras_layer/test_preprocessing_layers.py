@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras_layer.version import keras
+from steps import evaluate_on
 
 import tpu_embedding as te
 from tpu_embedding.keras import TPUEmbedding
@@ -163,8 +164,7 @@ def predictions_of_a_loop(ids: dict[str, Any], steps: int) -> np.ndarray:
             found = tf.reduce_sum(tf.concat(list(activations.values()), -1), -1)
             loss = tf.reduce_mean((found[:, None] - LABELS) ** 2)
         embedding.apply_gradients(tape.gradient(loss, activations))
-    embedding.enqueue(ids, training=False)
-    joined = tf.concat(list(embedding.dequeue().values()), -1)
+    joined = tf.concat(list(evaluate_on(embedding, ids).values()), -1)
     return tf.reduce_sum(joined, -1, keepdims=True).numpy()
 
 
@@ -275,8 +275,7 @@ def test_layers_in_tf_data_feed_tpus(generation: str):
 
 def look_up(embedding: Any, features: Any) -> Any:
     if isinstance(embedding, te.TPUEmbedding):
-        embedding.enqueue(features, training=False)
-        return embedding.dequeue()
+        return evaluate_on(embedding, features)
     return embedding(features)[0]
 
 

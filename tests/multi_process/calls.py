@@ -19,6 +19,7 @@ import optimizer_cases
 import tensorflow as tf
 from multi_process import training
 from multi_process.training import Case
+from steps import train_on
 
 import tpu_embedding as te
 from tpu_embedding.checkpoint import formats
@@ -272,8 +273,7 @@ def keep_rows(strategy: Any, keeps: bool, refused: bool = False) -> list[int]:
 def save_a_growing_table(strategy: Any, folder: str) -> Any:
     """Saves, restores and exports the only table of a job; its ids and rows."""
     embedding, _ = _films(strategy, te.TPUEmbedding, False)
-    embedding.enqueue({"film": tf.constant([rank(strategy), 7])})
-    embedding.apply_gradients({"film": tf.ones_like(embedding.dequeue()["film"])})
+    train_on(embedding, {"film": tf.constant([rank(strategy), 7])})
     te.checkpoint.save(embedding, f"{folder}/saved")
     other, table = _films(strategy, te.TPUEmbedding, False)
     te.checkpoint.restore(other, f"{folder}/saved")
@@ -341,9 +341,7 @@ def statistics(
         embedding = te.TPUEmbedding(features, te.SGD(0.1), distributed_options=options)
     random = np.random.default_rng(own)
     ids = [random.integers(0, rows, (samples, length)) for _ in tables]
-    embedding.enqueue([tf.constant(i, tf.int32) for i in ids])
-    activations = embedding.dequeue()
-    embedding.apply_gradients(activations)
+    train_on(embedding, [tf.constant(i, tf.int32) for i in ids], tf.identity)
     engine = embedding.core.create_engine()
     owners = engine._placement.owners
     expected = {"enqueue": 0.0, "lookup": 0.0, "update": 0.0}

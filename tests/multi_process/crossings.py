@@ -13,6 +13,7 @@ import tensorflow as tf
 from multi_process import training
 from multi_process.calls import failure, rank
 from multi_process.training import Case
+from steps import train_on
 
 import tpu_embedding as te
 
@@ -144,15 +145,7 @@ def _embedding(
 
 def _step(embedding: Any) -> list[float]:
     """A good step of any class; the first column of the table."""
-    features = {"film": tf.constant([1, 2])}
-    if isinstance(embedding, te.TPUEmbedding):
-        embedding.enqueue(features)
-        activations = embedding.dequeue()
-        embedding.apply_gradients({"film": tf.ones_like(activations["film"])})
-    else:
-        activations, preserved = embedding(features)
-        gradients = {"film": tf.ones_like(activations["film"])}
-        embedding.apply_gradients(gradients, preserved)
+    train_on(embedding, {"film": tf.constant([1, 2])})
     (table,) = embedding.embedding_tables.values()
     return table.numpy()[:, 0].tolist()
 
@@ -242,9 +235,7 @@ def refuse_calls(strategy: Any, folder: str) -> dict[str, tuple[Any, Any]]:
             """Refused while it is traced, when the others run it."""
             gradients = {"film": tf.ones([2, 3 if bad else 2])}
             if embedding is first:
-                first.enqueue({"film": ids})
-                first.dequeue()
-                first.apply_gradients(gradients)
+                train_on(first, {"film": ids}, gradients)
             else:
                 second.apply_gradients(gradients, second({"film": ids})[1])
 
@@ -423,8 +414,7 @@ def evict_alone(strategy: Any) -> list[tuple[int, Any, list[int]]]:
                 te.SGD(0.5),
                 pipeline_execution_with_tensor_core=bool(pipelined),
             )
-        embedding.enqueue(features)
-        embedding.apply_gradients({"film": tf.ones_like(embedding.dequeue()["film"])})
+        train_on(embedding, features)
         embedding.enqueue({"film": tf.constant([2])})
         evict = functools.partial(embedding.evict, table)
         raised = failure(evict if rank(strategy) == turn else embedding.dequeue)
@@ -644,10 +634,7 @@ def _stepping(
     embedding.build()
 
     def step(ids: tf.Tensor) -> tf.Tensor:
-        embedding.enqueue(ids)
-        activations = embedding.dequeue()
-        embedding.apply_gradients(tf.zeros_like(activations))
-        return activations
+        return train_on(embedding, ids, tf.zeros_like)
 
     function = tf.function(step) if graph else step
 

@@ -21,6 +21,7 @@ import tensorflow as tf
 from growing_options import vocabulary_of
 from multi_process.calls import failure, rank
 from reference import growing
+from steps import train_on
 
 import tpu_embedding as te
 from tpu_embedding.cluster_config import STATUS_VARIABLE
@@ -51,9 +52,9 @@ def make(strategy: Any, vocabulary: te.GrowingVocabulary, **table: Any) -> Any:
 
 def step(embedding: Any, ids: Any, **arguments: Any) -> np.ndarray:
     """Trains with gradients of one; the activations."""
-    embedding.enqueue({"film": tf.constant(ids, tf.int64)})
-    activations = embedding.dequeue()["film"]
-    embedding.apply_gradients({"film": tf.ones_like(activations)}, **arguments)
+    activations = train_on(
+        embedding, {"film": tf.constant(ids, tf.int64)}, **arguments
+    )["film"]
     return activations.numpy()
 
 
@@ -388,9 +389,7 @@ def fill(strategy: Any, rows: int, placement: str) -> tuple[int, list[int], list
     embedding.build()
     before = resident_bytes()
     for block in np.array_split(np.arange(rows + rows // 10), 80):
-        embedding.enqueue(dict.fromkeys(features, tf.constant(block)))
-        activations = embedding.dequeue()
-        embedding.apply_gradients({n: tf.ones_like(a) for n, a in activations.items()})
+        train_on(embedding, dict.fromkeys(features, tf.constant(block)))
     report = te.plan(
         features, te.Adagrad(0.5), batch_size=rows // 36, processes=[2], topologies=[]
     )

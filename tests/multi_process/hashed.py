@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 from multi_process.calls import failure, rank
 from reference import hashing as oracle
+from steps import look_up
 
 import tpu_embedding as te
 
@@ -26,11 +27,7 @@ def _made(strategy: Any, kind: Any, size: Any, dim: int, placement: str) -> Any:
 
 def _train(embedding: Any, batches: list[Any], width: int) -> None:
     for step, features in enumerate(batches):
-        if isinstance(embedding, te.TPUEmbedding):
-            embedding.enqueue(features)
-            activations, preserved = embedding.dequeue(), ()
-        else:
-            activations, *preserved = embedding(features)
+        activations, preserved = look_up(embedding, features)
         rows = tf.shape(features[0])[0]
         upstream = tf.random.stateless_normal([rows, 2 * width], [step, 1])
         parts = [upstream] if len(features) == 1 else tf.split(upstream, 2, -1)

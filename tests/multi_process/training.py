@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import optimizer_cases
 import tensorflow as tf
+from steps import look_up
 
 import tpu_embedding as te
 from tpu_embedding.tables.rows import stored_arrays
@@ -207,13 +208,9 @@ def gradients(activations: Any) -> Any:
 
 def step(case: Case, embedding: Any, features: Any, weights: Any) -> Any:
     given = weights if case.weights else None
-    if case.version == 1:
-        embedding.enqueue(features, given)
-        activations = embedding.dequeue()
-        embedding.apply_gradients(gradients(activations))
-    elif case.version == 2:
-        activations, preserved = embedding(features, given)
-        embedding.apply_gradients(gradients(activations), preserved)
+    if case.version < 3:
+        activations, preserved = look_up(embedding, features, given)
+        embedding.apply_gradients(gradients(activations), *preserved)
     else:
         with tf.GradientTape() as tape:
             activations = embedding(features, given)

@@ -28,6 +28,7 @@ from parameter_servers.cluster import (
     schedule,
     step_of,
 )
+from steps import look_up, train_on
 
 import tpu_embedding as te
 
@@ -128,12 +129,8 @@ def push(
             for name, value in activations.items()
         }
 
-    if isinstance(embedding, te.TPUEmbeddingV2):
-        activations, preserved = embedding(ids, weights)
-        embedding.apply_gradients(of(activations), preserved)
-    else:
-        embedding.enqueue(ids, weights)
-        embedding.apply_gradients(of(embedding.dequeue()))
+    activations, preserved = look_up(embedding, ids, weights)
+    embedding.apply_gradients(of(activations), *preserved)
 
 
 @pytest.mark.second_tier
@@ -193,9 +190,7 @@ def test_bfloat16_on_the_wire_rounds_once(placement: str) -> None:
     served.enqueue(ids)
     np.testing.assert_array_equal(served.dequeue(), expected)
     served.apply_gradients(gradient)
-    one.enqueue(ids)
-    one.dequeue()
-    one.apply_gradients(rounded(gradient))
+    train_on(one, ids, rounded(gradient))
     require_same(one, served)
 
 

@@ -13,6 +13,7 @@ import resource
 
 import numpy as np
 import tensorflow as tf
+from steps import train_on
 
 import tpu_embedding as te
 
@@ -62,9 +63,7 @@ class Exact:
 
     def _step(self, ids: object, gradient: tf.Tensor) -> None:
         self.traces += 1
-        self.embedding.enqueue({"film": ids})
-        self.embedding.dequeue()
-        self.embedding.apply_gradients({"film": gradient})
+        train_on(self.embedding, {"film": ids}, {"film": gradient})
 
     def step(self, rng: np.random.Generator) -> None:
         kind = ("dense", "ragged", "sparse")[rng.integers(3)]

@@ -16,6 +16,7 @@ from cpu_engines import EACH_ENGINE
 from reliability import bad_calls, bad_inputs
 from reliability.bad_calls import GOOD, eager, graph
 from reliability.bad_inputs import BY_TYPE, BY_VALUE, DIM, ROWS
+from steps import train_on
 
 import tpu_embedding as te
 import tpu_embedding.keras
@@ -42,11 +43,8 @@ class Subject(bad_calls.Subject):
             self.layer = te.keras.TPUEmbedding(self.features, optimizer, **options)
             batch = {"bad": tf.constant([1, 2]), "good": GOOD}
             ones = {"bad": tf.ones([2, DIM]), "good": tf.ones([2, DIM])}
-            self.first.enqueue(batch)
-            self.first.dequeue()
-            self.first.apply_gradients(ones)
-            _, preserved = self.second(batch)
-            self.second.apply_gradients(ones, preserved)
+            train_on(self.first, batch, ones)
+            train_on(self.second, batch, ones)
             self.layer(batch)
         self.first.enqueue(batch, training=False)
         self.queued = batch

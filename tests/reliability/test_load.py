@@ -11,6 +11,7 @@ import tensorflow as tf
 from cpu_engines import EACH_ENGINE
 from everywhere.twins import place, strategy_of
 from reliability import load
+from steps import train_on
 
 import tpu_embedding as te
 from tpu_embedding import distribution
@@ -102,9 +103,7 @@ def test_lookups_while_training(engine: str, monkeypatch: pytest.MonkeyPatch) ->
         thread.start()
     try:
         for _ in range(UPDATES[engine]):
-            embedding.enqueue(every_row)
-            embedding.dequeue()
-            embedding.apply_gradients(ones)
+            train_on(embedding, every_row, ones)
     finally:  # A call that fails must not leave threads behind that never end.
         done.set()
     for thread in threads:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from steps import train_on
 from tensorflow.core.framework import attr_value_pb2
 
 import tpu_embedding as te
@@ -54,9 +55,7 @@ def queued() -> Any:
 
     @tf.function
     def step() -> None:
-        embedding.enqueue(values, weights)
-        activations = embedding.dequeue()
-        embedding.apply_gradients(activations)
+        train_on(embedding, values, tf.identity, weights=weights)
         flat, looked_up = embedding.core.look_up(
             [*values.values()], [*weights.values()]
         )

@@ -12,6 +12,7 @@ import tensorflow as tf
 from cpu_engines import EACH_ENGINE
 from reference import optimizers as reference
 from reference.embedding import Feature, ReferenceEmbedding, Table
+from steps import train_on
 
 import tpu_embedding as te
 
@@ -60,9 +61,9 @@ class Both:
 
     def step(self, gradient: np.ndarray, ids: np.ndarray = IDS) -> None:
         gradient = np.asarray(gradient, np.float32)
-        self.embedding.enqueue({"film": tf.constant(ids)})
-        self.embedding.dequeue()
-        self.embedding.apply_gradients({"film": tf.constant(gradient)})
+        train_on(
+            self.embedding, {"film": tf.constant(ids)}, {"film": tf.constant(gradient)}
+        )
         self.reference.forward([[tf.constant(ids)]], [[None]])
         with np.errstate(all="ignore"):
             self.reference.backward([[gradient]])
@@ -117,9 +118,7 @@ def test_special_gradients(optimizer: Any, engine: str) -> None:
     table, slots = start, reference.initial_slots(name, hyper, start.shape)
     for step in range(3):
         given = gradients if step < 2 else np.zeros_like(gradients)
-        embedding.enqueue(tf.range(rows))
-        embedding.dequeue()
-        embedding.apply_gradients(tf.constant(given))
+        train_on(embedding, tf.range(rows), tf.constant(given))
         with np.errstate(all="ignore"):
             table, slots = reference.apply(
                 name, hyper, table, slots, dict(enumerate(given)), 0.1, np.float32
@@ -186,9 +185,7 @@ def test_subnormal_gradients(engine: str) -> None:
     zero = {"film": tf.constant([0])}
     (table,) = both.embedding.embedding_tables.values()
     table.assign(tf.zeros([ROWS, DIM]))
-    both.embedding.enqueue(zero)
-    both.embedding.dequeue()
-    both.embedding.apply_gradients({"film": tf.constant([[least, -2 * least]])})
+    train_on(both.embedding, zero, {"film": tf.constant([[least, -2 * least]])})
     row = table.numpy()[0]
     # Kept, or taken for 0 where TensorFlow's threads flush them: never more.
     assert row.tolist() in ([-least, 2 * least], [0.0, 0.0])
@@ -202,10 +199,7 @@ def test_one_row_a_million_times(engine: str) -> None:
     number = 1_000_000
     both = Both(te.SGD(1.0), rate=1.0)
     ids = tf.zeros([number], tf.int64)
-    both.embedding.enqueue({"film": ids})
-    both.embedding.dequeue()
-    # Powers of two: a float32 holds each partial sum.
-    both.embedding.apply_gradients({"film": tf.fill([number, DIM], 2.0**-10)})
+    train_on(both.embedding, {"film": ids}, {"film": tf.fill([number, DIM], 2.0**-10)})
     (table,) = both.embedding.embedding_tables.values()
     expected = np.arange(ROWS * DIM, dtype=np.float64).reshape(ROWS, DIM) / 8
     expected[0] -= number * 2.0**-10
@@ -229,9 +223,7 @@ def test_long_sums(engine: str, combiner: str, quantized: bool) -> None:
     features = {"film": te.FeatureConfig(table)}
     ids = {"film": tf.RaggedTensor.from_row_lengths([0] * number + [1], [number, 1])}
     embedding = te.TPUEmbedding(features, te.SGD(1.0))
-    embedding.enqueue(ids)
-    found = embedding.dequeue()["film"]
-    embedding.apply_gradients({"film": tf.fill([2, DIM], 1 / number)})
+    found = train_on(embedding, ids, {"film": tf.fill([2, DIM], 1 / number)})["film"]
     # Each block of 4,096 values in sequence, then 8 sums of pairs and the gain.
     bound = (4096 + 8 + 3) * EPSILON
     expected = np.repeat([number if combiner == "sum" else 1, 1], DIM).reshape(2, DIM)
@@ -258,8 +250,8 @@ def test_not_finite(value: float, engine: str) -> None:
     for name, values in both.values()[0].items():
         np.testing.assert_array_equal(values, before[name])
     free = Both(te.Adagrad(0.1))
-    free.embedding.enqueue({"film": tf.constant(IDS)})
-    free.embedding.dequeue()
-    free.embedding.apply_gradients({"film": tf.constant(gradient)})
+    train_on(
+        free.embedding, {"film": tf.constant(IDS)}, {"film": tf.constant(gradient)}
+    )
     others = free.values()[0]["parameters"][[0, 1, 3]]
     assert np.isfinite(others).all()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from serving import exported
+from steps import evaluate_on, train_on
 
 import tpu_embedding as te
 from tpu_embedding.hashing import unmixed_bits
@@ -40,9 +41,7 @@ def _embedding(unknown: str = "zeros", **table: Any) -> te.TPUEmbedding:
 def _train(embedding: te.TPUEmbedding, ids: Any) -> None:
     for _ in range(3):
         batch = {"film": tf.constant(ids, tf.int64), "user": tf.range(2)}
-        embedding.enqueue(batch)
-        found = embedding.dequeue()
-        embedding.apply_gradients({n: tf.cos(a) for n, a in found.items()})
+        train_on(embedding, batch, tf.cos)
 
 
 def _asked() -> tf.RaggedTensor:
@@ -50,8 +49,9 @@ def _asked() -> tf.RaggedTensor:
 
 
 def _expected(embedding: te.TPUEmbedding) -> np.ndarray:
-    embedding.enqueue({"film": _asked(), "user": tf.range(4)}, training=False)
-    return embedding.dequeue()["film"].numpy()
+    return evaluate_on(embedding, {"film": _asked(), "user": tf.range(4)})[
+        "film"
+    ].numpy()
 
 
 def _served(path: pathlib.Path, signature: str = "ragged") -> np.ndarray:
@@ -254,8 +254,7 @@ def test_sessions_and_several_models(tmp_path: pathlib.Path) -> None:
         path = str(tmp_path / str(number))
         te.serving.export(embedding, path, signatures=["dense"])
         batch = {"film": tf.constant(asked), "user": tf.range(5)}
-        embedding.enqueue(batch, training=False)
-        expected.append(embedding.dequeue()["film"].numpy())
+        expected.append(evaluate_on(embedding, batch)["film"].numpy())
         loaded.append(tf.saved_model.load(path))
     for number, model in enumerate(loaded):
         found = model.signatures["dense"](

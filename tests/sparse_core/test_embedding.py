@@ -11,6 +11,7 @@ from replica_values import of_replicas
 from software_tpu.calls import strategy_of
 from sparse_core.models import BATCH, SYSTEM, films, table, two_tables
 from sparse_core.twins import run
+from steps import train_on
 
 import tpu_embedding as te
 from tpu_embedding.layout.csr import PreprocessedFeatures
@@ -84,8 +85,7 @@ def test_a_loop_in_a_function() -> None:
     batch = embedding.preprocess_features(BATCH)
 
     def step() -> None:
-        _, preserved = embedding(batch)
-        embedding.apply_gradients(ONES, preserved)
+        train_on(embedding, batch, ONES)
 
     @tf.function
     def train(steps: tf.Tensor) -> None:
@@ -106,9 +106,9 @@ def test_pipelined_updates_are_one_step_late(pipelined: bool) -> None:
     )
 
     def step() -> Any:
-        activations, preserved = embedding(tf.constant([5, 0]))
-        embedding.apply_gradients(tf.constant([[1.0, 2.0], [0.0, 0.0]]), preserved)
-        return activations
+        return train_on(
+            embedding, tf.constant([5, 0]), tf.constant([[1.0, 2.0], [0.0, 0.0]])
+        )
 
     seen = []
     for number in range(4):
@@ -130,8 +130,7 @@ def test_a_schedule_counts_the_updates() -> None:
     embedding = films(optimizer=te.SGD(lambda step: tf.cast(step + 1, tf.float32)))
 
     def step() -> None:
-        _, preserved = embedding(tf.constant([5, 0]))
-        embedding.apply_gradients(tf.constant([[1.0, 2.0], [0.0, 0.0]]), preserved)
+        train_on(embedding, tf.constant([5, 0]), tf.constant([[1.0, 2.0], [0.0, 0.0]]))
 
     for _ in range(3):
         STRATEGY.run(step)

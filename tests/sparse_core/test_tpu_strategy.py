@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 from sparse_core import custom_models
+from steps import train_on
 from test_distribution import TOPOLOGY, Described
 
 import tpu_embedding as te
@@ -101,9 +102,7 @@ def test_what_runs_on_the_host_and_what_on_the_tpu(
     embedding.build()
 
     def step(ids: tf.Tensor) -> tf.Tensor:
-        activations, preserved = embedding(ids)
-        embedding.apply_gradients(activations, preserved)
-        return activations
+        return train_on(embedding, ids, tf.identity)
 
     program, outside = program_of(strategy, step)
     on_host = {
@@ -255,10 +254,7 @@ def test_a_queue_inside_of_a_program() -> None:
     embedding.build()
 
     def step(ids: tf.Tensor) -> tf.Tensor:
-        embedding.enqueue(ids)
-        activations = embedding.dequeue()
-        embedding.apply_gradients(activations)
-        return activations
+        return train_on(embedding, ids, tf.identity)
 
     program, _ = program_of(tpu, step)
     calls = [
@@ -296,8 +292,7 @@ def test_no_op_stays_on_the_host_without_a_kernel_there(
     embedding.build()
 
     def step(ids: tf.Tensor) -> tf.Tensor:
-        activations, preserved = embedding(ids)
-        embedding.apply_gradients(activations, preserved)
+        activations = train_on(embedding, ids, tf.identity)
         return tf.reduce_sum(activations)
 
     @tf.function(autograph=False)
@@ -336,9 +331,7 @@ def test_an_update_needs_the_lookup(strategy: Any, pipelined: bool) -> None:
     embedding.build()
 
     def step(ids: tf.Tensor) -> tf.Tensor:
-        activations, preserved = embedding(ids)
-        embedding.apply_gradients(tf.ones([8, 2]), preserved)
-        return activations
+        return train_on(embedding, ids, tf.ones([8, 2]))
 
     program, _ = program_of(strategy, step)
     (lookup,) = program["XlaSparseDenseMatmulWithStaticBufferSize"]

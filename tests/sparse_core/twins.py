@@ -13,6 +13,7 @@ from conformance.test_embedding_v2 import Stepwise
 from conformance.twin import Feature, Table, Twin
 from replica_values import of_replicas
 from software_tpu.calls import strategy_of
+from steps import train_on
 
 import tpu_embedding as te
 
@@ -54,10 +55,7 @@ class SparseCoreTwin(Twin):
         return self.strategy.run(self._replica_step, (values, weights, gradients))
 
     def _replica_step(self, values: Any, weights: Any, gradients: Any) -> Any:
-        self.embedding.enqueue(values, weights)
-        activations = self.embedding.dequeue()
-        self.embedding.apply_gradients(gradients)
-        return activations
+        return train_on(self.embedding, values, gradients, weights=weights)
 
     def distribute(self, parts: Sequence[Any]) -> Any:
         """One value per replica, also where there is one."""

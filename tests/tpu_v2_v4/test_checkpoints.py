@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from steps import train_on
 
 import tpu_embedding as te
 from tpu_embedding import checkpoint, tpu_generations
@@ -162,10 +163,7 @@ def test_restored_before_shapes_are_known(tmp_path: pathlib.Path) -> None:
     @tf.function
     def step(embedding: te.TPUEmbedding) -> Any:
         def replica_fn(ids: Any) -> Any:
-            embedding.enqueue(ids)
-            activations = embedding.dequeue()
-            embedding.apply_gradients(activations)
-            return activations
+            return train_on(embedding, ids, tf.identity)
 
         return tpu.run(replica_fn, args=(ids,))
 
