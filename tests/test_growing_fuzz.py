@@ -6,11 +6,10 @@ first values. So all bits must be equal.
 
 from __future__ import annotations
 
-import collections
 import copy
 import dataclasses
+import functools
 import itertools
-import math
 import os
 import pathlib
 import shutil
@@ -22,6 +21,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from growing_options import vocabulary_of
+from histories import RandomHistory, fuzz, read, write
 from reference import growing
 
 import tpu_embedding as te
@@ -71,7 +71,7 @@ class Lookup:
     looked_up: Any
 
 
-class Twins:
+class Twins(RandomHistory):
     """A growing table of the engine, and a static one with the rows of the reference.
 
     Rows of the static table: those of the growing one, one of zeros, one for the first
@@ -79,7 +79,8 @@ class Twins:
     """
 
     def __init__(self, rng: np.random.Generator, folder: pathlib.Path) -> None:
-        self.rng, self.folder, self.strategy = rng, folder, self.draw_strategy(rng)
+        super().__init__(rng)
+        self.folder, self.strategy = folder, self.draw_strategy(rng)
         self.options = draw_options(rng)
         self.reference = growing.Vocabulary(self.options)
         optimizer = te.Adagrad(0.3, initial_accumulator_value=0.25)
@@ -102,7 +103,9 @@ class Twins:
         self.static = self.embed(static)
         self.rows = self.static.core.tables()["table_0"].rows
         self.lookups: list[Lookup] = []
-        self.counts = collections.Counter[str]()
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__} of {self.options}"
 
     pipelined = False
 
@@ -133,13 +136,13 @@ class Twins:
         ragged = tf.RaggedTensor.from_row_splits(values, splits)
         return [tf.constant(np.array(ids[:1], np.int64)), ragged]
 
-    def look_up(self, *, training: bool) -> None:
+    def look_up(self, training: str = "") -> None:
         ids, batch = self.draw()
-        found, looked_up = self.growing.core.look_up(batch, training=training)
+        found, looked_up = self.growing.core.look_up(batch, training=bool(training))
         reference = self.reference.look_up(
-            ids, training=training, awaited=self.awaited()
+            ids, training=bool(training), awaited=self.awaited()
         )
-        assert self.reads(found, reference), (self.options, reference)
+        assert self.reads(found, reference), reference
         if training:
             self.lookups.append(Lookup(reference, looked_up))
 
@@ -166,7 +169,11 @@ class Twins:
             rows.append(row)
         return rows
 
-    def update(self, lookup: Lookup) -> None:
+    def pop(self) -> Lookup:
+        return self.lookups.pop(self.rng.integers(len(self.lookups)))
+
+    def update(self) -> None:
+        lookup = self.pop()
         gradients = [
             tf.constant(self.rng.normal(size=(n, D)), tf.float32) for n in (1, 2)
         ]
@@ -221,7 +228,7 @@ class Twins:
             own = variable.numpy()
             assert len(own) == self.reference.num_rows
             other = self.rows[name].numpy()
-            assert np.array_equal(own[live], other[live]), (self.options, name)
+            assert np.array_equal(own[live], other[live]), name
         contents = self.growing.vocabularies[self.table]
         by_id = sorted(
             (r.id, n, r.hits, r.last) for n, r in self.reference.rows.items()
@@ -229,7 +236,7 @@ class Twins:
         found = list(zip(*(a.tolist() for a in contents[:4]), strict=True))
         if self.options.eviction is None:
             by_id = [(i, n, 0, 0) for i, n, _, _ in by_id]
-        assert found == by_id, self.options
+        assert found == by_id
         assert contents[4:] == tuple(
             self.reference.counts[n]
             for n in ("unknown", "admitted", "refused", "evicted")
@@ -239,16 +246,10 @@ class Twins:
     def resume(self) -> None:
         """Goes on with another embedding, from a checkpoint of this one."""
         path = str(self.folder / "resumed" / "saved")
-        if self.rng.random() < 0.5:
-            te.checkpoint.save(self.growing, path, root="tables")
-        else:
-            tf.train.Checkpoint(tables=self.growing).write(path)
+        write(self.rng, self.growing, path)
         self.table = dataclasses.replace(self.table)
         self.growing = self.embed(self.table, pipelined=self.pipelined)
-        if self.rng.random() < 0.5:
-            te.checkpoint.restore(self.growing, path)
-        else:
-            tf.train.Checkpoint(tables=self.growing).read(path).assert_consumed()
+        read(self.rng, self.growing, path)
         self.serve(path)
         shutil.rmtree(self.folder / "resumed")
         self.lookups.clear()
@@ -258,7 +259,7 @@ class Twins:
         """Compares what TensorFlow's ops look up in a checkpoint."""
         features = [te.FeatureConfig(dataclasses.replace(self.table))] * 2
         serving = te.TPUEmbeddingForServing(features, None)
-        tf.train.Checkpoint(tables=serving).read(path).expect_partial()
+        tf.train.Checkpoint(embedding=serving).read(path).expect_partial()
         batch = self.inputs([*POOL, 123])
         expected, _ = self.growing.core.look_up(batch, training=False)
         for found, own in zip(serving(batch), expected, strict=True):
@@ -268,28 +269,20 @@ class Twins:
         assert np.array_equal(table[: len(rows)], rows)
 
     def evict(self) -> None:
-        if self.options.eviction is None:
-            return
         awaited = [i for lookup in self.awaited() for i in lookup.ids]
         assert self.growing.evict(self.table) == self.reference.evict(awaited)
 
-    def step(self) -> None:
-        if self.rng.random() < 0.05:
-            self.resume()
-        if self.rng.random() < 0.05:
-            self.evict()
-        action = self.rng.random()
-        if action < 0.45 and len(self.lookups) < 3:
-            self.look_up(training=True)
-        elif action < 0.6:
-            self.look_up(training=False)
-        elif self.lookups:
-            number = int(self.rng.integers(len(self.lookups)))
-            lookup = self.lookups.pop(number)
-            if action < 0.95:  # Else its gradients never come.
-                self.update(lookup)
-        if self.rng.random() < 0.2:
-            self.check()
+    def chances(self) -> dict[str, float]:
+        waits = len(self.lookups)
+        return {
+            "look_up training": 9.0 if waits < 3 else 0.0,
+            "look_up": 3.0,
+            "update": 7.0 if waits else 0.0,
+            "pop": 1.0 if waits else 0.0,  # Its gradients never come.
+            "resume": 1.0,
+            "evict": 0.0 if self.options.eviction is None else 1.0,
+            "check": 4.0,
+        }
 
 
 class ThreadedTwins(Twins):
@@ -299,10 +292,11 @@ class ThreadedTwins(Twins):
         super().__init__(rng, folder)
         self.beside: list[tuple[list[int], Sequence[Any], Sequence[Any]]] = []
 
-    def look_up(self, *, training: bool) -> None:
+    def look_up(self, training: str = "") -> None:
         """Several lookups; their numbers are those of some order."""
         self.growing.core.create_engine()
-        drawn = [(*self.draw(), training and self.rng.random() < 0.8) for _ in range(3)]
+        share = 0.8 if training else 0.0
+        drawn = [(*self.draw(), self.rng.random() < share) for _ in range(3)]
         with futures.ThreadPoolExecutor(3) as pool:
             found = [
                 pool.submit(self.growing.core.look_up, batch, training=trains)
@@ -321,7 +315,7 @@ class ThreadedTwins(Twins):
             if all(self.reads(results[k][0], references[k]) for k in order):
                 break
         else:
-            raise AssertionError(self.options, drawn)
+            raise AssertionError(drawn)
         self.counts["other orders"] += order != (0, 1, 2)
         for k in order:
             if drawn[k][2]:
@@ -341,13 +335,13 @@ class ThreadedTwins(Twins):
             self.beside.append((reference.ids, values, future.result()[0]))
         update.result()
 
-    def update(self, lookup: Lookup) -> None:
+    def update(self) -> None:
         """Each evaluation beside it sees the table before or after it."""
-        super().update(lookup)
+        super().update()
         for ids, before, found in self.beside:
             reference = self.reference.look_up(ids, training=False)
             is_before = all(map(np.array_equal, found, before))
-            assert is_before or self.reads(found, reference), (self.options, ids)
+            assert is_before or self.reads(found, reference), ids
         self.beside.clear()
 
 
@@ -445,7 +439,7 @@ class QueuedTwins(Twins):
         if not enqueued:
             self.enqueue(self.growing, ids, training=True)
         for own, other in zip(self.dequeue(self.growing), expected, strict=True):
-            assert all(map(np.array_equal, own, other)), (self.options, lookups)
+            assert all(map(np.array_equal, own, other)), lookups
         self.apply(lookups)
         gradients = [
             [tf.constant(self.rng.normal(size=(n, D)), tf.float32) for n in (1, 2)]
@@ -471,29 +465,36 @@ class QueuedTwins(Twins):
         if self.replicas == 1:  # Others look up in strategy.run alone.
             super().serve(path)
 
-    def step(self) -> None:
-        action = self.rng.random()
-        if action < 0.04:
-            self.flush()
-            self.resume()
-        elif action < 0.08:
-            self.growing.reset()
-            self.pending = None
-        elif action < 0.12:
-            self.growing.flush()
-            self.apply()
-            self.evict()
-        elif action < 0.2:  # An evaluation flushes.
-            ids = [self.draw()[0] for _ in range(self.replicas)]
-            self.enqueue(self.growing, ids, training=False)
-            self.apply()
-            expected, _ = self.expect(ids, training=False)
-            for own, other in zip(self.dequeue(self.growing), expected, strict=True):
-                assert all(map(np.array_equal, own, other)), (self.options, ids)
-        else:
-            self.train()
-        if self.rng.random() < 0.1:
-            self.check()
+    def chances(self) -> dict[str, float]:
+        rare = {
+            "resume": 1.0,
+            "reset": 1.0,
+            "evict": 1.0,
+            "evaluate": 2.0,
+            "check": 2.0,
+        }
+        return {"train": 20.0, **rare}
+
+    def resume(self) -> None:
+        self.flush()
+        super().resume()
+
+    def reset(self) -> None:
+        self.growing.reset()
+        self.pending = None
+
+    def evict(self) -> None:
+        self.flush()
+        if self.options.eviction is not None:
+            super().evict()
+
+    def evaluate(self) -> None:  # It flushes.
+        ids = [self.draw()[0] for _ in range(self.replicas)]
+        self.enqueue(self.growing, ids, training=False)
+        self.apply()
+        expected, _ = self.expect(ids, training=False)
+        for own, other in zip(self.dequeue(self.growing), expected, strict=True):
+            assert all(map(np.array_equal, own, other)), ids
 
     def check(self) -> None:
         self.flush()
@@ -503,21 +504,6 @@ class QueuedTwins(Twins):
 def _train(embedding: te.TPUEmbedding, gradients: Sequence[Any]) -> None:
     embedding.dequeue()
     embedding.apply_gradients(gradients)
-
-
-def run(
-    make: type[Twins], rng: np.random.Generator, folder: pathlib.Path, steps: int
-) -> collections.Counter[str]:
-    """Makes so many steps, of which each table has 40; what happened."""
-    total = collections.Counter[str]()
-    for _ in range(math.ceil(steps / 40)):
-        twins = make(rng, folder)
-        for _ in range(40):
-            twins.step()
-        twins.check()
-        for name, count in twins.counts.items():
-            total[name] += count
-    return total
 
 
 @pytest.mark.parametrize(
@@ -532,9 +518,10 @@ def run(
     ],
 )
 def test_growing_tables_are_as_in_the_reference(
-    make: type[Twins], steps: int, rng: np.random.Generator, tmp_path: pathlib.Path
+    make: type[Twins], steps: int, seed: int, tmp_path: pathlib.Path
 ) -> None:
-    counts = run(make, rng, tmp_path, steps)
+    table = functools.partial(make, folder=tmp_path)
+    counts = fuzz(table, -(-steps // 40), 40, seed)
     assert counts["evicted"] > steps / 100
     if steps > 600:
         assert counts["refused"] > 0
