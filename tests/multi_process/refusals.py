@@ -16,8 +16,9 @@ from unittest import mock
 import numpy as np
 import pytest
 import tensorflow as tf
+from histories import fuzz
 from multi_process.calls import rank
-from reliability.refusals import CLASSES, SAMPLES, STEPS_PER_EPISODE, D, Episode, V
+from reliability.refusals import CLASSES, SAMPLES, STEPS_PER_EPISODE, Episode
 
 
 def rows(embedding: Any) -> Any:
@@ -45,12 +46,21 @@ class OwnError(Exception):
 class JobEpisode(Episode):
     """One embedding of a job, in each of its processes."""
 
-    # Errors of the user's own are in `_abandon`.
-    kinds = ("good", "good", "id", "nan", "shape", "flush")
+    # Errors of the user's own are in `abandon`.
+    kinds = ("good", "good", "id", "nan", "shape")
 
-    def __init__(self, strategy: tf.distribute.Strategy, **arguments: Any) -> None:
+    def __init__(
+        self, rng: np.random.Generator, strategy: tf.distribute.Strategy
+    ) -> None:
         self._of_job, self._rank = strategy, rank(strategy)
-        super().__init__("host", replicas=strategy.num_replicas_in_sync, **arguments)
+        super().__init__(
+            rng,
+            "host",
+            name=str(rng.choice([*CLASSES])),
+            replicas=strategy.num_replicas_in_sync,
+            pipelined=bool(rng.integers(2)),
+            graph=bool(rng.integers(2)),
+        )
         self.user.embedding.core.create_engine()  # Before it no call meets another.
         self.abandoned = {
             point: self._traced(functools.partial(self._abandoned, point))
@@ -73,17 +83,13 @@ class JobEpisode(Episode):
         if self.name == "queue" and kind in ("nan", "shape") and not traced:
             self.reference.flush()
 
-    def step(self, rng: np.random.Generator) -> None:
-        """A random step, as in one process, with a call alone, or from a thread."""
-        chosen = rng.random()
-        if chosen < 0.4:
-            super().step(rng)
-        elif chosen < 0.7:
-            self._abandon(rng)
-        elif chosen < 0.9 or self.name != "queue":
-            self._call_alone(rng)
-        else:
-            self._enqueue_ahead(rng)
+    def chances(self) -> dict[str, float]:
+        """Calls as in one process, with a call alone, or from a thread."""
+        steps = super().chances()
+        tenth = sum(steps.values()) / 4
+        ahead = tenth if self.name == "queue" else 0.0
+        others = {"abandon": 3 * tenth, "call_alone": 3 * tenth - ahead}
+        return {**steps, **others, "enqueue_ahead": ahead}
 
     def _abandoned(
         self, point: str, ids: tf.Tensor, gradients: tf.Tensor, fails: tf.Tensor
@@ -119,15 +125,16 @@ class JobEpisode(Episode):
                 return tf.identity(found)
         return found
 
-    def _abandon(self, rng: np.random.Generator) -> None:
+    def abandon(self) -> None:
         """Some processes leave a step, maybe call something alone, and all go on."""
+        rng = self.rng
         point = str(rng.choice(POINTS if self.name == "queue" else POINTS[1:3]))
         left = rng.random(self.replicas) < 0.5
         left[rng.integers(self.replicas)] = True
         # Without pipelining flush does nothing.
         alone = str(rng.choice(["", "", "read", "flush" if self.pipelined else ""]))
-        ids, gradients, update = self._draw(rng)
-        where = (self, point, left, alone)
+        ids, gradients, update = self._draw()
+        self.calls[-1] += f" after {point} in {left}, then {alone}"
         leaves = bool(left[self._rank])
         refusal = tf.errors.FailedPreconditionError
         expected: Any = refusal
@@ -151,28 +158,24 @@ class JobEpisode(Episode):
                 _ = ALONE[alone](self.user.embedding)
         if alone and met:
             self.reference.flush()
-        ids, gradients, update = self._draw(rng)
+        ids, gradients, update = self._draw()
         (found,) = self.abandoned["update"](ids, gradients, tf.constant(False))
-        expected_rows = self.reference.table[ids.numpy()]
-        np.testing.assert_array_equal(found, expected_rows, err_msg=str(where))
+        np.testing.assert_array_equal(found, self.reference.table[ids.numpy()])
         self.reference.train(update)
 
-    def _draw(self, rng: np.random.Generator) -> tuple[Any, Any, np.ndarray]:
+    def _draw(self) -> tuple[Any, Any, np.ndarray]:
         """IDs and gradients of this process, and the update of all."""
-        ids = rng.integers(0, V, [self.replicas, SAMPLES])
-        gradients = rng.integers(1, 4, [self.replicas, SAMPLES, D]).astype(np.float32)
-        update = np.zeros([V, D], np.float32)
-        np.add.at(update, ids.ravel(), gradients.reshape(-1, D))
+        ids, gradients, update = self.draw()
         return tf.constant(ids[self._rank]), tf.constant(gradients[self._rank]), update
 
-    def _check(self, found: tf.Tensor, ids: tf.Tensor, where: Any) -> None:
-        expected = self.reference.table[ids.numpy()]
-        np.testing.assert_array_equal(found, expected, err_msg=f"{self} {where}")
+    def _check(self, found: tf.Tensor, ids: tf.Tensor) -> None:
+        np.testing.assert_array_equal(found, self.reference.table[ids.numpy()])
         if self.name == "queue":
             self.reference.flush()  # A dequeue applies the pending update.
 
-    def _call_alone(self, rng: np.random.Generator) -> None:
+    def call_alone(self) -> None:
         """One process makes another call than the others; then all go on, or reset."""
+        rng = self.rng
         when = str(rng.choice(["lookup", "update"]))
         meets = {
             # Without pipelining it does nothing.
@@ -182,7 +185,8 @@ class JobEpisode(Episode):
         }
         name = str(rng.choice([call for call in ALONE if meets.get(call, True)]))
         bad, discards = int(rng.integers(self.replicas)), bool(rng.integers(2))
-        ids, gradients, update = self._draw(rng)
+        self.calls[-1] += f" {name} at the {when} in {bad}, discards: {discards}"
+        ids, gradients, update = self._draw()
         embedding: Any = self.user.embedding
 
         def look_up() -> Any:
@@ -206,14 +210,14 @@ class JobEpisode(Episode):
         if when == "lookup" and refused(look_up):
             return
         activations, looked_up = look_up()
-        self._check(activations, ids, (name, when, bad, discards))
+        self._check(activations, ids)
         if when == "update" and refused(lambda: self.user.update(gradients, looked_up)):
             return
         self.user.update(gradients, looked_up)
         self.reference.train(update)
 
-    def _enqueue_ahead(self, rng: np.random.Generator) -> None:
-        drawn = [self._draw(rng) for _ in range(AHEAD)]
+    def enqueue_ahead(self) -> None:
+        drawn = [self._draw() for _ in range(AHEAD)]
         enqueued = threading.Semaphore(0)
 
         def enqueue() -> None:
@@ -226,25 +230,15 @@ class JobEpisode(Episode):
         for ids, gradients, update in drawn:
             enqueued.acquire()
             activations = self.user.embedding.dequeue()["film"]
-            self._check(activations, ids, "ahead")
+            self._check(activations, ids)
             self.user.update(gradients, None)
             self.reference.train(update)
         thread.join()
 
 
 def run(strategy: tf.distribute.Strategy, steps: int, seed: int) -> int:
-    """Fuzzes in one process of a job; returns the number of episodes."""
-    rng = np.random.default_rng(seed)
-    episodes = -(-steps // STEPS_PER_EPISODE)
+    """Fuzzes in one process of a job; returns the number of steps."""
     with mock.patch.dict(os.environ):
-        for _ in range(episodes):
-            episode = JobEpisode(
-                strategy,
-                name=str(rng.choice([*CLASSES])),
-                pipelined=bool(rng.integers(2)),
-                graph=bool(rng.integers(2)),
-            )
-            for _ in range(STEPS_PER_EPISODE):
-                episode.step(rng)
-            episode.finish()
-    return episodes
+        episodes = -(-steps // STEPS_PER_EPISODE)
+        make = functools.partial(JobEpisode, strategy=strategy)
+        return fuzz(make, episodes, STEPS_PER_EPISODE, seed).total()

@@ -10,17 +10,19 @@ applied too early shows.
 
 from __future__ import annotations
 
-import argparse
+import collections
 import contextlib
 import dataclasses
+import functools
 import os
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import tensorflow as tf
+from histories import RandomHistory, fuzz, main
 
 import tpu_embedding as te
 from tpu_embedding import distribution
@@ -30,8 +32,7 @@ from tpu_embedding.testing import SoftwareTPUStrategy
 
 V, D, SAMPLES = 6, 2, 4  # SparseCores divide the samples by 4.
 STEPS_PER_EPISODE = 25
-KINDS = ("good", "good", "id", "nan", "assertion", "shape", "raise", "flush")
-EVALUATIONS = ("evaluation", "bad evaluation")  # Of a queue.
+KINDS = ("good", "good", "id", "nan", "assertion", "shape", "raise")
 REFUSALS = (tf.errors.InvalidArgumentError, ValueError, ArithmeticError)
 
 
@@ -58,14 +59,29 @@ class Reference:
 _nothing = contextlib.nullcontext
 
 
-class Queue:
-    """TPUEmbedding: a batch is queued and looked up, then owes its gradients."""
+class V2:
+    """TPUEmbeddingV2: the batch is in the user's hands."""
+
+    make: Any = te.TPUEmbeddingV2
 
     def __init__(self, features: Any, pipelined: bool) -> None:
-        self.embedding = te.TPUEmbedding(
+        self.embedding = self.make(
             features, te.SGD(1.0), pipelined, check_numerics=True
         )
         self.embedding.build()
+
+    def look_up(self, ids: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        activations, preserved = self.embedding({"film": ids})
+        return activations["film"], preserved
+
+    def update(self, gradient: tf.Tensor, looked_up: Any) -> None:
+        self.embedding.apply_gradients({"film": gradient}, looked_up)
+
+
+class Queue(V2):
+    """TPUEmbedding: a batch is queued and looked up, then owes its gradients."""
+
+    make = te.TPUEmbedding
 
     def look_up(
         self, ids: tf.Tensor, training: bool = True, between: Any = _nothing
@@ -77,23 +93,6 @@ class Queue:
     def update(self, gradient: tf.Tensor, looked_up: Any) -> None:
         del looked_up
         self.embedding.apply_gradients({"film": gradient})
-
-
-class V2:
-    """TPUEmbeddingV2: the batch is in the user's hands."""
-
-    def __init__(self, features: Any, pipelined: bool) -> None:
-        self.embedding = te.TPUEmbeddingV2(
-            features, te.SGD(1.0), pipelined, check_numerics=True
-        )
-        self.embedding.build()
-
-    def look_up(self, ids: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        activations, preserved = self.embedding({"film": ids})
-        return activations["film"], preserved
-
-    def update(self, gradient: tf.Tensor, looked_up: Any) -> None:
-        self.embedding.apply_gradients({"film": gradient}, looked_up)
 
 
 class Calls:
@@ -119,9 +118,10 @@ CLASSES: dict[str, Callable[[Any, bool], Any]] = {
 
 
 @dataclasses.dataclass(eq=False)
-class Episode:
+class Episode(RandomHistory):
     """One embedding, trained for some steps."""
 
+    rng: np.random.Generator = dataclasses.field(repr=False)
     engine: str
     name: str
     replicas: int
@@ -134,6 +134,7 @@ class Episode:
     tpus = ("",)
 
     def __post_init__(self) -> None:
+        super().__init__(self.rng)
         os.environ[distribution.ENGINE_VARIABLE] = self.engine
         self.strategy: Any = self._make_strategy()
         films = te.TableConfig(
@@ -192,53 +193,65 @@ class Episode:
 
         return step
 
-    def step(self, rng: np.random.Generator) -> None:
-        """One random step, and what must hold after it."""
-        kinds = self.kinds + (EVALUATIONS if self.name == "queue" else ())
-        kind = str(rng.choice(kinds))
-        bad = int(rng.integers(self.replicas))
-        ids = rng.integers(0, V, [self.replicas, SAMPLES])
-        gradients = rng.integers(1, 4, [self.replicas, SAMPLES, D]).astype(np.float32)
-        fails = np.zeros(self.replicas, bool)
+    def chances(self) -> dict[str, float]:
+        kinds = collections.Counter(self.kinds)
+        calls = {f"train {kind}": float(number) for kind, number in kinds.items()}
+        if self.name == "queue":
+            calls |= {"evaluate": 1.0, "evaluate_badly": 1.0}
+        return {**calls, "flush": 1.0}
+
+    def draw(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """IDs and gradients of each replica, and the update that they make."""
+        ids = self.rng.integers(0, V, [self.replicas, SAMPLES])
+        size = [self.replicas, SAMPLES, D]
+        gradients = self.rng.integers(1, 4, size).astype(np.float32)
         update = np.zeros([V, D], np.float32)
         np.add.at(update, ids.ravel(), gradients.reshape(-1, D))
-        expected = self._own(self.reference.table[ids])
-        where = (self, kind, bad)
-        if kind == "flush":
-            self.user.embedding.flush()
-            self.reference.flush()
-            return
-        if kind == "evaluation":
-            self.reference.flush()
-            expected = self._own(self.reference.table[ids])
-            found = np.stack([p.numpy() for p in self.evaluation(tf.constant(ids))])
-            np.testing.assert_array_equal(found, expected, err_msg=str(where))
-            return
-        if kind in ("id", "bad evaluation"):
-            ids[bad, rng.integers(SAMPLES)] = V + 3
+        return ids, gradients, update
+
+    def _compare(self, found: Any, expected: np.ndarray) -> None:
+        found = [part.numpy() for part in found]
+        np.testing.assert_array_equal(found, self._own(expected))
+
+    def flush(self) -> None:
+        self.user.embedding.flush()
+        self.reference.flush()
+
+    def evaluate(self) -> None:
+        ids, _, _ = self.draw()
+        self.reference.flush()
+        self._compare(self.evaluation(tf.constant(ids)), self.reference.table[ids])
+
+    def evaluate_badly(self) -> None:
+        ids, _, _ = self.draw()
+        ids[self.rng.integers(self.replicas), self.rng.integers(SAMPLES)] = V + 3
+        with pytest.raises(REFUSALS):
+            self.evaluation(tf.constant(ids))
+
+    def train(self, kind: str) -> None:
+        """A step, and what must hold after it."""
+        ids, gradients, update = self.draw()
+        expected = self.reference.table[ids]
+        bad, fails = (
+            int(self.rng.integers(self.replicas)),
+            np.zeros(self.replicas, bool),
+        )
+        self.calls[-1] += f" in {bad}"
+        if kind == "id":
+            ids[bad, self.rng.integers(SAMPLES)] = V + 3
         elif kind == "nan":
             gradients[bad, 0, 0] = np.nan
         elif kind == "assertion":
             fails[bad] = True
-        if kind == "bad evaluation":
-            try:
-                self.evaluation(tf.constant(ids))
-            except REFUSALS:
-                return
-            raise AssertionError(f"{where} was not refused")
-        call = self.steps[kind if kind in ("shape", "raise") else "values"]
+        step = self.steps[kind if kind in ("shape", "raise") else "values"]
         arguments = (tf.constant(ids), tf.constant(gradients), tf.constant(fails), bad)
         if kind == "good":
-            found = np.stack([part.numpy() for part in call(*arguments)])
-            np.testing.assert_array_equal(found, expected, err_msg=str(where))
+            self._compare(step(*arguments), expected)
             self.reference.train(update)
             return
-        try:
-            call(*arguments)
-        except REFUSALS:
-            self._refused(kind, bad)
-        else:
-            raise AssertionError(f"{where} was not refused")
+        with pytest.raises(REFUSALS):
+            step(*arguments)
+        self._refused(kind, bad)
 
     def _refused(self, kind: str, bad: int) -> None:
         """What a refused step leaves: nothing, but for lookups that were done."""
@@ -249,19 +262,17 @@ class Episode:
             if self.replicas == 1:
                 self.user.embedding.reset()  # It owes its gradients still.
 
-    def finish(self) -> None:
-        self.user.embedding.flush()
-        self.reference.flush()
+    def check(self) -> None:
+        self.flush()
         rows = self.user.embedding.core.checkpoint_rows()["films"]["parameters"]
-        table = rows.numpy()
-        np.testing.assert_array_equal(table, self.reference.table, err_msg=str(self))
+        np.testing.assert_array_equal(rows.numpy(), self.reference.table)
 
 
 class SparseCoreEpisode(Episode):
     """TPUEmbeddingV2 on software SparseCores, whose programs have no Python between."""
 
     classes = ("V2",)
-    kinds = ("good", "good", "id", "nan", "assertion", "flush")
+    kinds = ("good", "good", "id", "nan", "assertion")
     tpus = ("v5p", "v6e", "7x")
 
     def _make_strategy(self) -> tf.distribute.Strategy:
@@ -357,44 +368,29 @@ EPISODES: dict[str, type[Episode]] = {
 }
 
 
-def run(steps: int, seed: int, engines: tuple[str, ...] = ("host", "portable")) -> int:
-    """Fuzzes; returns the number of episodes."""
-    rng = np.random.default_rng(seed)
-    episodes = 0
+def draw(rng: np.random.Generator, engines: Sequence[str]) -> Episode:
+    engine = str(rng.choice(engines))
+    kind = EPISODES[engine]
+    return kind(
+        rng,
+        engine=engine.removesuffix("_queue"),
+        name=str(rng.choice(kind.classes)),
+        replicas=1 if engine == "portable" else int(rng.integers(1, 4)),
+        pipelined=bool(engine != "portable" and rng.integers(2)),
+        graph=bool(rng.integers(2)),
+        tpu=str(rng.choice(kind.tpus)),
+    )
+
+
+def run(
+    steps: int, seed: int, engines: str = ",".join(EPISODES)
+) -> collections.Counter[str]:
+    """Fuzzes refused steps."""
     with mock.patch.dict(os.environ):  # Each episode names its engine there.
-        while steps > 0:
-            engine = str(rng.choice(engines))
-            kind = EPISODES[engine]
-            episode = kind(
-                engine=engine.removesuffix("_queue"),
-                name=str(rng.choice(kind.classes)),
-                replicas=1 if engine == "portable" else int(rng.integers(1, 4)),
-                pipelined=bool(engine != "portable" and rng.integers(2)),
-                graph=bool(rng.integers(2)),
-                tpu=str(rng.choice(kind.tpus)),
-            )
-            for _ in range(STEPS_PER_EPISODE):
-                episode.step(rng)
-            episode.finish()
-            steps -= STEPS_PER_EPISODE
-            episodes += 1
-    return episodes
-
-
-def main() -> None:
-    """Reads the arguments and fuzzes."""
-    import conftest  # noqa: F401 - makes logical devices, before TensorFlow starts
-
-    parser = argparse.ArgumentParser(description="Fuzzes refused steps.")
-    parser.add_argument("--steps", type=int, default=20_000)
-    parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--engines", default=",".join(EPISODES))
-    arguments = parser.parse_args()
-    print(f"seed {arguments.seed}", flush=True)
-    engines = tuple(arguments.engines.split(","))
-    episodes = run(arguments.steps, arguments.seed, engines)
-    print(f"{arguments.steps} steps in {episodes} episodes: 0 differences", flush=True)
+        episodes = -(-steps // STEPS_PER_EPISODE)
+        make = functools.partial(draw, engines=engines.split(","))
+        return fuzz(make, episodes, STEPS_PER_EPISODE, seed)
 
 
 if __name__ == "__main__":
-    main()
+    main(run, steps=20_000, engines=",".join(EPISODES))

@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 from reliability import refusals
 from replica_values import of_replicas
+from steps import evaluate_on, train_on
 
 import tpu_embedding as te
 from tpu_embedding.embedding_base import EmbeddingBase
@@ -129,8 +130,7 @@ def test_pipelined_updates_are_rounded_by_their_own_number() -> None:
             {"film": te.FeatureConfig(table("bfloat16"))}, te.SGD(0.013), pipelined
         )
         for step in range(6):
-            _, preserved = embedding({"film": tf.range(V)})
-            embedding.apply_gradients({"film": tf.ones([V, D])}, preserved)
+            train_on(embedding, {"film": tf.range(V)}, {"film": tf.ones([V, D])})
             if step == 3:
                 embedding.flush()
         embedding.flush()
@@ -145,9 +145,7 @@ def test_reset_takes_a_forgotten_update_out_of_the_count(pipelined: bool) -> Non
     embedding = te.TPUEmbedding(
         {"film": te.FeatureConfig(table("bfloat16"))}, te.SGD(1.0), pipelined
     )
-    embedding.enqueue({"film": tf.constant([1])})
-    embedding.dequeue()
-    embedding.apply_gradients({"film": tf.ones([1, D])})
+    train_on(embedding, {"film": tf.constant([1])}, {"film": tf.ones([1, D])})
     embedding.reset()
     assert int(embedding.core.checkpoint_variables()["_updates"]) == (not pipelined)
     assert column(embedding)[1] == (1 if pipelined else 0)
@@ -161,9 +159,7 @@ def test_a_refused_evaluation_leaves_the_pending_update(
     embedding = te.TPUEmbedding({"film": te.FeatureConfig(table())}, te.SGD(1.0), True)
     embedding.build()
     (films,) = embedding.embedding_tables.values()
-    embedding.enqueue({"film": tf.constant([1])})
-    embedding.dequeue()
-    embedding.apply_gradients({"film": tf.ones([1, D])})
+    train_on(embedding, {"film": tf.constant([1])}, {"film": tf.ones([1, D])})
     evaluate = function(lambda ids: embedding.enqueue({"film": ids}, training=False))
     with pytest.raises(tf.errors.InvalidArgumentError):
         evaluate(tf.constant([99]))
@@ -267,8 +263,7 @@ def test_a_refused_evaluation_step_leaves_the_pending_update(graph: bool) -> Non
     (films,) = embedding.embedding_tables.values()
 
     def evaluate(ids: tf.Tensor) -> tf.Tensor:
-        embedding.enqueue({"film": ids}, training=False)
-        return embedding.dequeue()["film"]
+        return evaluate_on(embedding, {"film": ids})["film"]
 
     def run(*ids: int) -> Any:
         parts = split(strategy, *(tf.constant([i]) for i in ids))
@@ -317,10 +312,11 @@ def test_reset_revokes_lookups() -> None:
 
 def test_random_steps(seed: int, engine: str) -> None:
     """A few of the steps of `make fuzz-refusals`."""
-    assert refusals.run(50 if engine == "portable" else 250, seed, (engine,))
+    steps = 50 if engine == "portable" else 250
+    assert refusals.run(steps, seed, engine).total() == steps
 
 
 @pytest.mark.parametrize("tpu", [name for name in refusals.EPISODES if "_" in name])
 def test_random_steps_of_tpus(seed: int, tpu: str) -> None:
     """The same on software TPUs."""
-    assert refusals.run(50, seed, (tpu,))
+    assert refusals.run(50, seed, tpu).total() == 50
