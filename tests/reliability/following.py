@@ -11,18 +11,18 @@ serves what it served before.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import copy
 import pathlib
 import struct
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
+from histories import RandomHistory, main
+from steps import train_on
 
 import tpu_embedding as te
 from tpu_embedding.serving.delta_files import MAGIC, read_header
@@ -42,10 +42,6 @@ VOCABULARIES = (
     te.GrowingVocabulary(16, eviction="age", max_age=3, **FULL),
 )
 HISTORIES_PER_TRAINER = 50
-ACTIONS = (
-    *("step", "step", "step", "publish", "publish", "apply", "apply", "bad", "bad"),
-    *("save", "restore", "new server", "new trainer", "evict"),
-)
 OPTIMIZERS = (te.SGD(0.1), te.Adagrad(0.1), te.Adam(0.1), te.FTRL(0.1))
 Tables = dict[str, np.ndarray]
 Touched = dict[str, set[int]]
@@ -102,20 +98,12 @@ class Trainer:
     def step(self) -> Touched:
         """Trains on a batch; the rows that changed."""
         features, touched = self.batch()
-        if isinstance(self.embedding, te.TPUEmbeddingV2):
-            activations, looked_up = self.embedding(features)
-            self.embedding.apply_gradients(self._gradients(activations), looked_up)
-        else:
-            self.embedding.enqueue(features)
-            activations = self.embedding.dequeue()
-            self.embedding.apply_gradients(self._gradients(activations))
+        train_on(
+            self.embedding,
+            features,
+            lambda a: tf.constant(self._rng.normal(size=[*a.shape]), tf.float32),
+        )
         return touched
-
-    def _gradients(self, activations: Any) -> Any:
-        return {
-            name: tf.constant(self._rng.normal(size=a.shape), tf.float32)
-            for name, a in activations.items()
-        }
 
     def tables(self, form: str) -> Tables:
         """Today's tables as a model of that form serves them."""
@@ -334,20 +322,16 @@ class Saved(NamedTuple):
     trainer: int
 
 
-class History:
-    """A trainer, three consumers, and what happened to them.
-
-    Attributes:
-      counts: How often what happened, and which bad deltas were refused.
-    """
+class History(RandomHistory):
+    """A trainer, three consumers, and what happened to them."""
 
     def __init__(self, seed: int, folder: pathlib.Path) -> None:
-        self._rng = np.random.default_rng(seed)
-        self._folder, self.counts = folder, collections.Counter[str]()
-        pipelined = bool(self._rng.integers(2))
-        vocabulary = VOCABULARIES[self._rng.integers(2 * pipelined, 4)]
+        super().__init__(np.random.default_rng(seed))
+        self._folder = folder
+        pipelined = bool(self.rng.integers(2))
+        vocabulary = VOCABULARIES[self.rng.integers(2 * pipelined, 4)]
         self._trainer = Trainer(
-            self._rng,
+            self.rng,
             OPTIMIZERS[seed % len(OPTIMIZERS)],
             (te.TPUEmbedding, te.TPUEmbeddingV2)[seed // len(OPTIMIZERS) % 2],
             pipelined=pipelined,
@@ -355,58 +339,56 @@ class History:
         )
         self._embedding = self._trainer.embedding
         self._embedding.build()
-        forms = self._rng.permutation(STORAGES)[:3]
+        forms = self.rng.permutation(STORAGES)[:3]
         self._consumers = [Consumer(self._trainer, folder, str(f)) for f in forms]
         self._start = te.checkpoint.save(self._embedding, str(folder / "start"))
 
-    def run(self, actions: int) -> None:
+    def __str__(self) -> str:
+        return f"{type(self._embedding).__name__} with {self._trainer.vocabulary}"
+
+    def run(self, steps: int) -> None:
         """One history, from the exports on."""
-        rng, consumers = self._rng, self._consumers
         te.checkpoint.restore(self._embedding, self._start)
-        for consumer in consumers:
+        for consumer in self._consumers:
             consumer.writer.stop()
             consumer.begin()
         self._saved: list[Saved] = []
         self._trainers = 0
-        for _ in range(actions):
-            consumer = consumers[rng.integers(len(consumers))]
-            action = str(rng.choice(ACTIONS))
-            self._act(action, consumer)
-        for consumer in consumers:
-            self._publish(consumer)
-            while consumer.pending:
-                consumer.apply()
-                self.counts["applied"] += 1
+        self.calls.clear()
+        super().run(steps)
         self.counts["histories"] += 1
 
-    def _act(self, action: str, consumer: Consumer) -> None:
-        if action == "step":
-            changed = self._trainer.step()
-            for each in self._consumers:
-                if each.touched is not None:
-                    for name, rows in changed.items():
-                        if name in each.touched:
-                            each.touched[name] |= rows
-        elif action == "publish":
+    def check(self) -> None:
+        """All models are those of the trainer after all deltas."""
+        for consumer in self._consumers:
             self._publish(consumer)
-        elif action == "apply" and consumer.pending:
-            consumer.apply()
-            self.counts["applied"] += 1
-        elif action == "bad":
-            self._refuse(consumer)
-        elif action == "new server":
-            consumer.restart_server()
-        elif action == "new trainer":
-            self._restart_trainer()
-        elif action == "evict":
-            self._evict()
-        elif action == "save":
-            self._save()
-        elif action == "restore" and self._saved:
-            self._restore(self._saved[self._rng.integers(len(self._saved))])
-        else:
-            return
-        self.counts[action] += 1
+            while consumer.pending:
+                self._apply(consumer)
+
+    def chances(self) -> dict[str, float]:
+        once = ("save", "restore", "restart_server", "restart_trainer", "evict")
+        often = {"train": 3.0, "publish": 2.0, "apply": 2.0, "refuse": 2.0}
+        return {**often, **dict.fromkeys(once, 1.0)}
+
+    def _one(self) -> Consumer:
+        return self._consumers[self.rng.integers(len(self._consumers))]
+
+    def train(self) -> None:
+        changed = self._trainer.step()
+        for each in self._consumers:
+            for name, rows in (each.touched or {}).items():
+                rows.update(changed.get(name, ()))
+
+    def publish(self) -> None:
+        self._publish(self._one())
+
+    def apply(self) -> None:
+        consumer = self._one()
+        if consumer.pending:
+            self._apply(consumer)
+
+    def restart_server(self) -> None:
+        self._one().restart_server()
 
     def _publish(self, consumer: Consumer) -> None:
         counts = consumer.publish()
@@ -416,7 +398,11 @@ class History:
             assert {n: counts[n] for n in V} == expected, (counts, expected)
         consumer.touched = nothing()
 
-    def _evict(self) -> None:
+    def _apply(self, consumer: Consumer) -> None:
+        consumer.apply()
+        self.counts["applied"] += 1
+
+    def evict(self) -> None:
         for spec in self._embedding.core.plan.tables:
             vocabulary = spec.config.vocabulary
             if vocabulary is not None and vocabulary.eviction is not None:
@@ -428,10 +414,10 @@ class History:
             objects["embedding"] = self._embedding
         return tf.train.Checkpoint(**objects)
 
-    def _save(self) -> None:
+    def save(self) -> None:
         saved = Saved(
-            by_te=bool(self._rng.integers(2)),
-            has_marks=bool(self._rng.integers(2)),
+            by_te=bool(self.rng.integers(2)),
+            has_marks=bool(self.rng.integers(2)),
             path=str(self._folder / f"save{sum(self.counts.values())}"),
             written=[c.writer.sequence for c in self._consumers],
             touched=[copy.deepcopy(c.touched) for c in self._consumers],
@@ -443,6 +429,10 @@ class History:
             te.checkpoint.save(self._embedding, f"{saved.path}-tables")
         self._checkpoint(saved).write(saved.path)
         self._saved.append(saved)
+
+    def restore(self) -> None:
+        if self._saved:
+            self._restore(self._saved[self.rng.integers(len(self._saved))])
 
     def _restore(self, saved: Saved) -> None:
         if isinstance(self._embedding, te.TPUEmbedding):
@@ -461,13 +451,13 @@ class History:
                 if consumer.touched:
                     consumer.touched.pop("tags", None)
 
-    def _restart_trainer(self) -> None:
+    def restart_trainer(self) -> None:
         """New writers, with or without a checkpoint, which ask the models."""
         for consumer in self._consumers:
             consumer.writer.stop()
             consumer.restart_writer()
         with_marks = [saved for saved in self._saved if saved.has_marks]
-        if with_marks and self._rng.integers(2):
+        if with_marks and self.rng.integers(2):
             self._restore(with_marks[-1])
         self._resume()
 
@@ -477,10 +467,11 @@ class History:
         for consumer in self._consumers:
             consumer.resume()
 
-    def _refuse(self, consumer: Consumer) -> None:
+    def refuse(self) -> None:
+        consumer = self._one()
         if not consumer.pending:
             self._publish(consumer)
-        kind = str(self._rng.choice(list(BAD)))
+        kind = str(self.rng.choice(list(BAD)))
         content = self._bad(kind, consumer)
         if content is None or content == consumer.pending[0].path.read_bytes():
             return
@@ -500,7 +491,7 @@ class History:
 
     def _bad(self, kind: str, consumer: Consumer) -> bytes | None:
         """A file that the consumer's model must refuse; None if there is none."""
-        rng = self._rng
+        rng = self.rng
         content = consumer.pending[0].path.read_bytes()
         blocks = list(te.serving.delta_blocks(consumer.pending[0].path))
         one, two = rng.integers(1, len(blocks), size=2)  # The first one starts anew.
@@ -557,7 +548,7 @@ def _file(blocks: Sequence[bytes]) -> bytes:
 
 
 def run(histories: int, seed: int, actions: int = 40) -> collections.Counter[str]:
-    """Runs histories; how often what happened."""
+    """Runs histories of deltas."""
     counts = collections.Counter[str]()
     while counts["histories"] < histories:
         with tempfile.TemporaryDirectory() as folder:
@@ -570,19 +561,5 @@ def run(histories: int, seed: int, actions: int = 40) -> collections.Counter[str
     return counts
 
 
-def main() -> None:
-    """Reads the arguments and runs."""
-    parser = argparse.ArgumentParser(description="Runs histories of deltas.")
-    parser.add_argument("--histories", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=int(time.time()))
-    arguments = parser.parse_args()
-    print(f"seed {arguments.seed}", flush=True)
-    counts = run(arguments.histories, arguments.seed)
-    refused = sum(n for what, n in counts.items() if what.startswith("refused"))
-    for what, number in sorted(counts.items()):
-        print(f"{what}: {number:,}")
-    print(f"{refused:,} bad deltas refused; 0 differences", flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    main(run, histories=1000)

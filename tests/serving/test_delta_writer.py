@@ -103,7 +103,7 @@ def test_random_histories(kind: int, tmp_path: pathlib.Path) -> None:
     """Of TPUEmbedding and TPUEmbeddingV2."""
     history = histories.History(kind, tmp_path)
     for _ in range(3):
-        history.run(actions=40)
+        history.run(40)
     refused = [n for what, n in history.counts.items() if what.startswith("refused")]
     assert history.counts["applied"] > 10
     assert sum(refused) > 5
