@@ -71,7 +71,7 @@ def test_several_batches_wait(rng: np.random.Generator) -> None:
     embedding.apply_gradients(tf.nest.map_structure(tf.zeros_like, stale))
     fresh = embedding.dequeue()
     twin.reference.flush()
-    expected = twin.reference.lookup(*twin._reference_batch(evaluation))[0]
+    expected = twin.reference.lookup(*twin.reference_batch(evaluation))[0]
     for name, values in zip(twin.features, expected, strict=True):
         bound = cases.tolerance(16, 4.0, steps=3)
         cases.assert_close(fresh[name], values, bound, name)

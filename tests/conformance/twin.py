@@ -210,7 +210,7 @@ class Twin:
         self, rng: np.random.Generator, batch: Batch, without: Sequence[str] = ()
     ) -> None:
         """One training step of both sides; compares the activations."""
-        expected = self._by_name(self.reference.forward(*self._reference_batch(batch)))
+        expected = self.by_name(self.reference.forward(*self.reference_batch(batch)))
         gradients: list[dict[str, Any]] = self.draw_gradients(rng, expected)
         for replica in gradients:
             replica.update(dict.fromkeys(without))
@@ -230,7 +230,7 @@ class Twin:
 
     def evaluate(self, batch: Batch) -> None:
         """One evaluation step of both sides; compares the activations."""
-        expected = self._by_name(self.reference.lookup(*self._reference_batch(batch)))
+        expected = self.by_name(self.reference.lookup(*self.reference_batch(batch)))
         self.embedding.enqueue(
             self.distribute(batch.values),
             self.distribute(batch.weights),
@@ -275,13 +275,13 @@ class Twin:
 
         return self.strategy.run(replica_step, args=(values, weights, gradients))
 
-    def _reference_batch(self, batch: Batch) -> tuple[list, list]:
+    def reference_batch(self, batch: Batch) -> tuple[list, list]:
         return (
             [list(replica.values()) for replica in batch.values],
             [list(replica.values()) for replica in batch.weights],
         )
 
-    def _by_name(self, activations: Any) -> list[dict[str, np.ndarray]]:
+    def by_name(self, activations: Any) -> list[dict[str, np.ndarray]]:
         return [
             dict(zip(self.features, replica, strict=True)) for replica in activations
         ]

@@ -9,384 +9,228 @@ other classes and engines saved; some of it while batches are queued or gradient
 
 from __future__ import annotations
 
-import argparse
-import copy
+import collections
+import functools
 import os
 import pathlib
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from conformance import cases
 from conformance.cases import Input
-from everywhere.twins import CPU_ENGINES, strategy_of
-from reference.embedding import Feature, ReferenceEmbedding, Table
+from conformance.twin import Batch, Feature, Table
+from everywhere.twins import CPU_ENGINES, EverywhereTwin, strategy_of
+from histories import RandomHistory, fuzz, main, read, write
+from steps import train_on
 
 import tpu_embedding as te
 from tpu_embedding import distribution
 
-DIM, CALLS = 3, 12
 ENGINES = ("host", "portable", "v2", "v3", "v4", "v5p", "v6e", "7x")
-INPUTS = {
-    "one": Input("one", "dense", (4,)),
-    "ragged": Input("ragged", "ragged", (4, 4)),
-    "sequence": Input("sequence", "sparse", (4, 4), max_sequence_length=3),
-    "several": Input("several", "dense", (4, 3)),
+RATE = tf.keras.optimizers.schedules.InverseTimeDecay(0.5, 1, 0.5)
+TABLES = {
+    "a": Table(11, 3, "mean", te.Adam(RATE, epsilon=1e-2)),
+    "b": Table(19, 3, "sqrtn", te.Adagrad(0.25)),
+    "c": Table(7, 3, "sum", te.SGD(RATE)),
 }
-TABLES = {"one": "c", "ragged": "b", "sequence": "a", "several": "a"}
-WEIGHTED = ("ragged", "sequence")
-ROWS = {"a": 11, "b": 19, "c": 7}
-COMBINERS = {"a": "mean", "b": "sqrtn", "c": "sum"}
-HYPER: dict[str, tuple[Any, dict[str, Any]]] = {
-    "a": (te.Adam, {"epsilon": 1e-2}),
-    "b": (te.Adagrad, {"learning_rate": 0.25}),
-    "c": (te.SGD, {}),
+SEQUENCE = Input("sequence", "sparse", (4, 4), max_sequence_length=3)
+FEATURES = {
+    "one": Feature("c", Input("one", "dense", (4,))),
+    "ragged": Feature("b", Input("ragged", "ragged", (4, 4)), weighted=True),
+    "sequence": Feature("a", SEQUENCE, weighted=True),
+    "several": Feature("a", Input("several", "dense", (4, 3))),
 }
 Saved = tuple[str, Any, str]  # A checkpoint, the reference's state, who saved it.
 
 
-def rate(updates: int) -> np.float32:
-    """The learning rate of the tables that have no other."""
-    return np.float32(0.5) / np.float32(1 + 0.5 * updates)
-
-
-class Expected:
-    """The reference, and a queue before it."""
-
-    def __init__(self, pipelined: bool, flushes_in_order: bool) -> None:
-        tables = {
-            name: Table(
-                cases.named_values(ROWS[name], DIM),
-                optimizer.__name__,
-                {"learning_rate": rate, **hyper},
-                COMBINERS[name],
-            )
-            for name, (optimizer, hyper) in HYPER.items()
-        }
-        features = [
-            Feature(TABLES[name], given.max_sequence_length)
-            for name, given in INPUTS.items()
-        ]
-        self.reference = ReferenceEmbedding(tables, features, pipelined=pipelined)
-        self.queue: list[tuple[Any, bool]] = []
-        self.steps = 0
-        # The hardware of TPU v2 to v4 flushes when it reaches an evaluation batch.
-        self._flushes_in_order = flushes_in_order
-
-    def enqueue(self, batch: Any, training: bool) -> None:
-        self.queue.append((batch, training))
-        if not training and not self._flushes_in_order:
-            self.reference.flush()
-
-    def dequeue(self) -> Any:
-        batch, training = self.queue.pop(0)
-        return (self.reference.forward if training else self.reference.lookup)(*batch)
-
-    def update(self, gradients: Any) -> None:
-        self.steps += 1
-        self.reference.backward(gradients)
-
-    def shapes(self, *batch: Any) -> Any:
-        """Activations of the right shapes; changes nothing."""
-        return copy.deepcopy(self.reference).lookup(*batch)
-
-
-class History:
+class History(RandomHistory):
     """One embedding and what happens to it."""
 
     def __init__(
-        self, rng: np.random.Generator, folder: str, engines: Sequence[str]
+        self,
+        rng: np.random.Generator,
+        saved: list[Saved],
+        folder: str,
+        engines: Sequence[str],
     ) -> None:
-        self._rng, self._folder = rng, folder
+        super().__init__(rng)
+        self._saved, self._folder = saved, folder
         self._engine = str(rng.choice(engines))
         self._queued, self._pipelined = bool(rng.integers(2)), bool(rng.integers(2))
-        self._replicas = int(rng.integers(1, 4))
+        replicas = int(rng.integers(1, 4))
         if self._engine == "portable":
-            self._pipelined, self._replicas = False, 1
+            self._pipelined, replicas = False, 1
+        # The hardware of TPU v2 to v4 flushes when it reaches an evaluation batch, and
+        # its programs have dequeue and apply_gradients together.
         self._is_hardware_queue = self._engine in ("v2", "v3", "v4")
         os.environ.pop(distribution.ENGINE_VARIABLE, None)
         if self._engine in CPU_ENGINES:
             os.environ[distribution.ENGINE_VARIABLE] = self._engine
-        self._strategy: Any = strategy_of(self._engine, self._replicas)
-        self._embedding = self._make()
-        self._expected = Expected(self._pipelined, self._is_hardware_queue)
-        self._calls: list[str] = []
+        self._twin = EverywhereTwin(
+            TABLES,
+            FEATURES,
+            strategy=strategy_of(self._engine, replicas),
+            make=te.TPUEmbedding if self._queued else te.TPUEmbeddingV2,
+            pipeline_execution_with_tensor_core=self._pipelined,
+            check_numerics=True,
+        )
+        self._embedding, self._reference = self._twin.embedding, self._twin.reference
 
     def __str__(self) -> str:
         name = type(self._embedding).__name__
         pipelined = ", pipelined" if self._pipelined else ""
-        where = f"{name} on {self._engine}:{self._replicas}{pipelined}"
-        return f"{where}: {', '.join(self._calls)}"
+        return f"{name} on {self._engine}:{self._twin.replicas}{pipelined}"
 
-    def run(self, saved: list[Saved], count: int) -> None:
-        """Makes `count` random calls, and compares everything after the last one."""
-        calls: dict[str, Callable[[], None]] = {
-            "train": self._train,
-            "flush": self._flush,
-            "refused": self._refused,
-            "save": lambda: self._save(saved),
-            "restore": lambda: self._restore(saved),
-            "compare": self._compare_tables,
-        }
-        between = ["flush", "save", "restore", "compare"]
+    def chances(self) -> dict[str, float]:
+        if not self.calls:  # The shapes of the first batch make the tables.
+            return {"train": 1.0}
+        calls = ["flush", "refuse", "save", "restore", "check"]
         if self._queued:
-            calls["evaluate"] = self._evaluate
-        if self._is_hardware_queue:
-            between = []  # Its programs have dequeue and apply_gradients together.
+            calls.append("evaluate")
+        if not self._is_hardware_queue:
+            calls.append("reset")
+        return {"train": 4.0, **dict.fromkeys(calls, 1.0)}
+
+    def _call_between(self) -> None:
+        """Makes a call while batches are queued or gradients are owed."""
+        if not self._is_hardware_queue:
+            self.call(str(self.rng.choice(["flush", "save", "restore", "check"])))
+
+    def _split(self, batch: Batch) -> tuple[Any, Any]:
+        return self._twin.distribute(batch.values), self._twin.distribute(batch.weights)
+
+    def _enqueue(self, training: bool) -> Batch:
+        batch = self._twin.draw(self.rng)
+        if self._queued:
+            self._embedding.enqueue(*self._split(batch), training=training)
+        if not training and not self._is_hardware_queue:
+            self._reference.flush()
+        return batch
+
+    def train(self) -> None:
+        kinds = [True, *(bool(k) for k in self.rng.integers(2, size=2))]
+        kinds = kinds[: self.rng.integers(1, 4)] if self._queued else [True]
+        batches = [(self._enqueue(training), training) for training in kinds]
+        if self._queued and self.calls[1:]:
+            self._call_between()
+        for batch, training in batches:
+            (self._train if training else self._evaluate)(batch)
+
+    def _train(self, batch: Batch) -> None:
+        expected = self._reference.forward(*self._twin.reference_batch(batch))
+        drawn = self._twin.draw_gradients(self.rng, self._twin.by_name(expected))
+        gradients = self._twin.distribute(tf.nest.map_structure(tf.constant, drawn))
+        inputs, run = (
+            () if self._queued else self._split(batch),
+            self._twin.strategy.run,
+        )
+        if self._is_hardware_queue or self.rng.integers(2):
+            self._compare(run(self._step, (gradients, *inputs)), expected)
         else:
-            calls["reset"] = self._reset
-        self._between = lambda: between and self._call(calls, self._rng.choice(between))
-        names = list(calls)
-        self._call(calls, "train")  # The shapes of the first batch make the tables.
-        for _ in range(count):
-            chance = [4.0 if name == "train" else 1.0 for name in names]
-            self._call(calls, self._rng.choice(names, p=np.array(chance) / sum(chance)))
-        self._call(calls, "compare")
+            found, preserved = run(self._look_up, inputs)
+            self._compare(found, expected)
+            self._call_between()
+            run(self._embedding.apply_gradients, (gradients, *preserved))
+        self._reference.backward([list(replica.values()) for replica in drawn])
 
-    def _call(self, calls: dict[str, Callable[[], None]], name: str) -> None:
-        self._calls.append(str(name))
-        calls[name]()
-
-    def _make(self) -> Any:
-        def initializer(shape: Any, dtype: Any) -> tf.Tensor:
-            return tf.cast(cases.named_values(*shape), dtype)
-
-        schedule = tf.keras.optimizers.schedules.InverseTimeDecay(0.5, 1, 0.5)
-        tables = {
-            name: te.TableConfig(
-                ROWS[name],
-                DIM,
-                initializer,
-                optimizer(**{"learning_rate": schedule, **hyper}),
-                COMBINERS[name],
-                name,
-            )
-            for name, (optimizer, hyper) in HYPER.items()
-        }
-        features = {
-            name: te.FeatureConfig(
-                tables[TABLES[name]], max_sequence_length=given.max_sequence_length
-            )
-            for name, given in INPUTS.items()
-        }
-        make: Any = te.TPUEmbedding if self._queued else te.TPUEmbeddingV2
-        with self._strategy.scope():
-            return make(features, None, self._pipelined, check_numerics=True)
-
-    def _draw(self) -> tuple[Any, Any]:
-        """[replica][feature] values and weights."""
-        values = [
-            [
-                given.draw(self._rng, ROWS[TABLES[name]], tf.int32)
-                for name, given in INPUTS.items()
-            ]
-            for _ in range(self._replicas)
-        ]
-        weights = [
-            [
-                cases.positive_weights(self._rng, value) if name in WEIGHTED else None
-                for name, value in zip(INPUTS, replica, strict=True)
-            ]
-            for replica in values
-        ]
-        return values, weights
-
-    def _gradients(self, activations: Any) -> Any:
-        signs = np.where(np.arange(DIM) % 2, -1, 1)
-        return [
-            [
-                (signs * 2.0 ** self._rng.uniform(-4, 0, a.shape)).astype(np.float32)
-                for a in replica
-            ]
-            for replica in activations
-        ]
-
-    def _split(self, parts: Any) -> Any:
-        """A dict by feature of distributed values."""
-        named = [
-            {
-                name: tf.constant(value) if isinstance(value, np.ndarray) else value
-                for name, value in zip(INPUTS, replica, strict=True)
-            }
-            for replica in parts
-        ]
-        return self._strategy.experimental_distribute_values_from_function(
-            lambda context: named[context.replica_id_in_sync_group]
-        )
-
-    def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        return self._strategy.run(function, tuple(self._split(a) for a in arguments))
-
-    def _train(self) -> None:
+    def _look_up(self, *inputs: Any) -> tuple[Any, list[Any]]:
+        """The activations, and what apply_gradients takes beside gradients."""
         if self._queued:
-            self._train_queued()
-            return
-        batch = self._draw()
-        self._expected.enqueue(batch, training=True)
-        expected = self._expected.dequeue()
-        gradients = self._gradients(expected)
-        if self._is_hardware_queue or self._rng.integers(2):
-            self._compare(self._run(self._step, *batch, gradients), expected)
-            self._expected.update(gradients)
-            return
-        found, preserved = self._run(self._embedding.embedding_lookup, *batch)
-        self._compare(found, expected)
-        self._between()
-        self._expected.update(gradients)
-        self._strategy.run(
-            self._embedding.apply_gradients, (self._split(gradients), preserved)
-        )
+            return self._embedding.dequeue(), []
+        activations, preserved = self._embedding(*inputs)
+        return activations, [preserved]
 
-    def _step(self, values: Any, weights: Any, gradients: Any) -> Any:
-        """A step of TPUEmbeddingV2."""
-        activations, preserved = self._embedding(values, weights)
-        self._embedding.apply_gradients(gradients, preserved)
+    def _step(self, gradients: Any, *inputs: Any) -> Any:
+        activations, preserved = self._look_up(*inputs)
+        self._embedding.apply_gradients(gradients, *preserved)
         return activations
 
-    def _train_queued(self) -> None:
-        kinds = [True, *(bool(k) for k in self._rng.integers(2, size=2))]
-        kinds = kinds[: self._rng.integers(1, 4)]
-        for training in kinds:
-            self._enqueue(self._draw(), training)
-        if self._calls[1:]:
-            self._between()
-        for training in kinds:
-            expected = self._expected.dequeue()
-            if not training:
-                self._compare(self._run(self._embedding.dequeue), expected)
-                continue
-            gradients = self._gradients(expected)
-            if self._is_hardware_queue or self._rng.integers(2):
-                self._compare(self._run(self._dequeue_and_apply, gradients), expected)
-                self._expected.update(gradients)
-                continue
-            self._compare(self._run(self._embedding.dequeue), expected)
-            self._between()
-            self._expected.update(gradients)
-            self._run(self._embedding.apply_gradients, gradients)
+    def evaluate(self) -> None:
+        self._evaluate(self._enqueue(training=False))
 
-    def _enqueue(self, batch: Any, training: bool) -> None:
-        self._expected.enqueue(batch, training)
-        values, weights = (self._split(part) for part in batch)
-        self._embedding.enqueue(values, weights, training=training)
+    def _evaluate(self, batch: Batch) -> None:
+        found = self._twin.strategy.run(self._embedding.dequeue)
+        self._compare(found, self._reference.lookup(*self._twin.reference_batch(batch)))
 
-    def _dequeue_and_apply(self, gradients: Any) -> Any:
-        activations = self._embedding.dequeue()
-        self._embedding.apply_gradients(gradients)
-        return activations
-
-    def _evaluate(self) -> None:
-        self._enqueue(self._draw(), training=False)
-        expected = self._expected.dequeue()
-        self._compare(self._run(self._embedding.dequeue), expected)
-
-    def _flush(self) -> None:
+    def flush(self) -> None:
         self._embedding.flush()
-        self._expected.reference.flush()
+        self._reference.flush()
 
-    def _reset(self) -> None:
-        if self._queued:
-            self._enqueue(self._draw(), training=True)
+    def reset(self) -> None:
+        self._enqueue(training=True)
         self._embedding.reset()
-        self._expected.queue.clear()
-        self._expected.reference.discard()
+        self._reference.discard()
 
-    def _refused(self) -> None:
+    def refuse(self) -> None:
         """A batch with an invalid id in one replica, which changes nothing."""
-        values, weights = self._draw()
-        shapes = self._expected.shapes(values, weights)
-        replica = values[self._rng.integers(self._replicas)]
-        replica[0] = tf.constant([1, 2, 9, 0])
-        try:
-            if self._queued:
-                self._embedding.enqueue(
-                    self._split(values),
-                    self._split(weights),
-                    bool(self._rng.integers(2)),
-                )
-            else:
-                gradients = self._gradients(shapes)
-                self._run(self._step, values, weights, gradients)
-        except tf.errors.InvalidArgumentError:
-            return
-        raise AssertionError(f"{self}: a bad batch was not refused")
+        batch = self._twin.draw(self.rng)
+        replica = batch.values[self.rng.integers(self._twin.replicas)]
+        replica["one"] = tf.constant([1, 2, 9, 0])
+        values, weights = self._split(batch)
+        call: Any = functools.partial(
+            self._twin.strategy.run,
+            lambda v, w: train_on(self._embedding, v, weights=w),
+            (values, weights),
+        )
+        if self._queued:
+            training = bool(self.rng.integers(2))
+            call = functools.partial(self._embedding.enqueue, values, weights, training)
+        with pytest.raises(tf.errors.InvalidArgumentError):
+            call()
 
-    def _save(self, saved: list[Saved]) -> None:
+    def save(self) -> None:
         path = str(pathlib.Path(tempfile.mkdtemp(dir=self._folder)) / "saved")
-        if self._rng.integers(2):
-            te.checkpoint.save(self._embedding, path)
-        else:
-            tf.train.Checkpoint(embedding=self._embedding).write(path)
-        saved.append((path, self._expected.reference.state(), str(self)))
+        write(self.rng, self._embedding, path)
+        self._saved.append((path, self._reference.state(), str(self)))
 
-    def _restore(self, saved: list[Saved]) -> None:
-        if not saved:
+    def restore(self) -> None:
+        if not self._saved:
             return
-        path, state, who = saved[self._rng.integers(len(saved))]
-        self._calls.append(f"[what was saved by {who}]")
-        if self._rng.integers(2):
-            te.checkpoint.restore(self._embedding, path)
-        else:
-            status = tf.train.Checkpoint(embedding=self._embedding).read(path)
-            status.assert_existing_objects_matched()
-        self._expected.reference.restore(state)
-        self._expected.steps = max(self._expected.steps, int(state[2]))
+        path, state, who = self._saved[self.rng.integers(len(self._saved))]
+        self.calls[-1] += f" [what was saved by {who}]"
+        read(self.rng, self._embedding, path)
+        self._reference.restore(state)
 
     def _compare(self, found: Any, expected: Any) -> None:
-        for feature, name in enumerate(INPUTS):
-            parts = self._strategy.experimental_local_results(found[name])
-            for replica, part in enumerate(parts):
-                self._close(part, expected[replica][feature], f"activation of {name}")
+        for feature, name in enumerate(FEATURES):
+            parts = self._twin.strategy.experimental_local_results(found[name])
+            for replica, part in zip(expected, parts, strict=True):
+                self._close(part, replica[feature], name)
 
-    def _compare_tables(self) -> None:
-        tables, slots, updates = self._expected.reference.state()
+    def check(self) -> None:
+        tables, slots, updates = self._reference.state()
         for table, rows in self._embedding.core.checkpoint_rows().items():
             arrays = {"parameters": tables[table], **slots.get(table, {})}
             assert sorted(rows) == sorted(arrays)
             for name, values in arrays.items():
                 self._close(rows[name].numpy(), values, f"{name} of {table}")
-        found = self._embedding.core.checkpoint_updates()
-        assert int(found.numpy()) == updates, str(self)
+        assert int(self._embedding.core.checkpoint_updates().numpy()) == updates
 
     def _close(self, found: Any, expected: Any, what: str) -> None:
         # 16 roundings of a step, and 64 terms, of values up to 16.
-        bound = cases.tolerance(64, 16.0, 1 + self._expected.steps)
-        np.testing.assert_allclose(
-            found, expected, rtol=1e-4, atol=bound, err_msg=f"{what}. {self}"
-        )
+        bound = cases.tolerance(64, 16.0, 1 + self._reference._num_updates)
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=bound, err_msg=what)
 
 
 def run(
-    count: int, seed: int, engines: Sequence[str] = ENGINES, calls: int = CALLS
-) -> None:
-    """Runs histories that share their checkpoints."""
+    histories: int, seed: int, engines: str = ",".join(ENGINES), calls: int = 13
+) -> collections.Counter[str]:
+    """Runs random histories that share their checkpoints."""
     saved: list[Saved] = []
     with (
         mock.patch.dict(os.environ),  # Each history names its engine there.
         tempfile.TemporaryDirectory() as folder,
     ):
-        for number in range(count):
-            rng = np.random.default_rng([seed, number])
-            History(rng, folder, engines).run(saved, calls)
-
-
-def main() -> None:
-    """Reads the arguments and runs."""
-    import conftest  # noqa: F401 - makes logical devices, before TensorFlow starts
-
-    parser = argparse.ArgumentParser(description="Runs random histories.")
-    parser.add_argument("--histories", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--engines", default=",".join(ENGINES))
-    arguments = parser.parse_args()
-    print(f"seed {arguments.seed}", flush=True)
-    run(arguments.histories, arguments.seed, arguments.engines.split(","))
-    print(f"{arguments.histories} histories: 0 differences", flush=True)
+        make = functools.partial(
+            History, saved=saved, folder=folder, engines=engines.split(",")
+        )
+        return fuzz(make, histories, calls, seed)
 
 
 if __name__ == "__main__":
-    main()
+    main(run, histories=100, engines=",".join(ENGINES))
