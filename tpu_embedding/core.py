@@ -323,11 +323,7 @@ class Core(EngineTables):
         """By TableConfig of the user what the vocabularies of growing tables hold."""
         found = self.growing()
         self.flush()
-        return {
-            spec.key: found[spec.name].contents()
-            for spec in self.plan.tables
-            if spec.name in found
-        }
+        return {s.key: found[s.name].contents() for s in self.plan.growing}
 
     @calling("freeze_vocabulary")
     def freeze_vocabulary(self, table: Any) -> FrozenTable:
@@ -349,8 +345,8 @@ class Core(EngineTables):
     def _growing_table(self, table: Any) -> tuple[TableSpec, Vocabulary]:
         """A growing table of the user, without a pending update."""
         found = self.growing()
-        for spec in self.plan.tables:
-            if spec.key is table and spec.name in found:
+        for spec in self.plan.growing:
+            if spec.key is table:
                 self.flush()
                 return spec, found[spec.name]
         raise ValueError(
