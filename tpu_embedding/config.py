@@ -256,8 +256,7 @@ class TableConfig(_ChangeableUntilUsed):
             raise errors.argument_value(
                 "placement", self.placement, 'None, "rows" or "whole"'
             )
-        shares = self.vocabulary is not None and self.vocabulary.unknown == "shared_row"
-        if shares and self.placement == "rows":
+        if self.shares_row and self.placement == "rows":
             raise errors.argument_value(
                 "placement", self.placement, 'None or "whole" with a shared row'
             )
@@ -282,6 +281,11 @@ class TableConfig(_ChangeableUntilUsed):
         # The vocabulary if it grows, else None.
         grows = isinstance(self.vocabulary_size, GrowingVocabulary)
         return self.vocabulary_size if grows else None
+
+    @property
+    def shares_row(self) -> bool:
+        # Whether ids without a row, of a growing table, share one.
+        return self.vocabulary is not None and self.vocabulary.unknown == "shared_row"
 
     @property
     def hashing(self) -> Hashing | None:

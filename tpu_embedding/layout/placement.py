@@ -335,10 +335,7 @@ def _wanted(spec: TableSpec, placement: str) -> str:
       NotImplementedError: If it cannot be divided by rows, and must be.
     """
     wanted = spec.config.placement or placement
-    vocabulary = spec.config.vocabulary
-    if vocabulary is None or wanted == "whole":
-        return wanted
-    if vocabulary.unknown != "shared_row":
+    if wanted == "whole" or not spec.config.shares_row:
         return wanted
     if wanted == "auto":
         return "whole"

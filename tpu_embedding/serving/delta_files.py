@@ -90,14 +90,12 @@ def base_tables(spec: TableSpec) -> list[BaseTable]:
 
     The row that ids of a growing table share is a table before it.
     """
-    config, vocabulary = spec.config, spec.config.vocabulary
+    config, grows = spec.config, spec.config.vocabulary is not None
     hashing = "" if spec.hashing is None else str(spec.hashing)
-    table = BaseTable(spec.name, config.max_rows, config.dim, "", 0, hashing=hashing)
-    if vocabulary is None:
-        return [table]
-    shares = vocabulary.unknown == "shared_row"
-    shared = [dataclasses.replace(table, rows=1, shared=True)] if shares else []
-    return [*shared, dataclasses.replace(table, grows=True, mixed=True)]
+    sizes = config.max_rows, config.dim, "", 0
+    table = BaseTable(spec.name, *sizes, grows, mixed=grows, hashing=hashing)
+    shared = BaseTable(spec.name, 1, config.dim, "", 0, shared=True)
+    return [shared, table] if config.shares_row else [table]
 
 
 @dataclasses.dataclass(frozen=True)
