@@ -352,7 +352,7 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
     def _mark_differences(self, bundle: Bundle) -> None:
         for index, spec in enumerate(self._base.tables):
             form = self._forms[index]
-            for start, today in self._exported(index, bundle):
+            for start, today in self._exported(index):
                 ids = today.keys
                 parts = self._parts(index, today, 0, len(ids))
                 stored = _stored_rows(bundle, spec, form, start, start + len(ids))
@@ -361,7 +361,7 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
                     differs |= (_bytes(own) != _bytes(other)).any(axis=1)
                 self._changes.mark(self._rows_of(index, ids[differs]))
 
-    def _exported(self, index: int, bundle: Bundle) -> Iterator[tuple[int, Changed]]:
+    def _exported(self, index: int) -> Iterator[tuple[int, Changed]]:
         """Rows of the export: the first one's number, and what they are today.
 
         Marks ids of a growing table that only one of them has.
@@ -375,7 +375,7 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
                 ids = np.arange(start, min(start + step, spec.rows))
                 yield start, Changed(ids, self._changes.matrix(number, ids))
             return
-        own, stored = self._core.growing()[spec.name].read(), _stored_ids(bundle, spec)
+        own, stored = self._core.growing()[spec.name].read(), self._ids[index]
         arrays = [(name, own[name]) for name in STORED if name in own]
         self._changes.mark(self._rows_of(index, np.setxor1d(own["ids"], stored)))
         for start in range(0, len(stored), step):
