@@ -99,6 +99,8 @@ def test_serves_the_bits_of_a_new_export(
     train(embedding, POOL[:4], rng)
     export_base(embedding, tmp_path, storage=storage)
     model: Any = tf.saved_model.load(str(tmp_path / "base"))
+    if storage in ("float32", dtype):
+        np.testing.assert_array_equal(served(model), looked_up(embedding))
     train(embedding, POOL[2:8], rng)
     writer = te.serving.DeltaWriter(embedding, tmp_path / "base", "all")
     evicted = 0

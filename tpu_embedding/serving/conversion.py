@@ -56,6 +56,7 @@ class SomeRows(TableRows):
     def __init__(self, rows: TableRows, begin: int, end: int) -> None:
         super().__init__((end - begin, rows.shape[1]), rows.dtype)
         self._rows, self._begin = rows, begin
+        self.coded = {n: SomeRows(part, begin, end) for n, part in rows.coded.items()}
 
     @property
     def group(self) -> ProcessGroup | None:
