@@ -98,6 +98,12 @@ class MergedRows(TableRows):
     def read_in(self, process: int, start: int, stop: int) -> np.ndarray:
         return self._read(start, stop, process)
 
+    def numpy(self) -> np.ndarray:
+        values = np.empty(self.shape, self.dtype)
+        for start, stop in self.slices():
+            values[start:stop] = self.read(start, stop)
+        return values
+
     def _read(self, start: int, stop: int, receiver: int | None) -> np.ndarray:
         order = self._order
         call = f"{order.call}, {self._name}, rows {start} to {stop}"

@@ -291,6 +291,11 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
 
     def saved(self) -> tuple[dict[str, TableRows], dict[str, TableRows]]:
         """See `Identity.saved`: the ids as they are now, rows when they are read."""
+        arrays, known = self._blocks()
+        return joined_codes(arrays), known
+
+    def _blocks(self) -> tuple[dict[str, TableRows], dict[str, TableRows]]:
+        """What stores the rows, and what is known of the ids, to be read by blocks."""
         stored, spec, none = self._stored, self._spec, np.zeros(0, np.int64)
 
         def read() -> tuple[list[_Arrays], _Arrays]:
@@ -333,11 +338,11 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
         def rows(name: str, part: int, cut: slice) -> np.ndarray:
             return read_rows(stored[part].arrays[name], numbers[part][cut])
 
-        arrays = {
+        arrays: dict[str, TableRows] = {
             name: MergedRows(by_row, name, like, functools.partial(rows, name))
             for name, like in empty.items()
         }
-        return joined_codes(arrays), vectors
+        return arrays, vectors
 
     def changed(self, consumer: str, marked: Any) -> Changed:
         """See `Identity.changed`: the step queue has marks of ids."""
@@ -367,8 +372,12 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
         return updates_begun(self._spec.name, self._read([], "updates of")["state"])
 
     def read(self) -> _Arrays:
-        """Everything at one moment, see `StoredVocabulary.read`."""
-        return self._read(self._arrays, "growing")
+        """Everything, see `StoredVocabulary.read`; of one process at one moment."""
+        if self.group is None and self._num_parts == 1:
+            return self._read(self._arrays, "growing")
+        arrays, known = self._blocks()
+        everything = (known | arrays).items()
+        return {n: rows.numpy().reshape(rows.file_shape) for n, rows in everything}
 
     def _read(self, names: Collection[str], what: str) -> _Arrays:
         return _joined(
