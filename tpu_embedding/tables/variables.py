@@ -29,7 +29,7 @@ from tpu_embedding.tables.rows import (
     MutableTableRows,
     checkpoint_name,
 )
-from tpu_embedding.tables.waiting import catch_up
+from tpu_embedding.tables.waiting import catch_up, read_rows
 
 # A variable made here must be *one* variable, whatever the strategy whose scope is
 # open; the class behind tf.Variable is the one way past the scope's creators.
@@ -98,16 +98,6 @@ class VariableRows(MutableTableRows):
         for variable in self._copies:
             with tf.device(variable.device):
                 variable.assign(values)
-
-
-def read_rows(variable: Any, rows: np.ndarray) -> np.ndarray:
-    """Rows int64 [n] of a variable, caught up."""
-    with tf.device(variable.device):
-        catch_up(variable)
-        found = tf.raw_ops.ResourceGather(
-            resource=variable.handle, indices=rows, dtype=variable.dtype
-        )
-    return found.numpy()
 
 
 def variable_rows(

@@ -17,8 +17,7 @@ from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.ops import library
 from tpu_embedding.tables.codes import joined_codes, joined_values
 from tpu_embedding.tables.growing import first_stored
-from tpu_embedding.tables.merged import MergedOrder, MergedRows
-from tpu_embedding.tables.reach import Reach
+from tpu_embedding.tables.reach import MergedOrder, MergedRows, Reach
 from tpu_embedding.tables.rows import (
     PARAMETERS,
     STORED,
@@ -27,8 +26,7 @@ from tpu_embedding.tables.rows import (
     ProcessGroup,
     TableRows,
 )
-from tpu_embedding.tables.variables import read_rows
-from tpu_embedding.tables.waiting import catch_up
+from tpu_embedding.tables.waiting import catch_up, read_rows
 from tpu_embedding.vocabulary import (
     CLOCK,
     COUNTS,

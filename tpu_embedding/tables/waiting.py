@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import record
 from tensorflow.python.ops import resource_variable_ops
@@ -145,6 +146,16 @@ def catch_up(variable: Any) -> None:
     """Catches all rows up of a table, before an op takes the handle of a variable."""
     if isinstance(variable, TableVariable):
         variable._flush()
+
+
+def read_rows(variable: Any, rows: np.ndarray) -> np.ndarray:
+    """Rows int64 [n] of a variable, caught up."""
+    with tf.device(variable.device):
+        catch_up(variable)
+        found = tf.raw_ops.ResourceGather(
+            resource=variable.handle, indices=rows, dtype=variable.dtype
+        )
+    return found.numpy()
 
 
 def make_waiting(variable: Any, cls: type[TableVariable]) -> bool:
