@@ -9,7 +9,7 @@ import functools
 import itertools
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -154,6 +154,39 @@ def rounding(steps: int, values: Any) -> float:
     return 2 * steps * 2.0**-24 * float(np.abs(values).max())
 
 
+class Pair:
+    """A layer whose rows wait, and a table beside it that dense gradients train."""
+
+    def __init__(self, make: Callable[[], Any] = lambda: O.Adam(0.01)) -> None:
+        self.layer, self.table = layer_of(first_table()), plain_table(first_table())
+        self.ours, self.theirs = te_keras.RowSparseOptimizer(make()), make()
+
+    def step(self, gradient: tf.IndexedSlices, own: Any = None) -> None:
+        own = gradient if own is None else own
+        self.ours.apply_gradients([(own, self.layer.embeddings)])
+        self.theirs.apply_gradients([(dense(gradient), self.table)])
+
+    def train(self, steps: int) -> None:
+        for gradient in gradients(steps):
+            self.step(gradient)
+
+    @functools.cached_property
+    def _updates(self) -> list[Callable[..., None]]:
+        ours = steps_of(self.ours, self.layer.embeddings)
+        return [ours, steps_of(self.theirs, self.table, is_dense=True)]
+
+    def train_in_functions(self, steps: Iterable[tf.IndexedSlices]) -> None:
+        for gradient in steps:
+            for update in self._updates:
+                update(gradient)
+
+    def check(self, steps: int, size: Any = None) -> None:
+        """The rounding is that of so many steps, of the table or of `size`."""
+        own, other = self.layer.get_weights()[0], self.table.numpy()
+        atol = rounding(steps, other if size is None else size)
+        np.testing.assert_allclose(own, other, rtol=0, atol=atol)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_tables_and_slots_are_those_of_dense_gradients(name: str, way: str):
     """Beside Keras in float32, with a rate that is assigned in the middle."""
@@ -244,28 +277,7 @@ def dense_twin(steps: int, make: Callable[[], Any]) -> tuple[Any, list[Any]]:
     return table.numpy(), slots_of(optimizer)
 
 
-class Read:
-    """A layer whose rows wait, and its dense twin, for one reader after the other."""
-
-    def __init__(self) -> None:
-        make = OPTIMIZERS["adamw"]
-        self.layer, self.table = layer_of(first_table()), plain_table(first_table())
-        ours = te_keras.RowSparseOptimizer(make())
-        self._updates = (
-            steps_of(ours, self.layer.embeddings),
-            steps_of(make(), self.table, is_dense=True),
-        )
-        self._gradients = iter(gradients(500))
-
-    def wait(self, steps: int = 20) -> Any:
-        """Trains both, and returns the table of Keras."""
-        for gradient in itertools.islice(self._gradients, steps):
-            for update in self._updates:
-                update(gradient)
-        return self.table.numpy()
-
-
-_read_in: dict[str, Read] = {}
+_read_in: dict[str, tuple[Pair, Any]] = {}
 
 
 def _in_function(read: Callable[[], Any]) -> Any:
@@ -316,8 +328,10 @@ READERS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("reader", READERS)
 def test_who_reads_sees_rows_caught_up(reader: str, way: str):
     if way not in _read_in:
-        _read_in[way] = Read()
-    layer, expected = _read_in[way].layer, _read_in[way].wait()
+        _read_in[way] = Pair(OPTIMIZERS["adamw"]), iter(gradients(500))
+    pair, rest = _read_in[way]
+    pair.train_in_functions(itertools.islice(rest, 20))
+    layer, expected = pair.layer, pair.table.numpy()
     stored = waiting_module.gather(_variable(layer.embeddings), tf.range(V))
     assert np.abs(stored.numpy() - expected).max() > 1e-2  # Rows wait.
     if reader.startswith("lookup for") and not IS_KERAS_3:
@@ -364,7 +378,8 @@ def test_a_slot_gathers_its_own_rows(way: str):
 
 def test_a_function_that_was_traced_before_the_optimizer_was_built(way: str):
     """Or before another one took the table over."""
-    layer, table = layer_of(first_table()), plain_table(first_table())
+    pair = Pair()
+    layer = pair.layer
     readers: list[Any] = [
         tf.function(lambda: layer(tf.range(V))),
         tf.function(lambda: layer.embeddings + 0.0),
@@ -373,21 +388,18 @@ def test_a_function_that_was_traced_before_the_optimizer_was_built(way: str):
     for read in readers:
         np.testing.assert_array_equal(read(), first_table())
     for rate in (0.01, 0.02):
-        ours, theirs = te_keras.RowSparseOptimizer(O.Adam(rate)), O.Adam(rate)
-        ours.build([layer.embeddings])
-        theirs.build([table])
-        for gradient in gradients(6):
-            ours.apply_gradients([(gradient, layer.embeddings)])
-            theirs.apply_gradients([(dense(gradient), table)])
+        pair.ours, pair.theirs = (
+            te_keras.RowSparseOptimizer(O.Adam(rate)),
+            O.Adam(rate),
+        )
+        pair.ours.build([layer.embeddings])
+        pair.theirs.build([pair.table])
+        pair.train(6)
         for read in readers:
-            step(ours, layer, theirs, table)
-            atol = rounding(18, table.numpy())
-            np.testing.assert_allclose(read(), table.numpy(), rtol=0, atol=atol)
-
-
-def step(ours: Any, layer: Any, theirs: Any, table: Any) -> None:
-    ours.apply_gradients([(gradients(1)[0], layer.embeddings)])
-    theirs.apply_gradients([(dense(gradients(1)[0]), table)])
+            pair.train(1)
+            expected = pair.table.numpy()
+            atol = rounding(18, expected)
+            np.testing.assert_allclose(read(), expected, rtol=0, atol=atol)
 
 
 def test_another_optimizer_takes_a_table_over(way: str):
@@ -418,23 +430,18 @@ def test_an_optimizer_that_is_built_in_a_trace_takes_a_table_over(second: str):
         "lazy": OPTIMIZERS["momentum"],
         "use_ema": lambda: O.Adam(0.01, use_ema=True),
     }[second]
-    layer, table = layer_of(first_table()), plain_table(first_table())
-    first, theirs = te_keras.RowSparseOptimizer(O.Adam(0.01)), O.Adam(0.01)
-    for gradient in gradients(4):
-        first.apply_gradients([(gradient, layer.embeddings)])
-        theirs.apply_gradients([(dense(gradient), table)])
+    pair = Pair()
+    pair.train(4)
+    layer, first = pair.layer, pair.ours
     ours = te_keras.RowSparseOptimizer(make(), lazy=second == "lazy")
     tf.function(lambda: ours.build([layer.embeddings]))()
     if second == "lazy":
         np.testing.assert_array_equal(layer.get_weights()[0][0], layer(tf.range(1))[0])
         ours.apply_gradients([(gradients(1)[0], layer.embeddings)])
         return
-    theirs = make()
-    for gradient in gradients(4):
-        ours.apply_gradients([(gradient, layer.embeddings)])
-        theirs.apply_gradients([(dense(gradient), table)])
-    own, atol = layer.get_weights()[0], rounding(8, table.numpy())
-    np.testing.assert_allclose(own, table.numpy(), rtol=0, atol=atol)
+    pair.ours, pair.theirs = ours, make()
+    pair.train(4)
+    pair.check(8)
     with pytest.raises(RuntimeError, match="no longer trained by the optimizer"):
         first.apply_gradients([(gradients(1)[0], layer.embeddings)])
 
@@ -460,14 +467,9 @@ def test_traced_steps_are_refused_once_the_table_is_of_another(first: str):
 def test_tables_of_one_shape_have_rules_of_their_own():
     """Eager calls of one op share a kernel if their attributes are equal."""
     for decay in (None, 0.1, 0.5):
-        layer, table = layer_of(first_table()), plain_table(first_table())
-        ours = te_keras.RowSparseOptimizer(O.Adam(0.01, weight_decay=decay))
-        theirs = O.Adam(0.01, weight_decay=decay)
-        for gradient in gradients(3):
-            ours.apply_gradients([(gradient, layer.embeddings)])
-            theirs.apply_gradients([(dense(gradient), table)])
-        own, atol = layer.get_weights()[0], rounding(3, table.numpy())
-        np.testing.assert_allclose(own, table.numpy(), rtol=0, atol=atol)
+        pair = Pair(functools.partial(O.Adam, 0.01, weight_decay=decay))
+        pair.train(3)
+        pair.check(3)
 
 
 def test_values_that_are_assigned_are_up_to_date(way: str):
@@ -485,20 +487,11 @@ def test_a_full_history_is_begun_again(
 ):
     monkeypatch.setattr(idle_module, "_LONGEST_HISTORY", 80)
     steps = 250
-
-    def make() -> Any:
-        return O.Adam(0.01, beta_1=0.5, weight_decay=decay)
-
-    ours, theirs = te_keras.RowSparseOptimizer(make()), make()
-    layer, table = layer_of(first_table()), plain_table(first_table())
-    updates = steps_of(ours, layer.embeddings), steps_of(theirs, table, is_dense=True)
-    for gradient in gradients(steps):
-        for update in updates:
-            update(gradient)
-    clock = _variable(layer.embeddings).waiting.clock.numpy()
+    pair = Pair(lambda: O.Adam(0.01, beta_1=0.5, weight_decay=decay))
+    pair.train_in_functions(gradients(steps))
+    clock = _variable(pair.layer.embeddings).waiting.clock.numpy()
     assert list(clock[:2]) == [steps, steps // 79 * 79]
-    own, atol = layer.get_weights()[0], rounding(steps, table.numpy())
-    np.testing.assert_allclose(own, table.numpy(), rtol=0, atol=atol)
+    pair.check(steps)
 
 
 def test_a_decay_that_leaves_nothing_is_refused(way: str):
@@ -531,20 +524,15 @@ def test_a_decay_that_leaves_nothing_is_refused(way: str):
 def test_what_cannot_be_caught_up_is_dense_with_one_warning(
     make: Callable[[], Any], why: str
 ):
-    layer, table = layer_of(first_table()), plain_table(first_table())
-    ours, theirs = te_keras.RowSparseOptimizer(make()), make()
+    pair = Pair(make)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        for gradient in gradients(20):
-            ours.apply_gradients([(gradient, layer.embeddings)])
-            theirs.apply_gradients([(dense(gradient), table)])
+        pair.train(20)
     (text,) = [str(w.message) for w in said if "RowSparse" in str(w.message)]
     assert why in text
     assert "lazy=True" in text
-    assert list(ours.updates_rows_by.values()) == ["dense"]
-    np.testing.assert_allclose(
-        layer.get_weights()[0], table.numpy(), rtol=0, atol=20 * 1.2e-7
-    )
+    assert list(pair.ours.updates_rows_by.values()) == ["dense"]
+    pair.check(20, size=1.0)
 
 
 def test_tables_of_other_layers_are_dense_with_a_warning():
@@ -569,19 +557,14 @@ AROUND: dict[str, dict[str, Any]] = {
 def test_what_keras_does_around_a_step(around: str):
     """Also after `iterations` was assigned, forwards and backwards."""
     options = {"learning_rate": 0.01, "weight_decay": 0.05, **AROUND[around]}
-    layer, table = layer_of(first_table()), plain_table(first_table())
-    ours, theirs = te_keras.RowSparseOptimizer(O.Adam(**options)), O.Adam(**options)
+    pair = Pair(lambda: O.Adam(**options))
+    numbers = {3: 600, 7: 200, 9: 1} if around == "iterations" else {}
     for step, gradient in enumerate(gradients(12)):
-        ours.apply_gradients([(gradient, layer.embeddings)])
-        theirs.apply_gradients([(dense(gradient), table)])
-        if around == "iterations" and step in (3, 7):
-            ours.iterations.assign(900 - step * 100)
-            theirs.iterations.assign(900 - step * 100)
-        if around == "iterations" and step == 9:
-            ours.iterations.assign(1)
-            theirs.iterations.assign(1)
-    own, atol = layer.get_weights()[0], rounding(12, table.numpy())
-    np.testing.assert_allclose(own, table.numpy(), rtol=0, atol=atol)
+        pair.step(gradient)
+        if step in numbers:
+            pair.ours.iterations.assign(numbers[step])
+            pair.theirs.iterations.assign(numbers[step])
+    pair.check(12)
 
 
 def test_a_constraint_makes_steps_dense_with_a_warning():
@@ -590,48 +573,38 @@ def test_a_constraint_makes_steps_dense_with_a_warning():
     )
     layer.build(None)
     layer.set_weights([first_table()])
-    table, theirs = plain_table(first_table()), O.Adam(0.01)
-    ours = te_keras.RowSparseOptimizer(O.Adam(0.01))
+    pair = Pair()
+    pair.layer, table = layer, pair.table
     with pytest.warns(UserWarning, match=r"MaxNorm.* constrains all of them"):
-        ours.build([layer.embeddings])
+        pair.ours.build([layer.embeddings])
     for gradient in gradients(4):
-        ours.apply_gradients([(gradient, layer.embeddings)])
-        theirs.apply_gradients([(dense(gradient), table)])
+        pair.step(gradient)
         table.assign(keras.constraints.MaxNorm(1.0, axis=1)(table))
-    assert list(ours.updates_rows_by.values()) == ["dense"]
-    own, atol = layer.get_weights()[0], rounding(4, table.numpy())
-    np.testing.assert_allclose(own, table.numpy(), rtol=0, atol=atol)
+    assert list(pair.ours.updates_rows_by.values()) == ["dense"]
+    pair.check(4)
 
 
 def test_steps_without_a_gradient_are_no_steps(way: str):
     """Keras leaves out a variable whose gradient is None."""
-    layer, table = layer_of(first_table()), plain_table(first_table())
+    pair = Pair()
+    layer, table = pair.layer, pair.table
     other, twin = plain_table(np.zeros(2, "f")), plain_table(np.zeros(2, "f"))
-    ours, theirs = te_keras.RowSparseOptimizer(O.Adam(0.01)), O.Adam(0.01)
-    for optimizer, pair in ((ours, (layer.embeddings, other)), (theirs, (table, twin))):
-        optimizer.build(list(pair))
+    pair.ours.build([layer.embeddings, other])
+    pair.theirs.build([table, twin])
     one = tf.ones([2])
     for step, gradient in enumerate(gradients(18)):
         pairs = [(gradient, layer.embeddings)] if step % 3 else []
-        ours.apply_gradients([*pairs, (one, other)])
+        pair.ours.apply_gradients([*pairs, (one, other)])
         pairs = [(dense(gradient), table)] if step % 3 else []
-        theirs.apply_gradients([*pairs, (one, twin)])
-    np.testing.assert_allclose(
-        layer.get_weights()[0], table.numpy(), rtol=0, atol=18 * 1.2e-7
-    )
+        pair.theirs.apply_gradients([*pairs, (one, twin)])
+    pair.check(18, size=1.0)
 
 
 def test_dense_and_sparse_steps_in_turn(way: str):
-    layer, table = layer_of(first_table()), plain_table(first_table())
-    ours, theirs = (make(0.01, weight_decay=0.05) for make in (O.AdamW, O.AdamW))
-    ours = te_keras.RowSparseOptimizer(ours)
+    pair = Pair(lambda: O.AdamW(0.01, weight_decay=0.05))
     for step, gradient in enumerate(gradients(18)):
-        own = gradient if step % 5 else dense(gradient)
-        ours.apply_gradients([(own, layer.embeddings)])
-        theirs.apply_gradients([(dense(gradient), table)])
-    np.testing.assert_allclose(
-        layer.get_weights()[0], table.numpy(), rtol=0, atol=18 * 1.2e-7
-    )
+        pair.step(gradient, gradient if step % 5 else dense(gradient))
+    pair.check(18, size=1.0)
 
 
 @pytest.mark.parametrize("powers", [True, False])
