@@ -19,6 +19,7 @@ from unittest import mock
 import numpy as np
 import tensorflow as tf
 from growing_options import vocabulary_of
+from histories import RandomHistory
 from multi_process.calls import failure, rank
 from reference import growing
 from steps import train_on
@@ -54,10 +55,8 @@ def make(strategy: Any, vocabulary: te.GrowingVocabulary, **table: Any) -> Any:
 
 def step(embedding: Any, ids: Any, **arguments: Any) -> np.ndarray:
     """Trains with gradients of one; the activations."""
-    activations = train_on(
-        embedding, {"film": tf.constant(ids, tf.int64)}, **arguments
-    )["film"]
-    return activations.numpy()
+    features = {"film": tf.constant(ids, tf.int64)}
+    return train_on(embedding, features, **arguments)["film"].numpy()
 
 
 class Reference:
@@ -154,50 +153,75 @@ def draw_options(rng: np.random.Generator) -> growing.Options:
     )
 
 
-def fuzz(strategy: Any, seed: int, steps: int, folder: str, servers: int = 0) -> int:
-    """Random steps, evictions, saves and restores; how many steps found it full."""
-    rng = np.random.default_rng(seed)
-    processes, own = 1, 0
-    if not servers:
-        processes, own = strategy.num_replicas_in_sync, rank(strategy)
-    options, parts = draw_options(rng), servers or processes
-    vocabulary = vocabulary_of(options)
-    reference = Reference(options, parts, serve=servers > 0)
-    embedding, films = make(strategy, vocabulary)
-    full = 0
-    for number in range(steps):
-        batches = [rng.choice(POOL, int(rng.integers(0, 6))) for _ in range(processes)]
-        activations: list[np.ndarray] = []
+class History(RandomHistory):
+    """A divided growing table of a job or of servers, beside its reference."""
+
+    def __init__(
+        self, rng: np.random.Generator, strategy: Any, folder: str, servers: int
+    ) -> None:
+        super().__init__(rng)
+        self.strategy, self.folder = strategy, folder
+        self.processes, self.own = 1, 0
+        if not servers:
+            self.processes, self.own = strategy.num_replicas_in_sync, rank(strategy)
+        self.options, self.parts = draw_options(rng), servers or self.processes
+        self.reference = Reference(self.options, self.parts, serve=servers > 0)
+        self.make()
+
+    def __str__(self) -> str:
+        return f"{self.parts} parts of {self.options}"
+
+    def chances(self) -> dict[str, float]:
+        evict = 2.0 if self.options.eviction else 0.0
+        return {"train": 20.0, "check": 3.0, "evict": evict, "restart": 2.0}
+
+    def make(self) -> None:
+        self.embedding, self.films = make(self.strategy, vocabulary_of(self.options))
+        self.embedding.build()
+
+    def train(self) -> None:
+        sizes = self.rng.integers(0, 6, self.processes)
+        batches = [self.rng.choice(POOL, size) for size in sizes]
+        batch = batches[self.own]
         try:
-            expected = reference.update(batches)
+            expected = self.reference.update(batches)[self.own]
         except growing.FullError:
-            full += 1
-            raised = failure(functools.partial(step, embedding, batches[own]))
-            assert raised[0] == "InvalidArgumentError", raised
-            assert f"Table films {'(part ' if parts > 1 else 'is full'}" in raised[1]
-            embedding.reset()
+            self.counts["full"] += 1
+            kind, text = failure(functools.partial(step, self.embedding, batch))
+            assert kind == "InvalidArgumentError", text
+            assert f"Table films {'(part ' if self.parts > 1 else 'is full'}" in text
+            self.embedding.reset()
         else:
-            activations.append(step(embedding, batches[own]))
-            assert activations[0][:, 0].tolist() == expected[own], number
-        if rng.random() < 0.15:
-            reference.check(embedding, films)
-        if options.eviction and rng.random() < 0.1:
-            evicted = sum(part.evict() for part in reference.parts)
-            assert embedding.evict(films) == evicted
-        if rng.random() < 0.1:
-            tracked, path = rng.random() < 0.5, f"{folder}/{parts}-{seed}-{number}"
-            if tracked:
-                path = tf.train.Checkpoint(tables=embedding).write(f"{path}-{own}")
-            else:
-                te.checkpoint.save(embedding, path)
-            embedding, films = make(strategy, vocabulary)
-            embedding.build()
-            if tracked:
-                tf.train.Checkpoint(tables=embedding).read(path).assert_consumed()
-            else:
-                te.checkpoint.restore(embedding, path)
-    reference.check(embedding, films)
-    return full
+            assert step(self.embedding, batch)[:, 0].tolist() == expected
+
+    def check(self) -> None:
+        self.reference.check(self.embedding, self.films)
+
+    def evict(self) -> None:
+        evicted = sum(part.evict() for part in self.reference.parts)
+        assert self.embedding.evict(self.films) == evicted
+
+    def restart(self) -> None:
+        """Saves, and goes on with an embedding that restores."""
+        tracked = self.rng.random() < 0.5
+        path = f"{self.folder}/{self.parts}-{self.rng.random()}"
+        if tracked:
+            checkpoint = tf.train.Checkpoint(tables=self.embedding)
+            path = checkpoint.write(f"{path}-{self.own}")
+        else:
+            te.checkpoint.save(self.embedding, path)
+        self.make()
+        if tracked:
+            tf.train.Checkpoint(tables=self.embedding).read(path).assert_consumed()
+        else:
+            te.checkpoint.restore(self.embedding, path)
+
+
+def fuzz(strategy: Any, seed: int, steps: int, folder: str, servers: int = 0) -> int:
+    """Makes calls, of which so many train; how many steps found the table full."""
+    history = History(np.random.default_rng(seed), strategy, folder, servers)
+    history.run(4 * steps // 3)
+    return history.counts["full"]
 
 
 def move(strategy: Any, source: str, target: str, *, alone: bool = False) -> Any:
