@@ -12,7 +12,14 @@ import pytest
 import tensorflow as tf
 
 from tpu_embedding.layout.placement import ALL_PROCESSES, BY_ID, Placement
-from tpu_embedding.tables.reach import ALONE, InJob, Reach, ReachedRows
+from tpu_embedding.tables.reach import (
+    ALONE,
+    InJob,
+    MergedOrder,
+    MergedRows,
+    Reach,
+    ReachedRows,
+)
 from tpu_embedding.tables.variables import VariableRows
 
 VALUES = np.arange(10, dtype=np.float32).reshape(5, 2)
@@ -109,3 +116,19 @@ def test_alone_a_table_is_its_variable() -> None:
     assert rows.group is None
     np.testing.assert_array_equal(rows.variable[:2], VALUES[3:])
     np.testing.assert_array_equal(rows.read(1, 3), [VALUES[4], VALUES[2]])
+
+
+@pytest.mark.parametrize("size", [0, 1, 500])
+def test_entries_of_parts_are_merged(size: int, rng: np.random.Generator) -> None:
+    """Any blocks of them, also with the least and the largest key."""
+    keys = np.unique([-(2**63), 2**63 - 1, *rng.integers(-(2**63), 2**63, 500)])
+    keys = rng.permutation(keys)[:size]
+    parts = [np.sort(part) for part in np.split(keys, [size // 5, size // 2])]
+    order = MergedOrder(parts, ALONE, "")
+    none = np.zeros(0, np.int64)
+    rows = MergedRows(order, "", none, lambda part, cut: parts[part][cut])
+    rows.slice_rows = 70
+    assert np.array_equal(rows.numpy()[:, 0], np.sort(keys))
+    for _ in range(9):
+        start, stop = np.sort(rng.integers(0, size + 1, 2)).tolist()
+        assert np.array_equal(rows.read(start, stop)[:, 0], np.sort(keys)[start:stop])
