@@ -155,7 +155,8 @@ def restore(
 
     A growing table takes all ids of the checkpoint, with what is known of them; row r
     of a static table there is that of id r. If they are more than `max_rows`, its
-    eviction decides which are left out, and the log says how many.
+    eviction decides which are left out, and the log says how many. Meanwhile all ids,
+    and the rows of one part of the table, are held in memory beside it.
 
     Args:
       embedding: A TPUEmbedding, TPUEmbeddingV2 or te.keras.TPUEmbedding, built first
