@@ -16,7 +16,8 @@ from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.tables.codes import stored_as_codes
 from tpu_embedding.tables.growing import first_slots, first_stored
 from tpu_embedding.tables.rows import PARAMETERS, SCALE_OFFSET, TableRows
-from tpu_embedding.tables.vocabularies import PLACES, Vocabulary, renumbered
+from tpu_embedding.tables.vocabularies import Vocabulary
+from tpu_embedding.tables.vocabulary_parts import PLACES, renumbered
 from tpu_embedding.vocabulary import (
     PARTS,
     PARTS_OF_IDS,

@@ -34,7 +34,7 @@ from tpu_embedding.layout.partition import TableLayout
 from tpu_embedding.layout.plan import UPDATES
 from tpu_embedding.tables.rows import PARAMETERS
 from tpu_embedding.tables.table import Table
-from tpu_embedding.tables.vocabularies import updates_begun
+from tpu_embedding.tables.vocabulary_parts import updates_begun
 
 DEFAULT_ROOT = "embedding"
 _SILENT = NoProgress()

@@ -16,11 +16,8 @@ from tpu_embedding.tables.codes import CodedReader
 from tpu_embedding.tables.growing import first_values_read
 from tpu_embedding.tables.readers import TableReader, VariableReader
 from tpu_embedding.tables.variables import TableVariables, create_rows, create_state
-from tpu_embedding.tables.vocabularies import (
-    StoredVocabulary,
-    num_shared,
-    served_rows,
-)
+from tpu_embedding.tables.vocabularies import StoredVocabulary, served_rows
+from tpu_embedding.tables.vocabulary_parts import num_shared
 from tpu_embedding.vocabulary import PARTS, STATE_SIZE
 
 # The hash table keeps these two keys for itself; a variable has the rows of their ids.

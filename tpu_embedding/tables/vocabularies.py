@@ -10,9 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import tensorflow as tf
-from absl import logging
 
-from tpu_embedding.layout.partition import IdPartition
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.ops import library
 from tpu_embedding.tables.codes import joined_codes, joined_values
@@ -26,26 +24,24 @@ from tpu_embedding.tables.rows import (
     ProcessGroup,
     TableRows,
 )
+from tpu_embedding.tables.vocabulary_parts import (
+    PLACES,
+    fitted_parts,
+    joined_parts,
+    num_shared,
+    total_state,
+    updates_begun,
+)
 from tpu_embedding.tables.waiting import catch_up, read_rows
 from tpu_embedding.vocabulary import (
-    CLOCK,
     COUNTS,
     NUM_ROWS,
     PARTS,
     PARTS_OF_CANDIDATES,
     PARTS_OF_IDS,
     SHARED_ID,
-    STATE_SIZE,
-    SWEEP,
-    UPDATES_BEGUN,
-    GrowingVocabulary,
     VocabularyContents,
 )
-
-# Places in the `state` of a VocabularySnapshot (core/vocabulary.h).
-_EVICTED, _NEXT_CANDIDATE = 5, 6
-# Of what a part will be: for each of its rows the place of it in what is read.
-PLACES = "places"
 
 _Arrays = dict[str, Any]  # NumPy arrays
 
@@ -254,7 +250,7 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
     def contents(self) -> VocabularyContents:
         """What the vocabulary holds."""
         state = self._read([], "vocabulary of")
-        counts = _total(_states_of(self._spec.name, state["state"]))[COUNTS].tolist()
+        counts = total_state(self._spec.name, state["state"])[COUNTS].tolist()
         return VocabularyContents(*(state[name] for name in PARTS_OF_IDS), *counts)
 
     def find(self, ids: tf.Tensor) -> tf.Tensor:
@@ -378,7 +374,7 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
         return {n: rows.numpy().reshape(rows.file_shape) for n, rows in everything}
 
     def _read(self, names: Collection[str], what: str) -> _Arrays:
-        return _joined(
+        return joined_parts(
             self._everywhere(lambda p: p.read(names), f"the reading of the {what}")
         )
 
@@ -398,41 +394,12 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
         Raises:
           ValueError: As `write`.
         """
-        parts = self._fit_parts(known)  # Each process checks what it has read.
+        parts = fitted_parts(  # Each process checks what it has read.
+            self._spec, known, self._num_parts, limited=self._stored[0].limited
+        )
         if not self._reach.has(self._spec.index):
             return []
         return [parts[part.part[0]] for part in self._stored]
-
-    def _fit_parts(self, known: Mapping[str, np.ndarray]) -> list[_Arrays]:
-        """What each part will be."""
-        vocabulary = self._spec.growth
-        whole = {name: np.asarray(value) for name, value in known.items()}
-        states = _states_of(self._spec.name, whole["state"]).copy()
-        total = _total(states)
-        shared = num_shared(vocabulary, {"state": total})
-        if len(whole[PLACES]) != len(whole["ids"]) + shared:
-            raise ValueError(
-                f"Table {self._spec.name!r} has unknown={vocabulary.unknown!r}, but "
-                "only one of it and the table that was saved shares a row. Use the "
-                "same `unknown`."
-            )
-        if not total[UPDATES_BEGUN]:
-            states[:, CLOCK] = vocabulary.clock
-        parts = _divided(whole, states, self._num_parts, shared)
-        if not self._stored[0].limited:
-            return parts
-        if (_total(states)[CLOCK] > 0) != vocabulary.clock:
-            raise ValueError(
-                f"Table {self._spec.name!r} has clock={vocabulary.clock}, but only one "
-                "of it and the table that was saved has a clock. Use the same `clock`."
-            )
-        for number, part in enumerate(parts):
-            name, own = self._spec.name, vocabulary.part(self._num_parts)
-            if self._num_parts > 1:
-                name = f"{name} (part {number} of {self._num_parts})"
-            _keep_ids(part, name, own, shared)
-            _keep_candidates(part, own)
-        return parts
 
     def write(self, state: Mapping[str, np.ndarray]) -> None:
         """Replaces everything by what `read` of a table of any budget returned.
@@ -495,157 +462,3 @@ def served_rows(
     if spec.growth.unknown == "shared_row":  # No update has made it yet.
         last = first_stored(spec, tf.constant([SHARED_ID], tf.int64))
     return {name: np.concatenate([rows, last[name]]) for name, rows in stored.items()}
-
-
-def num_shared(vocabulary: GrowingVocabulary, state: Mapping[str, np.ndarray]) -> int:
-    """How many rows of a state ids share: 1 once an update has made it."""
-    return int(vocabulary.unknown == "shared_row" and state["state"][NUM_ROWS] > 0)
-
-
-def _states_of(table: str, state: np.ndarray) -> np.ndarray:
-    """The state of each part of a table, int64 [parts, STATE_SIZE]."""
-    if len(state) == STATE_SIZE - 1:  # Files of earlier releases have no clock.
-        state = np.append(state, 0)
-    if not len(state) or len(state) % STATE_SIZE:
-        raise tf.errors.InvalidArgumentError(
-            None,
-            None,
-            f"The vocabulary of table {table} in the file is damaged: its state has "
-            f"{len(state)} numbers.",
-        )
-    return state.reshape(-1, STATE_SIZE)
-
-
-def _total(states: np.ndarray) -> np.ndarray:
-    """The state of a whole table of the states of its parts, int64 [STATE_SIZE].
-
-    It begins no sweep, and its candidates begin with the oldest.
-    """
-    if len(states) == 1:
-        return states[0]
-    total = states.max(axis=0)
-    total[[NUM_ROWS, *range(STATE_SIZE)[COUNTS]]] = 0
-    total[NUM_ROWS], total[COUNTS] = states[:, NUM_ROWS].sum(), states[:, COUNTS].sum(0)
-    total[SWEEP] = total[_NEXT_CANDIDATE] = 0
-    return total
-
-
-def updates_begun(table: str, state: np.ndarray) -> int:
-    """The number of updates of a table with this state."""
-    return int(_total(_states_of(table, state))[UPDATES_BEGUN])
-
-
-def renumbered(table: str, state: np.ndarray, num_rows: int) -> np.ndarray:
-    """The state of a table whose rows are numbered anew, from that in a file."""
-    total = _total(_states_of(table, state)).copy()
-    total[NUM_ROWS], total[SWEEP] = num_rows, 0
-    return total
-
-
-def _joined(parts: Sequence[_Arrays]) -> _Arrays:
-    """A table of its parts: their rows follow one another, and so do their states."""
-    if len(parts) == 1:
-        return parts[0]
-    counts = [part["state"][NUM_ROWS] for part in parts]
-    starts = np.cumsum([0, *counts[:-1]])
-    parts = [
-        {**part, "rows": part["rows"] + start}
-        for part, start in zip(parts, starts, strict=True)
-    ]
-    joined = {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}
-    order = np.argsort(joined["ids"])
-    of_ids = joined.keys() - {*PARTS_OF_CANDIDATES, "state"}
-    return joined | {name: joined[name][order] for name in of_ids}
-
-
-def _divided(
-    whole: _Arrays, states: np.ndarray, number: int, shared: int
-) -> list[_Arrays]:
-    """The parts of a table: those that were joined, or others with rows in order."""
-    owners = IdPartition(number).owner(whole["ids"])
-    of_candidates = IdPartition(number).owner(whole["candidates"])
-    if len(states) == number == 1:
-        return [whole | {"state": states[0]}]
-    again = len(states) == number
-    if not again:
-        whole = whole | _in_order(whole, states)
-        of_candidates = IdPartition(number).owner(whole["candidates"])
-    starts = np.cumsum([0, *states[:-1, NUM_ROWS]])
-    parts = []
-    for k in range(number):
-        kept = np.flatnonzero(owners == k)
-        part = {name: whole[name][of_candidates == k] for name in PARTS_OF_CANDIDATES}
-        part |= {name: whole[name][kept] for name in PARTS_OF_IDS}
-        rows = np.append(kept, [len(owners)] * shared).astype(np.int64)
-        arrays = whole.keys() - {*PARTS}
-        part |= {name: whole[name][rows] for name in arrays}
-        if again:
-            part["rows"] = part["rows"] - starts[k]
-            part["state"] = states[k]
-        else:
-            part["rows"] = np.argsort(np.argsort(part["rows"])) + shared
-            part["state"] = _total(states).copy()
-            part["state"][NUM_ROWS], part["state"][SWEEP] = len(rows), 0
-            part["state"][_NEXT_CANDIDATE] = 0
-            if k:  # The counts are of the whole table.
-                part["state"][COUNTS] = 0
-        parts.append(part)
-    return parts
-
-
-def _in_order(whole: _Arrays, states: np.ndarray) -> _Arrays:
-    """The candidates of all parts, each from the oldest on."""
-    owners = IdPartition(len(states)).owner(whole["candidates"])
-    ordered = np.concatenate(
-        [
-            np.roll(np.flatnonzero(owners == k), -state[_NEXT_CANDIDATE])
-            for k, state in enumerate(states)
-        ]
-    )
-    ordered = ordered[whole["candidate_hits"][ordered] > 0]
-    return {name: whole[name][ordered] for name in PARTS_OF_CANDIDATES}
-
-
-def _keep_ids(
-    fitting: _Arrays, table: str, vocabulary: GrowingVocabulary, shared: int
-) -> None:
-    """Leaves out the ids that evictions would, and rows without an id.
-
-    Raises:
-      ValueError: If no id may be left out.
-    """
-    size, numbers = len(fitting["ids"]), fitting["state"]
-    room = vocabulary.max_rows - (vocabulary.unknown == "shared_row")
-    if size > room:
-        if vocabulary.eviction is None:
-            raise ValueError(
-                f"Table {table!r} has max_rows={vocabulary.max_rows}, but the table "
-                f"that was saved has {size} ids. Raise max_rows, or set `eviction`."
-            )
-        key = "hits" if vocabulary.eviction == "lfu" else "last_updates"
-        by_age = np.lexsort((fitting["rows"], fitting[key]))
-        kept = np.sort(by_age[size - room :])
-        for name in PARTS_OF_IDS:
-            fitting[name] = fitting[name][kept]
-        kept = np.append(kept, [size] * shared).astype(np.int64)
-        for name in fitting.keys() - {*PARTS}:
-            fitting[name] = fitting[name][kept]
-        numbers[_EVICTED] += size - room
-        logging.warning("Table %s: %d ids were evicted.", table, size - room)
-    full = len(fitting["ids"]) + shared
-    if numbers[NUM_ROWS] > (full if vocabulary.eviction is None else room + shared):
-        # Evicted rows are left out.
-        rank = np.argsort(np.argsort(fitting["rows"]))
-        fitting["rows"] = rank + shared
-        numbers[NUM_ROWS], numbers[SWEEP] = full, 0
-
-
-def _keep_candidates(fitting: _Arrays, vocabulary: GrowingVocabulary) -> None:
-    """Leaves out the oldest ids without a row that would not be remembered."""
-    numbers = fitting["state"]
-    most = vocabulary.max_candidates or vocabulary.max_rows
-    for name in PARTS_OF_CANDIDATES:
-        ordered = np.roll(fitting[name], -numbers[_NEXT_CANDIDATE])
-        kept = ordered[-most:] if vocabulary.min_count > 1 else ordered[:0]
-        fitting[name] = kept
-    numbers[_NEXT_CANDIDATE] = 0
