@@ -11,21 +11,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from reference import rounding
+from rounded_tables import IDS, initial, refusals, table_of, train
 from saved_files import save_numpy, save_ours, save_tensorflow
 from steps import evaluate_on, train_on
 
 import tpu_embedding as te
 from tpu_embedding import checkpoint, distribution, serving
 from tpu_embedding.keras import TPUEmbedding
-from tpu_embedding.testing import SoftwareTPUStrategy
 
 ROWS, DIM = 11, 10
-IDS = tf.constant([[1, 2], [2, 10]], tf.int64)
-
-
-def initial(shape: Any, dtype: Any = tf.float32) -> tf.Tensor:
-    values = tf.random.stateless_normal([ROWS, DIM], seed=[1, 2])
-    return tf.cast(values[: shape[0]], dtype)
 
 
 def feature(
@@ -38,20 +32,6 @@ def feature(
 
 def make(dtype: Any = "bfloat16", optimizer: Any = None, **options: Any) -> Any:
     return te.TPUEmbedding(feature(dtype, **options), optimizer or te.Adagrad(0.01))
-
-
-def train(embedding: Any, steps: range = range(3)) -> None:
-    """The gradients depend on the step alone."""
-    for step in steps:
-        embedding.enqueue({"seen": IDS})
-        embedding.dequeue()
-        gradient = tf.random.stateless_normal([2, DIM], seed=[step, 0])
-        embedding.apply_gradients({"seen": gradient})
-
-
-def table_of(embedding: Any) -> np.ndarray:
-    (table,) = embedding.embedding_tables.values()
-    return table.numpy().astype(np.float32)
 
 
 def slot_of(embedding: Any) -> np.ndarray:
@@ -290,22 +270,7 @@ def test_serving_classes() -> None:
     np.testing.assert_array_equal(looked_up["seen"].numpy(), activations)
 
 
-def under(strategy: Callable[[], Any], make_one: Callable[[], Any]) -> Any:
-    with strategy().scope():
-        return make_one()
-
-
-REFUSALS = {
-    "sparse_core": lambda: under(
-        lambda: SoftwareTPUStrategy("v6e", 1),
-        lambda: te.TPUEmbeddingV2(feature(), te.Adagrad(0.01)),
-    ),
-    "tpu_v2_v4": lambda: under(lambda: SoftwareTPUStrategy("v4", 1), make),
-    "TPUEmbeddingV0": lambda: te.TPUEmbeddingV0(feature(), te.Adagrad(0.01)),
-    "trainable_tables=True": lambda: TPUEmbedding(
-        feature(), None, trainable_tables=True
-    ),
-}
+REFUSALS = refusals(feature)
 
 
 @pytest.mark.parametrize("what", REFUSALS)

@@ -14,23 +14,17 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from reference import int8_rows, rounding
+from rounded_tables import IDS, initial, refusals, table_of, train
 from saved_files import save_numpy, save_ours, save_tensorflow
 from steps import evaluate_on, train_on
 
 import tpu_embedding as te
 from tpu_embedding import checkpoint, serving
 from tpu_embedding.keras import TPUEmbedding
-from tpu_embedding.testing import SoftwareTPUStrategy
 
 ROWS, DIM = 12, 20
-IDS = tf.constant([[1, 2], [2, 10]], tf.int64)
 BFLOAT16: Any = tf.bfloat16.as_numpy_dtype
 GOLDEN = pathlib.Path(__file__).parent / "golden/exports/int8_d6493b1.zip.base64"
-
-
-def initial(shape: Any, dtype: Any = tf.float32) -> tf.Tensor:
-    values = tf.random.stateless_normal([ROWS, DIM], seed=[1, 2])
-    return tf.cast(values[: shape[0]], dtype)
 
 
 def feature(
@@ -43,20 +37,6 @@ def feature(
 
 def make(dtype: Any = "int8", optimizer: Any = None, **options: Any) -> Any:
     return te.TPUEmbedding(feature(dtype, **options), optimizer or te.Adagrad(0.1))
-
-
-def train(embedding: Any, steps: Sequence[int] = range(3)) -> None:
-    """The gradients depend on the step alone."""
-    for step in steps:
-        embedding.enqueue({"seen": IDS})
-        embedding.dequeue()
-        gradient = tf.random.stateless_normal([2, DIM], seed=[step, 0])
-        embedding.apply_gradients({"seen": gradient})
-
-
-def table_of(embedding: Any) -> np.ndarray:
-    (table,) = embedding.embedding_tables.values()
-    return table.numpy().astype(np.float32)
 
 
 def stored(embedding: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -513,17 +493,8 @@ def custom(gradient: Any, table: Any, slots: Any, rate: Any, numbers: Any) -> An
     return table - rate * gradient
 
 
-def under(strategy: Any, make_one: Any) -> Any:
-    with strategy().scope():
-        return make_one()
-
-
 REFUSALS = {
-    "sparse_core": lambda: under(
-        lambda: SoftwareTPUStrategy("v6e", 1),
-        lambda: te.TPUEmbeddingV2(feature(), te.Adagrad(0.01)),
-    ),
-    "tpu_v2_v4": lambda: under(lambda: SoftwareTPUStrategy("v4", 1), make),
+    **refusals(feature),
     "portable .* CustomOptimizer": lambda: te.TPUEmbeddingV2(
         feature(), te.CustomOptimizer(custom, 0.1)
     ),
@@ -531,11 +502,7 @@ REFUSALS = {
         feature(combiner=te.CustomCombiner(lambda valency, vectors: vectors[0], 2)),
         te.Adagrad(0.1),
     ),
-    "TPUEmbeddingV0": lambda: te.TPUEmbeddingV0(feature(), te.Adagrad(0.01)),
     "TPUEmbeddingForServing": lambda: te.TPUEmbeddingForServing(feature(), None),
-    "trainable_tables=True": lambda: TPUEmbedding(
-        feature(), None, trainable_tables=True
-    ),
 }
 
 
