@@ -98,12 +98,11 @@ class Trainer:
     def step(self) -> Touched:
         """Trains on a batch; the rows that changed."""
         features, touched = self.batch()
-        train_on(
-            self.embedding,
-            features,
-            lambda a: tf.constant(self._rng.normal(size=[*a.shape]), tf.float32),
-        )
+        train_on(self.embedding, features, self._gradient)
         return touched
+
+    def _gradient(self, activation: Any) -> tf.Tensor:
+        return tf.constant(self._rng.normal(size=activation.shape), tf.float32)
 
     def tables(self, form: str) -> Tables:
         """Today's tables as a model of that form serves them."""
