@@ -24,27 +24,6 @@ from tpu_embedding.optimizers.tpu_v2_v4 import (
     RMSProp,
 )
 
-# The one list of the optimizers with a built-in update rule, by class name. The rule
-# of a CustomOptimizer belongs to the user, so that class is not in the list.
-OPTIMIZERS: dict[str, type[Optimizer]] = {
-    cls.__name__: cls
-    for cls in (
-        SGD,
-        Adagrad,
-        AdagradMomentum,
-        FTRL,
-        Adam,
-        RowwiseAdagrad,
-        Momentum,
-        RMSProp,
-        CenteredRMSProp,
-        Adadelta,
-        ProximalAdagrad,
-        ProximalYogi,
-        FrequencyEstimator,
-    )
-}
-
 # The optimizers that users import from `tpu_embedding`.
 __all__ = [
     "FTRL",
@@ -62,3 +41,9 @@ __all__ = [
     "RMSProp",
     "RowwiseAdagrad",
 ]
+
+# Those with a built-in update rule, by class name: the rule of a CustomOptimizer
+# belongs to the user.
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    name: globals()[name] for name in __all__ if not globals()[name].is_custom
+}
