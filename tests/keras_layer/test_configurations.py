@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import json
 import pathlib
 from typing import Any
@@ -32,7 +33,14 @@ def tables_of_all_kinds() -> list[Any]:
             placement="whole",
         ),
         te.TableConfig(5, 2, te.RowIdInitializer(3), "adam", name="b"),
-        te.TableConfig(5, 2, tf.constant_initializer(np.eye(5, 2)), name="c"),
+        te.TableConfig(
+            5,
+            2,
+            tf.constant_initializer(np.eye(5, 2)),
+            name="c",
+            dtype="bfloat16",
+            rounding_seed=7,
+        ),
         stock.TableConfig(5, 2, optimizer=stock.Adagrad(0.5), combiner="sum"),
         te.TableConfig(5, 2, optimizer=keras.optimizers.Ftrl(0.25, beta=0.5)),
     ]
@@ -89,12 +97,13 @@ def test_tables_and_optimizers_survive_json():
     tables = tables_of_all_kinds()
     layer = layer_of_all_kinds(tables)
     other = TPUEmbedding.from_config(json.loads(json.dumps(layer.get_config())))
+    ours_alone = [f.name for f in dataclasses.fields(te.TableConfig) if f.kw_only]
     ours, theirs = (each._built.features.plan.tables for each in (layer, other))
     for before, after in zip(ours, theirs, strict=True):
         assert before.name == after.name
         assert before.features == after.features
-        for field in ("vocabulary_size", "dim", "combiner", "invalid_ids", "placement"):
-            assert getattr(before.config, field) == getattr(after.config, field)
+        for name in ("vocabulary_size", "dim", "combiner", "dtype", *ours_alone):
+            assert getattr(before.config, name) == getattr(after.config, name)
         quantization = before.config.quantization_config
         assert after.config.quantization_config == quantization
         assert type(before.optimizer) is type(after.optimizer)

@@ -172,16 +172,13 @@ def _encode_table(table: Any, invalid_ids: str | None) -> dict[str, Any]:
     if quantization is not None:
         limits = (quantization.lower, quantization.upper)
         quantization = [quantization.num_buckets, *limits]
-    # TensorFlow's TableConfig has a dtype since 2.20.
-    storage, dtype = {}, tf.as_dtype(getattr(table, "dtype", "float32")).name
-    if dtype != "float32":
-        seed = getattr(table, "rounding_seed", None)
-        storage = {"dtype": dtype, "rounding_seed": seed}
-    if getattr(table, "placement", None) is not None:
-        storage["placement"] = table.placement
-    if getattr(table, "string_ids", False):
-        storage["string_ids"] = True
+    ours = {
+        field.name: getattr(table, field.name, field.default)
+        for field in dataclasses.fields(TableConfig)
+        if field.kw_only
+    }
     return {
+        **ours,
         "vocabulary_size": _encode_vocabulary(table.vocabulary_size),
         "dim": table.dim,
         "initializer": _encode_initializer(where, table.initializer),
@@ -189,9 +186,10 @@ def _encode_table(table: Any, invalid_ids: str | None) -> dict[str, Any]:
         "combiner": table.combiner,
         "name": table.name,
         "quantization_config": quantization,
+        # TensorFlow's TableConfig has a dtype since 2.20.
+        "dtype": tf.as_dtype(getattr(table, "dtype", "float32")).name,
         # TensorFlow's TableConfig has no policy; the layer's applies to it.
         "invalid_ids": getattr(table, "invalid_ids", invalid_ids or "error"),
-        **storage,
     }
 
 
