@@ -220,13 +220,15 @@ class Core(EngineTables):
             )
         return replica
 
-    def require_optimizers(self, method: str) -> None:
+    def require_optimizers(
+        self, method: str, way_out: str = "use `training=False`"
+    ) -> None:
         if self._without_optimizer:
             without = ", ".join(self._without_optimizer)
             raise RuntimeError(
                 f"{method} cannot train the tables {without}: they have no "
                 "optimizer. Pass `optimizer` to the constructor or to each "
-                "TableConfig, or use `training=False`."
+                f"TableConfig, or {way_out}."
             )
 
     def read_replica(

@@ -131,9 +131,6 @@ class EngineTrainedTables:
         """Checks the arguments of the layer; `build` creates the tables."""
         self._features = features
         self._topology = topology
-        self._without_optimizer = [
-            spec.name for spec in features.plan.tables if spec.optimizer is None
-        ]
         self._loss_scale = loss_scale
         self._check_numerics = check_numerics
         self._batch_size = per_replica(batch_size, topology)
@@ -367,13 +364,7 @@ class EngineTrainedTables:
 
     def _backward(self, call: _Call, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Applies the gradients of a call; returns tensors that wait for the update."""
-        if self._without_optimizer:
-            raise RuntimeError(
-                f"The layer cannot train the tables "
-                f"{', '.join(self._without_optimizer)}: they have no optimizer. Pass "
-                "`optimizer` to the layer or to each TableConfig, or set "
-                "`layer.trainable = False`."
-            )
+        self.core.require_optimizers("The layer", "set `layer.trainable = False`")
         # The gradient of tf.gather is IndexedSlices.
         dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
         dense = unscaled(dense, self._loss_scale, check_numerics=self._check_numerics)
