@@ -68,22 +68,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "weight_exponent": 0.0,
     },
 }
-# Slot name -> where its initial value comes from: an argument, or a number.
-SLOTS: dict[str, dict[str, str | float]] = {
-    "SGD": {},
-    "Adagrad": {"accumulators": "initial_accumulator_value"},
-    "AdagradMomentum": {"accumulators": 0.0, "momenta": 0.0},
-    "FTRL": {"accumulators": "initial_accumulator_value", "linears": 0.0},
-    "Adam": {"momenta": 0.0, "velocities": 0.0},
-    "RowwiseAdagrad": {"accumulators": "initial_accumulator_value"},
-    "Momentum": {"momenta": 0.0},
-    "RMSProp": {"ms": 0.0, "mom": 0.0},
-    "CenteredRMSProp": {"ms": 0.0, "mom": 0.0, "mg": 0.0},
-    "Adadelta": {"accumulators": 0.0, "updates": 0.0},
-    "ProximalAdagrad": {"accumulators": "initial_accumulator_value"},
-    "ProximalYogi": {"v": "initial_accumulator_value", "m": 0.0},
-    "FrequencyEstimator": {"last_hit_step": 0.0},
-}
 
 
 def complete(name: str, hyper: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,7 +101,7 @@ def initial_slots(
         shape = (shape[0], 1)
     return {
         slot: np.full(shape, arguments[v] if isinstance(v, str) else v, np.float64)
-        for slot, v in SLOTS[name].items()
+        for slot, v in _RULES[name][1].items()
     }
 
 
@@ -144,7 +128,7 @@ def apply(
     Returns:
       The new table and the new slots.
     """
-    arguments = complete(name, hyper)
+    arguments, (rule, _) = complete(name, hyper), _RULES[name]
     table = np.array(table, dtype)
     slots = {slot: np.array(values, dtype) for slot, values in slots.items()}
     rate = float(np.float32(rate))  # With arrays of float32 it computes in float32.
@@ -158,7 +142,7 @@ def apply(
         table[row] = _decay(arguments, table[row], rate)
         row_slots = [values[row] for values in slots.values()]  # views
         with np.errstate(divide="ignore", invalid="ignore"):
-            _RULES[name](arguments, gradient, table[row], row_slots, rate)
+            rule(arguments, gradient, table[row], row_slots, rate)
         table[row] = _clip(
             table[row], arguments["clip_weight_min"], arguments["clip_weight_max"]
         )
@@ -368,18 +352,23 @@ def _frequency_estimator(
     last[0] = step
 
 
-_RULES: dict[str, Callable[..., None]] = {
-    "SGD": _sgd,
-    "Adagrad": _adagrad,
-    "AdagradMomentum": _adagrad_momentum,
-    "FTRL": _ftrl,
-    "Adam": _adam,
-    "RowwiseAdagrad": _rowwise,
-    "Momentum": _momentum,
-    "RMSProp": _rms_prop,
-    "CenteredRMSProp": _centered_rms_prop,
-    "Adadelta": _adadelta,
-    "ProximalAdagrad": _proximal_adagrad,
-    "ProximalYogi": _proximal_yogi,
-    "FrequencyEstimator": _frequency_estimator,
+# Each rule, and by name of a slot where its initial value comes from: an argument, or a
+# number.
+_RULES: dict[str, tuple[Callable[..., None], dict[str, str | float]]] = {
+    "SGD": (_sgd, {}),
+    "Adagrad": (_adagrad, {"accumulators": "initial_accumulator_value"}),
+    "AdagradMomentum": (_adagrad_momentum, {"accumulators": 0.0, "momenta": 0.0}),
+    "FTRL": (_ftrl, {"accumulators": "initial_accumulator_value", "linears": 0.0}),
+    "Adam": (_adam, {"momenta": 0.0, "velocities": 0.0}),
+    "RowwiseAdagrad": (_rowwise, {"accumulators": "initial_accumulator_value"}),
+    "Momentum": (_momentum, {"momenta": 0.0}),
+    "RMSProp": (_rms_prop, {"ms": 0.0, "mom": 0.0}),
+    "CenteredRMSProp": (_centered_rms_prop, {"ms": 0.0, "mom": 0.0, "mg": 0.0}),
+    "Adadelta": (_adadelta, {"accumulators": 0.0, "updates": 0.0}),
+    "ProximalAdagrad": (
+        _proximal_adagrad,
+        {"accumulators": "initial_accumulator_value"},
+    ),
+    "ProximalYogi": (_proximal_yogi, {"v": "initial_accumulator_value", "m": 0.0}),
+    "FrequencyEstimator": (_frequency_estimator, {"last_hit_step": 0.0}),
 }
