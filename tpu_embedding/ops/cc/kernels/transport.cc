@@ -113,9 +113,10 @@ void Transport::Swap(const char* what, const std::vector<Tensor>& sent,
 // Offers process `p` all pieces for it.
 void Transport::Send(const char* what, const Parts& parts, int p,
                      const Done& done) {
+  const Part& part = (*parts)[p];
+  if (part.sent.empty()) return;  // The swap may be over.
   const auto self = shared_from_this();
   tensorflow::Device* const device = DeviceOf(context_);
-  const Part& part = (*parts)[p];
   for (size_t k = 0; k < part.sent.size(); ++k) {
     executor_->remote_access()->PostToPeer(
         members_[p]->device.name(), members_[p]->task,
