@@ -293,6 +293,12 @@ class Job:
         try:
             for copy in self.copies:
                 copy.run(progress)
+            for fill in self.fills:
+                fill.run()
+            for copy in self.copies:  # Tables of one stack share what is in memory.
+                copy.source.release()
+            for reset in self.resets:
+                reset.run()
             for growth in self.growing:
                 growth.run(self.parts.pop(0))
                 progress.advance(growth.nbytes)
@@ -303,12 +309,6 @@ class Job:
                 f"{error.message} The file was whole when it was checked. Some tables "
                 "have its values already, and others do not: restore again.",
             ) from error
-        for fill in self.fills:
-            fill.run()
-        for copy in self.copies:  # Tables of one stack share what is kept in memory.
-            copy.source.release()
-        for reset in self.resets:
-            reset.run()
 
 
 def _places(
