@@ -505,6 +505,7 @@ def summaries(folder: pathlib.Path) -> dict[str, Any]:
 def test_a_status_has_the_samples_of_all_steps():
     embedding = simple()
     telemetry = te.Telemetry(embedding, every=2)
+    assert telemetry.status()["samples_per_second"] == 0
     for ids in ([1], [7, 7], [2, 2, 3]):
         train(embedding, ids)
     status = telemetry.status()

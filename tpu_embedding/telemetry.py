@@ -162,7 +162,7 @@ class Telemetry:
     def _status(self, counts: Counts) -> dict[str, Any]:
         sent = sum((counts.bytes_sent or {}).values())
         (then, steps, samples, bytes_sent), now = self._seen, time.monotonic()
-        self._seen = (now, counts.steps, counts.samples, sent)
+        self._seen = (now, counts.steps, counts.samples or 0, sent)
         done, seconds = counts.steps - steps, max(now - then, 1e-9)
         found: dict[str, Any] = {
             "steps": counts.steps,
@@ -170,7 +170,7 @@ class Telemetry:
             "queue_depth": counts.queue_depth,
             "pending_updates": counts.pending_updates,
         }
-        if counts.samples:
+        if counts.samples is not None:
             found["samples_per_second"] = (counts.samples - samples) / seconds
         if counts.waited_seconds is not None:
             found["bytes_per_step"] = (sent - bytes_sent) / max(done, 1)

@@ -58,7 +58,7 @@ class Counts:
       queue_depth: Batches of a replica that wait in the queue now.
       pending_updates: Complete updates that are not applied yet.
       tables: By name.
-      samples: Those of the updates that were applied; of servers 0: they see rows.
+      samples: Those of the updates that were applied; of servers None: they see rows.
       bytes_sent: By phase of a step what this process has sent to others, or None.
       waited_seconds: By process how long this one waited for it, or None.
     """
@@ -68,7 +68,7 @@ class Counts:
     queue_depth: int
     pending_updates: int
     tables: Mapping[str, TableCounts]
-    samples: int = 0
+    samples: int | None = None
     bytes_sent: Mapping[str, int] | None = None
     waited_seconds: Sequence[float] | None = None
 

@@ -315,7 +315,7 @@ class TablePart:
                 )
                 for spec in tables
             },
-            samples=samples,
+            samples=samples if self._counts_samples else None,
         )
 
     def _placed(self, table: int, *figures: Any, **others: Any) -> TableCounts:
