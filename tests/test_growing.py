@@ -669,7 +669,7 @@ def test_error_of_a_full_table_names_min_rows() -> None:
         _step(embedding, [10, 11])
 
 
-def test_values_that_are_assigned_are_trained_on() -> None:
+def test_values_that_are_assigned_are_trained_on(tmp_path: pathlib.Path) -> None:
     embedding, table = _embedding(te.GrowingVocabulary(10))
     _step(embedding, [3, 4])
     variable = embedding.embedding_tables[table]
@@ -682,6 +682,8 @@ def test_values_that_are_assigned_are_trained_on() -> None:
     variable.assign([[2.0, 2.0]])
     with pytest.raises(tf.errors.InvalidArgumentError, match="its vocabulary has 3"):
         _look_up(embedding, [4])
+    with pytest.raises(tf.errors.InvalidArgumentError, match="its vocabulary has 3"):
+        te.checkpoint.save(embedding, str(tmp_path / "refused"))
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,8 @@ def save(
     slices are read one after the other, then a second time: if another thread trained
     meanwhile on the host engine, this is an error and no checkpoint is left. On other
     engines, and in several processes, do not train in another thread meanwhile. Of a
-    growing table 40 bytes for each id that this process has are held in memory, too.
+    growing table 48 bytes for each id that this process has, and 24 for each that waits
+    for a row, are held in memory, too.
 
     All processes of a job call it with the same path, in a file system that they share.
     Each writes its part of the one checkpoint.

@@ -287,10 +287,6 @@ class RestoredGrowingTable(StoredVocabulary):
         arrays = {name: self.arrays[name].numpy()[:size] for name in names}
         return {**self._known, **arrays}
 
-    def numbers(self, known: Mapping[str, np.ndarray], shared: int) -> np.ndarray:
-        """See `StoredVocabulary.numbers`."""
-        return np.arange(len(known["ids"]) + shared)
-
     def write(self, state: Mapping[str, np.ndarray]) -> None:
         """See `StoredVocabulary.write`."""
         rows = {**state, **served_rows(self._spec, state)}

@@ -298,8 +298,8 @@ class MergedOrder:
     def cuts(self, places: Sequence[int], step: int) -> list[list[int]]:
         """By place how many entries of each part come before it.
 
-        A call of all processes, as that of a multiple of `step` that is the first one;
-        it finds those of all.
+        A collective call unless all places are known. The first one finds every
+        multiple of `step`, too.
         """
         if not self._cuts.keys() >= {*places}:
             wanted = {*places, *range(0, self.length, step)} - self._cuts.keys()

@@ -79,7 +79,10 @@ class VariableRows(MutableTableRows):
         return self._copies[0] if len(self._copies) == 1 else None
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        return read_rows(self._copies[0], np.arange(start, stop))
+        variable = self._copies[0]
+        with tf.device(variable.device):  # Which may be on a server.
+            rows = tf.range(start, stop, dtype=tf.int64)
+        return read_rows(variable, rows)
 
     def write(self, start: int, values: np.ndarray) -> None:
         rows, columns = self.shape

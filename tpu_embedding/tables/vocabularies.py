@@ -98,13 +98,6 @@ class StoredVocabulary(abc.ABC):
     def write(self, state: Mapping[str, np.ndarray]) -> None:
         """Replaces everything by what `read` of all arrays returned."""
 
-    def numbers(self, known: _Arrays, shared: int) -> np.ndarray:
-        """The rows of `arrays` that `read` returns, of what is known of the ids.
-
-        `shared`: how many rows ids share.
-        """
-        return np.append(known["rows"], np.arange(shared))
-
     def find(self, ids: tf.Tensor) -> tf.Tensor:
         """What a lookup for an update reads of int64 [n]: float32 [n, D].
 
@@ -295,6 +288,8 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
         def read() -> tuple[list[_Arrays], _Arrays]:
             arrays = stored[0].arrays.items()
             known = [part.read([]) for part in stored]
+            for part, own in zip(stored, known, strict=True):
+                _check_heights(spec.name, part.arrays, own["state"][NUM_ROWS])
             return known, {name: read_rows(array, none) for name, array in arrays}
 
         known, empty = self._reach.call(read)
@@ -304,7 +299,7 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
         starts = np.cumsum([0, *(own["state"][NUM_ROWS] for own in states)])
         numbers, has = [], self._reach.has(spec.index)  # Others have a shared row, too.
         for part, own in zip(stored, known, strict=True):
-            rows_here = part.numbers(own, num_shared(spec.growth, own))
+            rows_here = np.append(own["rows"], np.arange(num_shared(spec.growth, own)))
             numbers.append(rows_here if has else none)
             own["rows"] = own["rows"] + starts[part.part[0]]
 
@@ -366,8 +361,8 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
         return updates_begun(self._spec.name, self._read([], "updates of")["state"])
 
     def read(self) -> _Arrays:
-        """Everything, see `StoredVocabulary.read`; of one process at one moment."""
-        if self.group is None and self._num_parts == 1:
+        """Everything, see `StoredVocabulary.read`; outside of jobs no part changes."""
+        if self.group is None:
             return self._read(self._arrays, "growing")
         arrays, known = self._blocks()
         everything = (known | arrays).items()
@@ -446,6 +441,19 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
         # TensorFlow restores into several devices in a tf.function.
         with tf.device(tf.config.list_logical_devices("CPU")[0].name):
             tf.py_function(write, values, [])
+
+
+def _check_heights(table: str, arrays: Mapping[str, Any], num_rows: int) -> None:
+    for array in arrays.values():
+        with tf.device(array.device):
+            shape = tf.raw_ops.VariableShape(input=array.handle).numpy().tolist()
+        if shape[0] != num_rows:
+            raise tf.errors.InvalidArgumentError(
+                None,
+                None,
+                f"Table {table} or a slot of it is {shape}, but its vocabulary has "
+                f"{num_rows} rows. Assign values of that shape.",
+            )
 
 
 def served_rows(

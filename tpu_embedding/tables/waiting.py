@@ -148,8 +148,8 @@ def catch_up(variable: Any) -> None:
         variable._flush()
 
 
-def read_rows(variable: Any, rows: np.ndarray) -> np.ndarray:
-    """Rows int64 [n] of a variable, caught up."""
+def read_rows(variable: Any, rows: Any) -> np.ndarray:
+    """Reads rows of a variable, int32 or int64 [n], caught up."""
     with tf.device(variable.device):
         catch_up(variable)
         found = tf.raw_ops.ResourceGather(
