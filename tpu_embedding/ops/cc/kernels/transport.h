@@ -31,8 +31,9 @@ class Transport : public std::enable_shared_from_this<Transport> {
   using Answer = std::function<void(int process, const std::string& channel,
                                     const tensorflow::Tensor& header)>;
 
-  // The context, the channel, the executor of its collectives and what `explain`
-  // uses live until `next` of the last swap is called, but not longer.
+  // The context, the channel, the executor of its collectives and what
+  // `explain` uses live until `next` of the last swap is called, but not
+  // longer.
   Transport(tensorflow::OpKernelContext* context, Channel* channel,
             const char* lane, tensorflow::CollectiveExecutor* executor,
             Explain explain);
