@@ -315,7 +315,7 @@ class TablePart:
                 )
                 for spec in tables
             },
-            samples=samples if self._counts_samples else None,
+            samples=samples,
         )
 
     def _placed(self, table: int, *figures: Any, **others: Any) -> TableCounts:
