@@ -522,10 +522,11 @@ def test_growing_tables_are_as_in_the_reference(
 ) -> None:
     table = functools.partial(make, folder=tmp_path)
     counts = fuzz(table, -(-steps // 40), 40, seed)
-    assert counts["evicted"] > steps / 100
-    if steps > 600:
+    if steps > 600:  # Of few histories none may evict.
+        assert counts["evicted"] > steps / 100
         assert counts["refused"] > 0
         assert counts["untrained rows"] > steps / 1000
         assert counts["mixed lookups"] > steps / 1000
-        assert make is not QueuedTwins or counts["refused lookups"] > 0
+    if make is QueuedTwins and steps > 10_000:  # One in about 2,000 steps.
+        assert counts["refused lookups"] > 0
     print(f"{make.__name__}: {steps} steps, 0 differences; {dict(counts)}")
