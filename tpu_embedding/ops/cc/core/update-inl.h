@@ -354,11 +354,6 @@ void UpdateWithDim(const RuleArguments& arguments, const RowOptions& options,
                                     begin, end);
 }
 
-// Rows of int8 have one loop for all dims, which halves what they add to the
-// time to compile.
-template <class Table>
-constexpr bool kKnowsDim = !std::is_same_v<Table, Int8Table>;
-
 // An UpdateFn. Rows are independent: any split of [begin, end) over threads
 // gives the same bits.
 template <class Rule, class Table = float*>
@@ -366,9 +361,8 @@ void Update(const RuleArguments& arguments, const RowOptions& options,
             const TableGradients& gradients, const TableView& table,
             int64_t begin, int64_t end) {
   RunForDim(table.dim, [&](auto dim) {
-    using Dim = std::conditional_t<kKnowsDim<Table>, decltype(dim), AnyDim>;
-    UpdateWithDim<Rule, Table, Dim>(arguments, options, gradients, table, begin,
-                                    end);
+    UpdateWithDim<Rule, Table, decltype(dim)>(arguments, options, gradients,
+                                              table, begin, end);
   });
 }
 
