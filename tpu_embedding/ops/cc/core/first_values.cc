@@ -6,6 +6,7 @@
 
 #include "core/id_map.h"
 #include "core/simd.h"
+#include "core/wire.h"
 
 namespace tpu_embedding {
 namespace {
@@ -160,12 +161,6 @@ void WriteRow(const FirstValues& values, int64_t id, int64_t dim,
   }
 }
 
-BFloat16 Nearest(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  return {static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
-}
-
 }  // namespace
 
 double NormalQuantile(double p) {
@@ -182,7 +177,7 @@ void FirstValues::Write(int64_t id, int64_t dim, float* row) const {
 void FirstValues::Write(int64_t id, int64_t dim, BFloat16* row) const {
   WriteRow(*this, id, dim,
            [=](int64_t first, const float* columns, int64_t size) {
-             std::transform(columns, columns + size, row + first, Nearest);
+             ToBFloat16(columns, size, row + first);
            });
 }
 

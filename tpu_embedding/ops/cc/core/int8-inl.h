@@ -97,19 +97,20 @@ inline void MakeGrid(const RowRange& range, BFloat16* grid) {
   if (!range.finite || !std::isfinite(range.high - range.low)) return;
   const double low = WithoutDenormals(range.low);
   const double high = WithoutDenormals(range.high);
-  const BFloat16 nearest = Nearest(static_cast<float>((low + high) / 2));
+  const BFloat16 nearest =
+      NearestBFloat16(static_cast<float>((low + high) / 2));
   float offset, stored;
   Load(&nearest, &offset);
   if (!std::isfinite(offset)) return;
   const double middle = offset;
   const double spread = std::max(high - middle, middle - low);
-  BFloat16 scale =
-      Nearest(static_cast<float>(spread * (1 + 0x1p-8) / double{kMiddleCode}));
+  BFloat16 scale = NearestBFloat16(
+      static_cast<float>(spread * (1 + 0x1p-8) / double{kMiddleCode}));
   Load(&scale, &stored);
   if (!std::isfinite(stored)) scale = kNotANumber;
   if (!(stored >= kSmallestScale)) scale = {0};
   grid[0] = scale;
-  grid[1] = Nearest(WithoutDenormals(offset) + 0.0f);  // Nor -0.
+  grid[1] = NearestBFloat16(WithoutDenormals(offset) + 0.0f);  // Nor -0.
 }
 
 // The codes of as many columns as `Words` has; each is in [0, 256).

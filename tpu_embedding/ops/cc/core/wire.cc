@@ -5,7 +5,7 @@
 namespace tpu_embedding {
 
 void ToBFloat16(const float* values, int64_t count, BFloat16* out) {
-  for (int64_t i = 0; i < count; ++i) out[i] = Nearest(values[i]);
+  for (int64_t i = 0; i < count; ++i) out[i] = NearestBFloat16(values[i]);
 }
 
 void FromBFloat16(const BFloat16* values, int64_t count, float* out) {

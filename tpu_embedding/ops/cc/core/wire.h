@@ -18,7 +18,7 @@ inline int64_t Padded(int64_t bytes) {
 }
 
 // The nearest bfloat16, ties to even; a NaN stays one.
-inline BFloat16 Nearest(float value) {
+inline BFloat16 NearestBFloat16(float value) {
   constexpr uint32_t kMagnitude = 0x7FFFFFFF;
   constexpr uint32_t kInfinity = 0x7F800000;
   uint32_t bits;
