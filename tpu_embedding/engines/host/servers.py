@@ -21,6 +21,7 @@ from tpu_embedding.engines.host.engine import HostEngine, Routed
 from tpu_embedding.engines.host.part import TablePart
 from tpu_embedding.engines.host.queue import ServerQueue
 from tpu_embedding.engines.host.transport import Servers
+from tpu_embedding.engines.telemetry import Counts
 from tpu_embedding.layout.csr import PreprocessedFeatures
 from tpu_embedding.layout.partition import Partition
 from tpu_embedding.layout.placement import (
@@ -145,6 +146,11 @@ class ParameterServerEngine(HostEngine):
     def apply_all(self) -> None:
         """Applies all complete updates; rows may wait."""
         self._run(self._apply_parts)
+
+    def start_counting(self, every: int) -> Callable[[int | None], Counts]:
+        """See `TableStore.start_counting`; servers see rows, and no samples."""
+        read = super().start_counting(every)
+        return lambda hot_rows: dataclasses.replace(read(hot_rows), samples=None)
 
     def _run(self, call: Callable[[], None]) -> None:
         if tf.executing_eagerly():
