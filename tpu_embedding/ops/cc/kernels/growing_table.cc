@@ -88,12 +88,13 @@ GrowingTable::GrowingTable(const TablePlan& plan, int table,
       changed_rows_(changed_rows),
       salt_(RandomSalt()),
       vocabulary_(std::make_unique<Vocabulary>(*plan.vocabulary, salt_)) {
+  // `beside`: rows in front of the table, and after its last one.
   const auto reserve = [&](tensorflow::DataType dtype, int64_t width,
-                           int64_t front) {
+                           int64_t beside) {
     Array array{nullptr, dtype, width};
     const int64_t bytes = array.row_bytes();
-    array.memory =
-        std::make_shared<GrowingMemory>(plan.rows * bytes, front * bytes);
+    array.memory = std::make_shared<GrowingMemory>((plan.rows + beside) * bytes,
+                                                   beside * bytes);
     array.memory->Grow(0);
     return array;
   };

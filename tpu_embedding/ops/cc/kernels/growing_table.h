@@ -154,6 +154,7 @@ class GrowingTable {
     std::vector<std::vector<int32_t>> now_;
     Decision decision_;
     std::vector<Vocabulary::RowOfId> created_;
+    std::vector<int32_t> written_;  // by created row, see WriteCreated
     Sources sources_;
     std::vector<Rows> rows_;
     int64_t num_rows_ = 0;
@@ -313,10 +314,11 @@ class GrowingTable {
                      std::vector<int32_t>* reads,
                      std::vector<Vocabulary::RowOfId>* first);
   void ReturnFront(const std::vector<int32_t>& places);
-  // Whether the lookup of the update has written the row.
-  bool IsAhead(const Vocabulary::RowOfId& created) const;
+  // Finds the first values that a lookup has written of rows that are created.
+  void FindWritten(Update* update) const;
   void WriteFirst(int64_t id, int64_t row) const;
-  void WriteCreated(const Vocabulary::RowOfId& created) const;
+  // `written`: the row that has its first values, or kNoRow.
+  void WriteCreated(const Vocabulary::RowOfId& created, int32_t written) const;
 
   const TablePlan& plan_;
   const int table_;
@@ -332,8 +334,9 @@ class GrowingTable {
   // `next_place_` on.
   std::vector<int32_t> free_places_;
   int32_t next_place_ = 0;
-  // First values after the last row, of the ids that the update of the batch
-  // will give these rows, if no other update comes before.
+  // First values after the last row, of ids to which the update of the batch
+  // will give rows: these, unless others are free or another update comes
+  // before.
   struct Ahead {
     std::weak_ptr<const PreparedBatch> batch;
     int64_t first_row = 0;

@@ -2,6 +2,7 @@
 // trains.
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "kernels/growing_table.h"
@@ -148,7 +149,8 @@ void GrowingTable::Grow(const std::vector<Growth>& growths,
               kRowsPerChunk * dim * kCyclesPerFirstValue, [&](int64_t c) {
                 const Growth& own = growths[chunks[c].growth];
                 for (size_t i = chunks[c].begin; i < chunks[c].end; ++i) {
-                  own.table->WriteCreated(own.update->created_[i]);
+                  own.table->WriteCreated(own.update->created_[i],
+                                          own.update->written_[i]);
                 }
               });
   for (const auto& [table, arrays, clock, update] : growths) {
@@ -166,6 +168,7 @@ void GrowingTable::TakeRows(const Growth& growth) {
   std::vector<int32_t> taken;
   vocabulary_->Take(update.unknown_, update.decision_, HoldFor(update),
                     growth.clock, &taken, &update.created_);
+  FindWritten(&update);
   NoteIds(update.created_);
   update.num_rows_ = vocabulary_->num_rows();
   const bool shares = vocabulary_->options().unknown == Unknown::kShared;
@@ -195,14 +198,34 @@ void GrowingTable::TakeRows(const Growth& growth) {
   }
 }
 
-bool GrowingTable::IsAhead(const Vocabulary::RowOfId& created) const {
-  const int64_t place = created.row - ahead_.first_row;
-  return place >= 0 && place < static_cast<int64_t>(ahead_.ids.size()) &&
-         ahead_.ids[place] == created.id;
+void GrowingTable::FindWritten(Update* update) const {
+  // Both are in the order of first sight.
+  auto id = ahead_.ids.begin();
+  const auto end = ahead_.ids.end();
+  for (const auto& created : update->created_) {
+    id = std::find(id, end, created.id);
+    const int64_t place = ahead_.first_row + (id - ahead_.ids.begin());
+    update->written_.push_back(id == end ? kNoRow : place);
+    // Another row that is created where first values are would lose them.
+    if (created.row < ahead_.first_row ||
+        update->written_.back() == created.row)
+      continue;
+    update->written_.assign(update->created_.size(), kNoRow);
+    return;
+  }
 }
 
-void GrowingTable::WriteCreated(const Vocabulary::RowOfId& created) const {
-  if (!IsAhead(created)) WriteFirst(created.id, created.row);
+void GrowingTable::WriteCreated(const Vocabulary::RowOfId& created,
+                                int32_t written) const {
+  if (written == kNoRow) {
+    WriteFirst(created.id, created.row);
+  } else if (written != created.row) {
+    for (size_t k = 0; k < num_stored_; ++k) {
+      const Array& array = arrays_[k];
+      std::memcpy(array.row(created.row), array.row(written),
+                  array.row_bytes());
+    }
+  }
   for (size_t k = 0; k < plan_.first_slots.size(); ++k) {
     const Array& slot = arrays_[num_stored_ + k];
     float* const values = reinterpret_cast<float*>(slot.row(created.row));
