@@ -340,37 +340,26 @@ void Vocabulary::BeginSweep(int64_t wanted, const RowSet& held,
     ties_ = 0;
     return;
   }
-  // The key of the row that is number `wanted`, by two histograms of 16 bits.
-  constexpr int64_t kDigits = 1 << 16;
-  wanted = (wanted + stride - 1) / stride;  // of the sample
-  uint32_t prefix = 0;
-  int64_t below = 0;  // rows with a smaller key
-  for (const int shift : {16, 0}) {
-    std::vector<int64_t> counts(kDigits);
-    int64_t total = 0;
-    for (int64_t first = 0; first < num_rows_; first += stride) {
-      // Any row of the stride, as rows may differ in turns.
-      const int64_t row =
-          first + (uint64_t(first) * 0x9E3779B97F4A7C15 >> 32) % stride;
-      if (row >= num_rows_ || !IsEvictable(row, held, Now())) continue;
-      const uint32_t key = KeyOf(row);
-      if (shift == 0 && key >> 16 != prefix) continue;
-      ++counts[(key >> shift) % kDigits];
-      ++total;
+  std::vector<uint32_t> keys;
+  for (int64_t first = 0; first < num_rows_; first += stride) {
+    // Any row of the stride, as rows may differ in turns.
+    const int64_t row =
+        first + (uint64_t(first) * 0x9E3779B97F4A7C15 >> 32) % stride;
+    if (row < num_rows_ && IsEvictable(row, held, Now())) {
+      keys.push_back(KeyOf(row));
     }
-    if (shift == 16) wanted = std::min(wanted, total);
-    if (wanted <= 0) {
-      sweeping_ = false;
-      return;
-    }
-    int64_t digit = 0;
-    while (below + counts[digit] < wanted) below += counts[digit++];
-    prefix = prefix << 16 | static_cast<uint32_t>(digit);
   }
-  threshold_ = prefix;
+  wanted = (wanted + stride - 1) / stride;  // of the sample
+  wanted = std::min<int64_t>(wanted, keys.size());
+  sweeping_ = wanted > 0;
+  if (!sweeping_) return;
+  const auto last = keys.begin() + wanted - 1;
+  std::nth_element(keys.begin(), last, keys.end());
+  threshold_ = *last;
+  const auto is_below = [this](uint32_t key) { return key < threshold_; };
+  const int64_t below = std::count_if(keys.begin(), last, is_below);
   ties_ = (wanted - below) * stride;
   cursor_ = 0;
-  sweeping_ = true;
 }
 
 void Vocabulary::SweepSlice(const RowSet& held) {
