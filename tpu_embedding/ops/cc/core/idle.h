@@ -97,6 +97,7 @@ class WaitingRows {
   int64_t owner() const { return state_.clock[2]; }
   int64_t num_rows() const { return state_.num_rows; }
   bool none_waits() const { return state_.clock[0] <= state_.clock[1]; }
+  bool Waits(int64_t row) const { return Since(row) != state_.clock[0]; }
 
   // Prefetches what `Find` reads of a row: first the step since when it waits,
   // and later what the history has of this step.

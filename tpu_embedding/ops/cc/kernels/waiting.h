@@ -65,15 +65,21 @@ void CatchUpAll(const ParallelFor& parallel_for, const TableView& view,
 // Rough cycles to catch a row up, without those for its columns.
 constexpr int64_t kCyclesPerWait = 150;
 
-TPU_EMBEDDING_INLINE void PrefetchRow(const TableView& view, int64_t row) {
-  const int64_t begin = row * view.dim;
+// Prefetches what catches a row up; of a row that is caught up its slots are
+// not read.
+TPU_EMBEDDING_INLINE void PrefetchRow(const TableView& view,
+                                      const WaitingRows& waiting, int64_t row) {
   std::visit(
       [&](const auto& table) {
         PrefetchRow<2>(table, row, view.dim);
         KeepCalls();
       },
       view.parameters);
-  for (const float* slot : view.slots) Prefetch<2>(slot + begin, view.dim);
+  if (!waiting.Waits(row)) return;
+  waiting.PrefetchStart(row);
+  for (const float* slot : view.slots) {
+    Prefetch<2>(slot + row * view.dim, view.dim);
+  }
 }
 
 // Runs read(i) for each i below `count`, which reads the row row_of(i) of a
@@ -91,9 +97,7 @@ void ReadDistinct(const ParallelFor& parallel_for, const TableView& view,
                      waiting.PrefetchSince(row_of(i + 2 * ahead));
                    }
                    if (i + ahead < piece.end) {
-                     const int64_t row = row_of(i + ahead);
-                     waiting.PrefetchStart(row);
-                     PrefetchRow(view, row);
+                     PrefetchRow(view, waiting, row_of(i + ahead));
                    }
                    read(i);
                  }
