@@ -152,7 +152,7 @@ def train(
     if lazy is not None:
         optimizer = te.keras.RowSparseOptimizer(optimizer, lazy=lazy)
     loss = keras.losses.BinaryCrossentropy(from_logits=True)
-    model.compile(optimizer, loss, auto_scale_loss=False)
+    model.compile(optimizer, loss)
     losses, held = Losses(), 4 * BATCH
     reduce = keras.callbacks.ReduceLROnPlateau("loss", 0.5, 1, min_delta=0.1)
     model.fit([each[held:] for each in x], y[held:], BATCH, 3, verbose=0, shuffle=False,
