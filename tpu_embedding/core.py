@@ -236,7 +236,8 @@ class Core(EngineTables):
     ) -> list[IdBatch]:
         """The batch of a replica, or of one of its `cores`."""
         specs = self.plan.features
-        batches = read_features(specs, values, weights)
+        hashes = not self.engine_class.hashes
+        batches = read_features(specs, values, weights, hashes=hashes)
         for spec, batch in zip(specs, batches, strict=True):
             shape = tuple(batch.static_shape.as_list())
             ragged = batch.kind is InputKind.RAGGED

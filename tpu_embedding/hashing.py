@@ -20,8 +20,8 @@ def rows_of(ids: tf.Tensor, row_hash: RowHash) -> tf.Tensor:
     >>> rows_of(tf.constant([7, -1], tf.int64), row_hash).numpy().tolist()
     [473, 267]
     """
-    key = np.uint64(row_hash.key).view(np.int64)
-    mixed = mixed_bits(tf.bitwise.bitwise_xor(tf.cast(ids, tf.int64), key))
+    words = tf.bitwise.bitwise_xor(tf.cast(ids, tf.int64), row_hash.key_bits)
+    mixed = mixed_bits(words)
     return shifted(shifted(mixed, 32) * row_hash.hashing.num_rows, 32)
 
 

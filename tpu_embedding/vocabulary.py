@@ -221,6 +221,11 @@ class RowHash:
         """The word that is combined with the bits of an id before they are mixed."""
         return _mixed((_mixed(self.hashing.salt) + self.k) % 2**64)
 
+    @property
+    def key_bits(self) -> int:
+        """The bits of `key` as an int64."""
+        return int(np.uint64(self.key).view(np.int64))
+
 
 def _mixed(word: int) -> int:
     """MixBits of core/id_map.h, of one number."""

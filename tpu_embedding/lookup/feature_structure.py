@@ -19,14 +19,21 @@ from tpu_embedding.nest_utils import Structure
 
 
 def read_features(
-    specs: Sequence[FeatureSpec], values: Sequence[Any], weights: Sequence[Any]
+    specs: Sequence[FeatureSpec],
+    values: Sequence[Any],
+    weights: Sequence[Any],
+    *,
+    hashes: bool = True,
 ) -> list[IdBatch]:
-    """Reads the batches of a plan; those of hashed tables have rows as ids."""
+    """Reads the batches of a plan.
+
+    With `hashes` those of hashed tables have rows as ids: else the engine hashes ids.
+    """
     batches: list[IdBatch] = []
     for spec, value, weight in zip(specs, values, weights, strict=True):
         if spec.is_first:  # The others have the same ids.
             batch = to_id_batch(spec.path, value, weight, string_ids=spec.string_ids)
-        if spec.row_hash is None:
+        if spec.row_hash is None or not hashes:
             batches.append(batch)
         else:
             rows = rows_of(batch.ids, spec.row_hash)

@@ -159,6 +159,7 @@ def plan_record(
                 combiner=plan.tables[spec.table].config.combiner,
                 invalid_ids=plan.tables[spec.table].config.invalid_ids,
                 sequence_length=spec.config.max_sequence_length,
+                hash_keys=[spec.row_hash.key_bits] if spec.row_hash else [],
                 **_place_in_stack(layout, spec.index),
             )
             for spec in plan.features

@@ -69,6 +69,7 @@ class HostEngine(Engine):
     differentiates_weights = True
     passes_tensors = True
     stand_in = "portable"
+    hashes = True
     grows = True
 
     def __init__(

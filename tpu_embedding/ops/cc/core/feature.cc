@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/feature_rows.h"
+#include "core/id_map.h"
 #include "core/simd.h"
 
 namespace tpu_embedding {
@@ -50,6 +51,24 @@ struct AreInRange {
   }
 };
 
+// The row of an id in a hashed table: see rows_of in hashing.py.
+TPU_EMBEDDING_INLINE int32_t HashedRow(int64_t id, uint64_t key,
+                                       uint64_t num_rows) {
+  const uint64_t mixed = MixBits(static_cast<uint64_t>(id) ^ key);
+  return static_cast<int32_t>((mixed >> 32) * num_rows >> 32);
+}
+
+struct WriteHashedRows {
+  template <class F32xN, class Id>
+  TPU_EMBEDDING_INLINE static void Run(const Id* ids, int64_t size,
+                                       uint64_t key, uint64_t num_rows,
+                                       int32_t* rows) {
+    for (int64_t i = 0; i < size; ++i) {
+      rows[i] = HashedRow(ids[i], key, num_rows);
+    }
+  }
+};
+
 // Where rows and IDs of entries go.
 Buffer<int32_t>* EntriesOf(FeatureCsr* csr, int32_t) { return &csr->rows; }
 Buffer<int64_t>* EntriesOf(FeatureCsr* csr, int64_t) { return &csr->ids; }
@@ -90,14 +109,16 @@ class CsrWriter {
   }
 
  private:
-  static constexpr bool kTakesAllIds = std::is_same_v<Entry, int64_t>;
+  bool TakesAllIds() const {
+    return std::is_same_v<Entry, int64_t> || spec_.hash_key;
+  }
 
   // Whether each id is an entry of its row, with nothing to cut or to refuse.
   bool KeepsAllEntries() const {
     const bool checks_weights = spec_.check_numerics && input_.weights;
     return !positions_ && !checks_weights &&
-           (kTakesAllIds || RunOnThisCpu<AreInRange>(ids_, input_.num_ids,
-                                                     spec_.vocabulary_size));
+           (TakesAllIds() || RunOnThisCpu<AreInRange>(ids_, input_.num_ids,
+                                                      spec_.vocabulary_size));
   }
 
   // The usual batch, without a branch for each id.
@@ -106,13 +127,24 @@ class CsrWriter {
     for (int64_t row = 0; row < rows.count; ++row) {
       csr_->offsets[row + 1] = rows.begin(row + 1);
     }
-    std::copy(ids_, ids_ + size, entries_.data());
+    WriteEntries(size);
     if (!input_.weights) return;
     std::copy(input_.weights, input_.weights + size, csr_->gains.data());
     for (int64_t row = 0; row < rows.count; ++row) {
       SetGains(spec_.combiner, rows.begin(row), rows.begin(row + 1),
                csr_->gains.data());
     }
+  }
+
+  void WriteEntries(int64_t size) {
+    if constexpr (std::is_same_v<Entry, int32_t>) {
+      if (spec_.hash_key) {
+        return RunOnThisCpu<WriteHashedRows>(ids_, size, *spec_.hash_key,
+                                             spec_.vocabulary_size,
+                                             entries_.data());
+      }
+    }
+    std::copy(ids_, ids_ + size, entries_.data());
   }
 
   void WriteSampleGains() {
@@ -166,7 +198,10 @@ class CsrWriter {
         error_ = WeightNotFinite(spec_, row, weight);
         return;
       }
-      if (!kTakesAllIds && (id < 0 || id >= vocabulary_size)) {
+      if (spec_.hash_key) {
+        id = HashedRow(id, *spec_.hash_key, vocabulary_size);
+      }
+      if (!TakesAllIds() && (id < 0 || id >= vocabulary_size)) {
         ++csr_->num_invalid;
         if (spec_.invalid_ids == InvalidIds::kDrop) continue;
         if (spec_.invalid_ids == InvalidIds::kError) {

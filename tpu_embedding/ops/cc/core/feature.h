@@ -43,6 +43,7 @@ struct FeatureSpec {
   std::string table;  // the table's name, for messages
   int64_t vocabulary_size = 0;  // at most kMaxRows
   bool grows = false;           // its table takes any id and has rows later
+  std::optional<uint64_t> hash_key;  // of a hashed table, which takes any id
   InputKind kind = InputKind::kDense;
   Combiner combiner = Combiner::kMean;
   InvalidIds invalid_ids = InvalidIds::kError;

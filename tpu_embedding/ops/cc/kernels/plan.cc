@@ -236,6 +236,9 @@ absl::Status ParsePlan(const std::string& text, Plan* plan) {
     TF_RETURN_IF_ERROR(ReadFeature(own, &spec));
     TF_RETURN_IF_ERROR(
         CheckLength("rows", spec.vocabulary_size, plan->tables[table].rows));
+    std::vector<int64_t> hash_keys;
+    TF_RETURN_IF_ERROR(own.Get("hash_keys", &hash_keys));
+    if (!hash_keys.empty()) spec.hash_key = hash_keys[0];
     spec.check_numerics = plan->check_numerics;
     spec.grows = plan->tables[table].vocabulary.has_value();
     plan->tables[table].features.push_back(plan->features.size());
