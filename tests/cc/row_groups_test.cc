@@ -105,6 +105,13 @@ void CheckGroups(const RowGroups& actual, const Groups& expected) {
   CHECK_EQ(actual.starts[group], next);
 }
 
+void CheckPlaces(const Buffer<int32_t>& rows, const RowGroups& groups) {
+  CHECK_EQ(groups.places.size(), rows.size());
+  for (int64_t i = 0; i < rows.size(); ++i) {
+    CHECK_EQ(groups.rows[groups.places[i]], rows[i]);
+  }
+}
+
 // `num_samples` samples of up to four entries; every third row is row 0, so
 // that there are long groups too.
 FeatureCsr RandomFeature(int64_t num_samples, int64_t vocabulary_size) {
@@ -161,8 +168,14 @@ void CheckTables(int num_features, int64_t num_samples,
       samples += csr.num_samples();
     }
   }
-  GroupByRow(tables, Threads);
-  for (int t = 0; t < 2; ++t) CheckGroups(groups[t], expected[t]);
+  for (const bool places : {false, num_features == 1}) {
+    for (TableEntries& table : tables) table.places = places;
+    GroupByRow(tables, Threads);
+    for (int t = 0; t < 2; ++t) {
+      CheckGroups(groups[t], expected[t]);
+      if (places) CheckPlaces(*tables[t].features[0].rows, groups[t]);
+    }
+  }
 }
 
 void TestGroups() {

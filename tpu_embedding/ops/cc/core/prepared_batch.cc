@@ -39,6 +39,7 @@ void GroupRows(const TableMap& tables, const ParallelFor& parallel_for,
     }
     entries[t].vocabulary_size = tables.vocabulary_sizes[t];
     entries[t].groups = &batch->tables[t];
+    entries[t].places = !tables.places.empty() && tables.places[t];
   }
   GroupByRow(entries, parallel_for);
 }

@@ -31,6 +31,8 @@ struct PreparedBatch {
 struct TableMap {
   std::vector<int> feature_tables;
   std::vector<int64_t> vocabulary_sizes;
+  // By table, whether it asks for the places of entries; empty: none does.
+  std::vector<bool> places = {};
 
   // The features of `table`, in order.
   std::vector<int> FeaturesOf(int table) const;

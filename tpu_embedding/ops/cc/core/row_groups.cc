@@ -41,10 +41,11 @@ struct SortSpace {
   Buffer<Entry> scratch;
 };
 
-// Calls visit(entry) for the samples [begin, end) of a feature.
+// Calls visit(entry) for the samples [begin, end) of a feature. With `numbers`
+// entries have their own number in the place of their sample's.
 template <class Entry, class Visit>
 void VisitEntries(const FeatureEntries& entries, int64_t begin, int64_t end,
-                  uint32_t first_sample, const Visit& visit) {
+                  uint32_t first_sample, bool numbers, const Visit& visit) {
   const FeatureCsr& csr = *entries.csr;
   // Plain pointers, which no write of `visit` can change.
   const int64_t* offsets = csr.offsets.data();
@@ -54,7 +55,8 @@ void VisitEntries(const FeatureEntries& entries, int64_t begin, int64_t end,
   for (int64_t s = begin; s < end; ++s) {
     const float sample_gain = csr.sample_gains.size() ? csr.sample_gains[s] : 1;
     for (const int64_t last = offsets[s + 1]; i < last; ++i) {
-      visit(MakeEntry(static_cast<Entry*>(nullptr), rows[i], first_sample + s,
+      visit(MakeEntry(static_cast<Entry*>(nullptr), rows[i],
+                      numbers ? i : first_sample + s,
                       gains ? gains[i] : sample_gain));
     }
   }
@@ -105,6 +107,7 @@ class Grouping {
     table.groups->samples.Resize(size_);
     table.groups->gains.Resize(has_gains ? size_ : 0);
     table.groups->sample_gains.Resize(0);
+    table.groups->places.Resize(table.places ? size_ : 0);
     if (!has_gains) CopySampleGains();
     table.groups->starts[0] = 0;
     if (size_ >= kLargeTable) Cut();
@@ -158,7 +161,8 @@ class Grouping {
       uint32_t first_sample = 0;
       for (const FeatureEntries& own : table_.features) {
         const int64_t samples = own.csr->num_samples();
-        VisitEntries<Entry>(own, 0, samples, first_sample, visit);
+        VisitEntries<Entry>(own, 0, samples, first_sample, table_.places,
+                            visit);
         first_sample += samples;
       }
     };
@@ -179,6 +183,25 @@ class Grouping {
     }
     groups.rows.Truncate(next);
     groups.starts.Truncate(next + 1);
+  }
+
+  // Notes the place of each entry, and turns its number into its sample.
+  void FindPlaces() {
+    if (!table_.places) return;
+    RowGroups& groups = *table_.groups;
+    const FeatureCsr& csr = *table_.features[0].csr;
+    groups.sample_of.Resize(size_);
+    for (int64_t s = 0; s < csr.num_samples(); ++s) {
+      std::fill(groups.sample_of.data() + csr.offsets[s],
+                groups.sample_of.data() + csr.offsets[s + 1], s);
+    }
+    for (int64_t row = 0; row < groups.num_rows(); ++row) {
+      for (int64_t i = groups.starts[row]; i < groups.starts[row + 1]; ++i) {
+        const uint32_t entry = groups.samples[i];
+        groups.places[entry] = row;
+        groups.samples[i] = groups.sample_of[entry];
+      }
+    }
   }
 
  private:
@@ -239,7 +262,7 @@ class Grouping {
   void Visit(int64_t c, const Visitor& visit) const {
     const Chunk& chunk = chunks_[c];
     VisitEntries<Entry>(chunk.entries, chunk.begin, chunk.end,
-                        chunk.first_sample, visit);
+                        chunk.first_sample, table_.places, visit);
   }
 
   const TableEntries& table_;
@@ -298,6 +321,9 @@ void RunGroupings(std::vector<Grouping<Entry>>* groupings,
         tables[parts[i].table].Sort(parts[i].item, space);
       });
   for (auto& table : tables) table.Close();
+  ForEachItem(parallel_for, tables.size(),
+              kCyclesPerMove * total / std::max<int64_t>(tables.size(), 1),
+              [&](int64_t t) { tables[t].FindPlaces(); });
 }
 
 bool HasGains(const TableEntries& table) {

@@ -45,6 +45,9 @@ struct RowGroups {
   // What gradients are multiplied by, as FeatureCsr has it.
   Buffer<float> gains;         // of the same entries, or empty
   Buffer<float> sample_gains;  // by sample, or empty
+  // Of a table with `places`: by entry, which of `rows` it names.
+  Buffer<int32_t> places;
+  Buffer<uint32_t> sample_of;  // by entry, while entries are grouped
   // What a large table's entries are sorted in.
   Buffer<PlainEntry> plain_space;
   Buffer<RowEntry> space;
@@ -61,6 +64,7 @@ struct TableEntries {
   std::vector<FeatureEntries> features;
   int64_t vocabulary_size = 0;
   RowGroups* groups = nullptr;
+  bool places = false;  // of a table with one feature
 };
 
 // Groups the entries of each table. Samples are numbered through its features

@@ -169,16 +169,17 @@ class LookupOp : public tensorflow::OpKernel {
     std::vector<CaughtUp>& caught_up = outputs->caught_up;
     const auto entries_of = [&](int64_t f) -> FeatureEntries {
       const int table = plan.feature_tables[f];
-      if (const CaughtUpRows* const copy = caught_up[f].found.get()) {
-        return {batch.features[f], copy->places};
-      }
+      if (caught_up[f].found) return {batch.features[f], caught_up[f].places()};
       if (!resource->growing[table]) return batch.features[f];
       return {batch.features[f], outputs->found[table].rows(0, f)};
     };
     for (size_t f = 0; f < caught_up.size() && !outputs->views.empty(); ++f) {
       const int table = plan.feature_tables[f];
       if (!resource->waiting[table]) continue;
-      caught_up[f] = {table, entries_of(f).rows};
+      const bool grouped =
+          !batch.tables.empty() && plan.table_map.places[table];
+      caught_up[f] = {table, entries_of(f).rows,
+                      grouped ? &batch.tables[table] : nullptr};
     }
     ReadCaughtUp(WorkerPool(context), *resource, outputs->views, &caught_up);
     std::vector<Work> works;

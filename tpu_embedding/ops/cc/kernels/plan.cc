@@ -252,6 +252,10 @@ absl::Status ParsePlan(const std::string& text, Plan* plan) {
     }
   }
   plan->table_map.feature_tables = plan->feature_tables;
+  for (const TablePlan& table : plan->tables) {  // For ReadCaughtUp.
+    plan->table_map.places.push_back(table.idle && !table.vocabulary &&
+                                     table.features.size() == 1);
+  }
   TF_RETURN_IF_ERROR(ReadPlacement(record, plan));
   return ReadStacks(record, features, plan);
 }

@@ -228,11 +228,12 @@ void ReadCaughtUp(const ParallelFor& parallel_for,
     if (copy.table < 0) continue;
     copy.found = resource.waiting[copy.table]->TakeStorage();
     own.push_back(&copy);
-    entries += copy.rows->size();
+    if (!copy.groups) entries += copy.rows->size();
   }
   if (own.empty()) return;
   ForEachItem(parallel_for, own.size(),
               entries * kCyclesPerReadEntry / own.size(), [&](int64_t i) {
+                if (own[i]->groups) return;
                 FindDistinct(resource.waiting[own[i]->table]->rows(),
                              *own[i]->rows, own[i]->found.get());
               });
@@ -240,21 +241,21 @@ void ReadCaughtUp(const ParallelFor& parallel_for,
     const TableView& view = views[copy->table];
     const GrowingTable* const growing = resource.growing[copy->table].get();
     const WaitingRows& waiting = resource.waiting[copy->table]->rows();
-    CaughtUpRows& found = *copy->found;
-    found.values.Resize(found.distinct.size() * view.dim);
+    const int32_t* const rows = copy->distinct();
+    Buffer<float>& copied = copy->found->values;
+    copied.Resize(copy->num_distinct() * view.dim);
     const auto waits = [&](int64_t i) {
-      const int32_t row = found.distinct[i];
-      return !growing || (row >= 0 && row < view.num_rows);
+      return !growing || (rows[i] >= 0 && rows[i] < view.num_rows);
     };
     ReadDistinct(
-        parallel_for, view, waiting, found.distinct.size(),
-        [&](int64_t i) { return waits(i) ? found.distinct[i] : 0; },
+        parallel_for, view, waiting, copy->num_distinct(),
+        [&](int64_t i) { return waits(i) ? rows[i] : 0; },
         [&](int64_t i) {
-          float* const values = found.values.data() + i * view.dim;
+          float* const values = copied.data() + i * view.dim;
           if (waits(i)) {
-            ReadCaughtUp(view, waiting, found.distinct[i], values);
+            ReadCaughtUp(view, waiting, rows[i], values);
           } else {
-            ReadRow(growing->rows(), found.distinct[i], view.dim, values);
+            ReadRow(growing->rows(), rows[i], view.dim, values);
           }
         });
   }

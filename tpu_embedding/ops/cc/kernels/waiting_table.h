@@ -13,6 +13,7 @@
 #include "core/distinct.h"
 #include "core/growing_memory.h"
 #include "core/idle.h"
+#include "core/row_groups.h"
 #include "core/row_options.h"
 #include "kernels/plan.h"
 #include "kernels/step_queue_resource.h"
@@ -76,7 +77,19 @@ void CatchUpTable(const ParallelFor& parallel_for,
 struct CaughtUp {
   int table = -1;
   const Buffer<int32_t>* rows = nullptr;
+  const RowGroups* groups = nullptr;  // of these entries, if they have `places`
   std::shared_ptr<CaughtUpRows> found = nullptr;
+
+  // Of the entries in the copies.
+  const Buffer<int32_t>& places() const {
+    return groups ? groups->places : found->places;
+  }
+  int64_t num_distinct() const {
+    return groups ? groups->num_rows() : found->distinct.size();
+  }
+  const int32_t* distinct() const {
+    return groups ? groups->rows.data() : found->distinct.data();
+  }
 };
 
 // Makes copies for a lookup, of tables that are locked.
