@@ -36,13 +36,19 @@ struct Columns {
   const float* square;
   int64_t dim;
   float* out;  // may be `row`
+  // Where the moment and the square go, which may be where they are, or null;
+  // and what waiting leaves of them.
+  float* moment_out = nullptr;
+  float* square_out = nullptr;
+  Shrink moment_fade = {};
+  Shrink square_fade = {};
 };
 
 // How the loops divide by a root: epsilon stands beside it, or epsilon^2 inside
 // of it; at each node, or at one for powers of a share.
 enum class Root { kNodes, kNodesOfSquares, kPowers, kPowersOfSquares };
 
-template <int kTerms, Root kRoot>
+template <int kTerms, Root kRoot, bool kFades>
 struct MoveByRoot {
   template <class F32xN>
   TPU_EMBEDDING_INLINE static void Run(const Columns& columns, const Wait& wait,
@@ -56,7 +62,8 @@ struct MoveByRoot {
       fades[i] *= fades[i];
       epsilons[i] *= epsilons[i];
     }
-    const auto [row, moment, square, dim, out] = columns;
+    const auto [row, moment, square, dim, out, moment_out, square_out,
+                moment_fade, square_fade] = columns;
     const Shrink shrink(wait.decay);
 #pragma GCC ivdep
     for (int64_t d = 0; d < dim; ++d) {
@@ -72,6 +79,9 @@ struct MoveByRoot {
                       std::make_index_sequence<kTerms>());
       }
       out[d] = shrink(row[d], moment[d] * divided);
+      if (!kFades) continue;
+      moment_out[d] = moment_fade(moment[d], 0.0f);
+      square_out[d] = square_fade(square[d], 0.0f);
     }
   }
 
@@ -105,8 +115,10 @@ struct MoveByRoot {
 template <Root kRoot, int kTerms>
 void MoveByRoots(int64_t terms, const Columns& columns, const Wait& wait,
                  const float* fades) {
-  if (terms == kTerms) {
-    RunOnThisCpu<MoveByRoot<kTerms, kRoot>>(columns, wait, fades);
+  if (terms == kTerms && columns.moment_out) {
+    RunOnThisCpu<MoveByRoot<kTerms, kRoot, true>>(columns, wait, fades);
+  } else if (terms == kTerms) {
+    RunOnThisCpu<MoveByRoot<kTerms, kRoot, false>>(columns, wait, fades);
   } else if constexpr (kTerms > 1) {
     MoveByRoots<kRoot, kTerms - 1>(terms, columns, wait, fades);
   }
@@ -221,7 +233,14 @@ void WaitingRows::CatchUp(const Wait& wait, const float* row,
   }
   const float* const moment = rule_.fades.empty() ? row : slots[rule_.moment];
   const float* const square = rule_.fades.empty() ? row : slots[rule_.square];
-  const Columns columns{row, moment, square, dim, row_out};
+  Columns columns{row, moment, square, dim, row_out};
+  const bool fades_by_root = slots_out && rule_.move == Move::kRoot;
+  if (fades_by_root) {
+    columns.moment_out = slots_out[rule_.moment];
+    columns.square_out = slots_out[rule_.square];
+    columns.moment_fade = FadeOf(rule_.moment, wait.steps);
+    columns.square_fade = FadeOf(rule_.square, wait.steps);
+  }
   const float factor = wait.factors[0];
   const Shrink shrink(wait.decay);
   switch (rule_.move) {
@@ -253,7 +272,9 @@ void WaitingRows::CatchUp(const Wait& wait, const float* row,
       break;
     }
   }
-  for (size_t k = 0; slots_out && k < rule_.fades.size(); ++k) {
+  for (int k = 0; slots_out && k < static_cast<int>(rule_.fades.size()); ++k) {
+    const bool is_done = k == rule_.moment || k == rule_.square;
+    if (fades_by_root && is_done) continue;
     if (rule_.fades[k] != 1.0) {
       RunOnThisCpu<Fade>(slots[k], FadeOf(k, wait.steps), dim, slots_out[k]);
     } else if (slots_out[k] != slots[k]) {
