@@ -420,3 +420,61 @@ def test_one_table_of_all_peers(tmp_path: pathlib.Path) -> None:
     everything = importlib.import_module("benchmarks.everything")
     _, _, tables = everything.join(tmp_path).partition("\n\n")
     assert tables.startswith(table)
+
+
+def test_the_planted_clicks_are_learned() -> None:
+    """The standard error of an AUC of 1/2 would be 0.02."""
+    quality = importlib.import_module("benchmarks.quality")
+    task = quality.planted(count=3000, tables=4, largest=50)
+    assert all(size > 0 for size in task.vocabulary_sizes.values())
+    auc, norm = quality.train(task, "int8", 1, 2)
+    assert 0.6 < auc < 0.95
+    assert norm > 0.05 * 64**0.5  # That of the first rows.
+
+
+def test_kinds_of_tables_are_compared_in_pairs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    quality = importlib.import_module("benchmarks.quality")
+    runs = {"float32": {1: 0.5, 2: 0.7}, "int8": {1: 0.4, 2: 0.8}}
+
+    def train(task: Any, kind: str, seed: int, epochs: int) -> tuple[float, float]:
+        assert epochs == 2
+        return runs[kind][seed], seed
+
+    monkeypatch.setattr(quality, "train", train)
+    monkeypatch.setitem(quality.TASKS, "planted", lambda: quality.planted(9, 2, 5))
+    options = ["--task", "planted", "--seeds", "2", "--kinds", *runs]
+    quality.main(options)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[3] == "int8, seed 2: AUC 0.80000, norm 2.00000, 0 s"
+    assert printed[-2:] == [
+        "int8                 AUC 0.60000, +0.00000 +- 0.10000 of float32",
+        "                     norm 1.50000, +0.00000 +- 0.00000",
+    ]
+
+
+def test_a_machine_adds_biases_and_a_product(
+    monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    quality = importlib.import_module("benchmarks.quality")
+    films, user = ("item", "genres"), ("user", "age", "occupation", "zip_code")
+    biases = ("user_bias", "item_bias")
+    sizes = dict.fromkeys((*films, *user, *biases, "recent"), 3)
+    task = dataclasses.replace(quality.planted(9, 2, 5), vocabulary_sizes=sizes)
+    monkeypatch.setattr(quality, "demo", lambda: task)
+    machine = quality.machine()
+    features = quality.model.make_feature_config(machine.vocabulary_sizes)
+    dense = machine.make_dense_part(features, 3.5)
+    inputs = {
+        name: rng.normal(size=(2, feature.table.dim)).astype(np.float32)
+        for name, feature in features.items()
+    }
+    found = dense({**inputs, "numbers": np.zeros([2, 3], np.float32)})
+    film, person, bias = (
+        np.sum([inputs[name] for name in names], axis=0)
+        for names in (films, user, biases)
+    )
+    expected = 3.5 + (film * person).sum(axis=1) + bias[:, 0]
+    # Products of 64 sums, each below 4^2 * 8, rounded to 2^-24 of them.
+    np.testing.assert_allclose(found, expected, atol=64 * 128 * 2**-24)

@@ -76,7 +76,7 @@ def make_dense_part(features: FeatureConfigs, mean_rating: float) -> keras.Model
     top = _dense_layers(top, [64, 32])
     start = keras.initializers.Constant(mean_rating)
     top = keras.layers.Dense(1, bias_initializer=start)(top)
-    rating = keras.ops.squeeze(keras.layers.Add()([top, *biases]), axis=1)
+    rating = keras.ops.squeeze(sum(biases, start=top), axis=1)
     return keras.Model({**inputs, "numbers": dense}, rating)
 
 
