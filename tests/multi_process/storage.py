@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 from multi_process import calls, training
 from multi_process.training import Case
 
@@ -138,6 +139,26 @@ def fail_to_restore(
     after = training.tables_of(embedding)
     assert all(np.array_equal(after[name], before[name]) for name in before)
     return *found, seconds
+
+
+def restore_damaged(
+    strategy: Any, case: Case, path: str, tracked: bool
+) -> tuple[str, str, bool]:
+    """What a restore raises, and whether tables and slots are as they were."""
+    embedding = training.create(strategy, case)
+    embedding.build()
+    before = training.tables_of(embedding)
+
+    def restore() -> None:
+        if tracked:
+            tf.train.Checkpoint(embedding=embedding).read(path)
+        else:
+            te.checkpoint.restore(embedding, path)
+
+    found = calls.failure(restore)
+    after = training.tables_of(embedding)
+    same = all(np.array_equal(after[name], before[name]) for name in before)
+    return *found, same
 
 
 def restore_on(strategy: Any, path: str, folder: str) -> tuple[str, str, float]:
