@@ -431,6 +431,21 @@ def test_growing_tables_are_planned_with_all_their_rows() -> None:
     assert "v6e does not take a Growing" in placement(report, "v6e:1x1").unsupported
 
 
+def test_a_growing_table_of_int8_allocates_the_bytes_of_its_plan() -> None:
+    films = table(te.GrowingVocabulary(50), 20, dtype="int8")
+    feature, optimizer = {"film": te.FeatureConfig(films)}, te.RowwiseAdagrad(0.1)
+    report = te.plan(feature, optimizer, batch_size=50, topologies=[])
+    assert report.total_bytes == 50 * (20 + 4 + 4)
+    embedding = te.TPUEmbedding(feature, optimizer)
+    embedding.enqueue({"film": tf.range(50)})
+    embedding.apply_gradients({"film": tf.ones_like(embedding.dequeue()["film"])})
+    stored = embedding.core.growing()["films"].read()
+    names = ("parameters", "scale_offset", "accumulators")
+    assert sum(stored[name].nbytes for name in names) == report.total_bytes
+    planned = placement(report, "one machine").by_table["films"]
+    assert planned == report.total_bytes + stored["ids"].nbytes + 16 * 128  # Its map.
+
+
 def test_rows_that_cannot_be_made_by_id_are_refused() -> None:
     films = table(te.GrowingVocabulary(10), 16, initializer=te.RowIdInitializer())
     feature = te.FeatureConfig(films)
