@@ -7,12 +7,15 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tpu_embedding.checkpoint.hashed_tables import HashingRecord
 from tpu_embedding.checkpoint.stored import WeightTable, WeightTables
 from tpu_embedding.combiners import COMBINERS
 from tpu_embedding.inputs import InputKind
 from tpu_embedding.keras.keras_api import keras_api
 from tpu_embedding.keras.rows.hashed import (
-    LayerRecord,
+    RECORD,
+    NoRecord,
+    check_checkpoint,
     checked_store,
     config_of,
     look_up_rows,
@@ -94,7 +97,7 @@ class Embedding(WeightTable, keras_api.RowEmbedding):
         self.combiner = combiner
         self.hashing = hashing
         if hashing is not None:
-            self.hashing_record = LayerRecord(hashing)
+            self.hashing_record = HashingRecord(hashing)
 
     def add_weight(self, *args: Any, **kwargs: Any) -> Any:
         """Adds a weight, without a regularizer of strength 0: its gradient is dense."""
@@ -218,6 +221,18 @@ class Embedding(WeightTable, keras_api.RowEmbedding):
           ValueError: If ids have other rows in the file, or the table another shape.
         """
         super().load_own_variables(checked_store(self.name, self.hashing, store))
+
+    def _checkpoint_adapter(self, path: str) -> Any:
+        # Restoring calls this before it reads any value.
+        if self.hashing is not None:
+            check_checkpoint(self.name, self.hashing, path)
+        return super()._checkpoint_adapter(path)
+
+    def _lookup_dependency(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        # Restoring calls this for each child that the saved layer had.
+        if name == RECORD and self.hashing is None:
+            return NoRecord(self.name)
+        return super()._lookup_dependency(name, *args, **kwargs)
 
     def get_config(self) -> dict[str, Any]:
         """Returns the configuration of Keras's layer, combiner and hashing."""

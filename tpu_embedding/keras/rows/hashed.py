@@ -10,8 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding.checkpoint.checkpoint_view import hashing_numbers, parse_hashing
-from tpu_embedding.checkpoint.hashed_tables import HashingRecord, differs
-from tpu_embedding.checkpoint.object_graph import variable_key
+from tpu_embedding.checkpoint.hashed_tables import differs
 from tpu_embedding.checkpoint.tensorflow_format import Bundle
 from tpu_embedding.hashing import join_rows, rows_of
 from tpu_embedding.inputs import to_id_batch
@@ -19,22 +18,47 @@ from tpu_embedding.layout.plan import HASHING
 from tpu_embedding.vocabulary import Hashing, RowHash
 
 _FIRST = ("input_dim", "output_dim", "embeddings_initializer")
-_RECORD = variable_key("", "hashing_record")
+RECORD = "hashing_record"  # The child of a hashed layer in checkpoints.
+_TABLES = ("_embeddings", "embeddings")  # The table there, of Keras 3 and of tf_keras.
 _LARGEST_FLOAT = 2**24  # The least whole number whose successor is no float32.
 
 
-class LayerRecord(HashingRecord):
-    """The hashing of a layer in checkpoints; its attribute `hashing_record`."""
+class NoRecord(tf.__internal__.tracking.Trackable):
+    """Stands in a layer that is not hashed for the record of one that is."""
+
+    def __init__(self, layer: str) -> None:
+        """Takes the name of the layer."""
+        self._layer = layer
 
     def _checkpoint_adapter(self, path: str) -> Any:
-        # Restoring calls this before it reads any value. Of several such layers of a
-        # model one must fit.
-        bundle = Bundle(path)
-        keys = [key for key in bundle.shapes if key.endswith(_RECORD)]
-        stored = [parse_hashing(path, bundle.restore(key)) for key in keys]
-        if stored and self.hashing not in stored:
-            raise differs("A layer", path, self.hashing, stored[0])
-        return super()._checkpoint_adapter(path)
+        stored = [each for each in _stored_hashings(Bundle(path)) if each is not None]
+        raise differs(f"The layer {self._layer!r}", path, None, stored[0])
+
+
+def check_checkpoint(layer: str, hashing: Hashing, path: str) -> None:
+    """Checks a hashed layer before tf.train.Checkpoint restores it.
+
+    Of several layers of the checkpoint one must fit. The record of the layer, which
+    cannot tell which of them is its own before it is read, checks that one.
+
+    Raises:
+      ValueError: If the ids of all layers there have other rows.
+    """
+    stored = _stored_hashings(Bundle(path))
+    if stored and hashing not in stored:
+        raise differs(f"The layer {layer!r}", path, hashing, stored[0])
+
+
+def _stored_hashings(bundle: Bundle) -> list[Hashing | None]:
+    """Returns the Hashing of each embedding layer of a checkpoint, or None."""
+    values = [node.values for node in bundle.objects().values()]
+    return [
+        parse_hashing(bundle.prefix, bundle.restore(own[RECORD]))
+        if RECORD in own
+        else None
+        for own in values
+        if not own.keys().isdisjoint((RECORD, *_TABLES))
+    ]
 
 
 def of_table(
