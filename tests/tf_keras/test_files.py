@@ -111,6 +111,28 @@ def test_exports_hold_tensorflows_ops_only(tmp_path: pathlib.Path, seed: int):
         np.testing.assert_allclose(served, model(features), rtol=1e-6)
 
 
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("rows", [60, te.Hashing(60, 2)])
+def test_saved_models_of_row_embeddings(
+    rows: Any, trained: bool, tmp_path: pathlib.Path
+):
+    ids = tf_keras.Input([3], dtype="int64")
+    values = tf_keras.layers.Flatten()(te.keras.Embedding(rows, 4)(ids))
+    model = tf_keras.Model(ids, tf_keras.layers.Dense(1)(values))
+    batches = np.array([[[1, 2, 3]], [[2, 3, 4]], [[3, 4, 5]]])
+    if trained:  # Then rows 1 and 2 wait for updates.
+        optimizer = te.keras.RowSparseOptimizer(tf_keras.optimizers.Adam(0.1))
+        model.compile(optimizer, "mse")
+        for batch in batches:
+            model.train_on_batch(batch, np.ones([1, 1]))
+    model.save(tmp_path / "model")
+    graph = (tmp_path / "model" / "saved_model.pb").read_bytes()
+    assert b"TpuEmbedding" not in graph
+    loaded = tf_keras.models.load_model(tmp_path / "model")
+    asked = batches[:, 0]
+    np.testing.assert_array_equal(loaded(asked), model(asked))
+
+
 def test_exports_of_growing_tables_hold_ids(tmp_path: pathlib.Path):
     table = te.TableConfig(te.GrowingVocabulary(20, unknown="shared_row"), 4)
     layer = TPUEmbedding({"film": te.FeatureConfig(table)}, te.Adagrad(0.5))

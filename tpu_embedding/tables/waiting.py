@@ -233,6 +233,7 @@ def before_calls(graph: Any, do: Callable[[], None]) -> None:
     with tf.init_scope():
         saved = tf.constant(0)  # What a SavedModel has in place of it.
     with graph.as_default():
+        graph.capture(saved)  # Makes it one of the objects that a SavedModel has.
         graph.capture_call_time_value(
             do_all, tf.TensorSpec([], tf.int32), ("tpu_embedding", id(done)), saved
         )

@@ -6,6 +6,7 @@ import contextlib
 from typing import Any, NamedTuple
 
 import tensorflow as tf
+from tensorflow.python.saved_model import save_context
 
 from tpu_embedding.checkpoint.hashed_tables import HashingRecord
 from tpu_embedding.checkpoint.stored import WeightTable, WeightTables
@@ -138,7 +139,9 @@ class Embedding(WeightTable, keras_api.RowEmbedding):
         if served is not None:
             return self._combined(served, inputs, weights)
         self.make_tables()
-        exports = keras_api.is_training(self) is None and not is_recording()
+        exports = save_context.in_save_context() or (
+            keras_api.is_training(self) is None and not is_recording()
+        )
         with flush_before() if exports else contextlib.nullcontext():
             return self._combined(super().call, inputs, weights)
 
