@@ -92,7 +92,8 @@ class TelemetryCallback(keras_api.Callback):
         if not found:
             raise ValueError(
                 "TelemetryCallback found no layer of tpu_embedding.keras.TPUEmbedding "
-                "in the model. Make the layer an attribute of the model."
+                "in the model. Make the layer an attribute of the model. The ids of a "
+                "te.keras.Embedding are counted by `te.plan(..., sample=...)`."
             )
         names = [layer.name for layer in found]
         if len({*names}) < len(names):
