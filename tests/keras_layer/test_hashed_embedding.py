@@ -144,6 +144,11 @@ def test_checkpoints_of_other_rows_are_refused(tmp_path: pathlib.Path):
         with pytest.raises(ValueError, match=re.escape(text)):
             tf.train.Checkpoint(layer=restored).read(path)
         assert (restored.get_weights()[0] == before).all()
+    # Keras's own layer cannot know; `assert_consumed` does.
+    plain = keras.layers.Embedding(60, 4)
+    plain.build(None)
+    with pytest.raises(AssertionError, match="hashing_record"):
+        tf.train.Checkpoint(layer=plain).read(path).assert_consumed()
 
 
 def test_mask_zero_masks_the_id_before_it_is_hashed():
