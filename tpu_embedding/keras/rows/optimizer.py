@@ -169,7 +169,7 @@ class UpdatesRows:
             if getattr(self, name, None):
                 return None, f"`{name}` {what}"
         if constraint is not None:
-            return None, f"`{constraint!r}` constrains all of them"
+            return None, f"its {type(constraint).__name__} constrains all of them"
         try:
             idle = idle_of(self, self._rule)
         except ValueError as error:
