@@ -720,6 +720,22 @@ def test_an_export_serves(tmp_path: pathlib.Path, rng: np.random.Generator):
     np.testing.assert_allclose(found, made.predict(x, verbose=0), rtol=1e-5)
 
 
+def test_a_module_is_saved_with_a_function_that_looks_up(
+    tmp_path: pathlib.Path, rng: np.random.Generator
+):
+    made = model(Embedding(V, D), RowSparseOptimizer(keras.optimizers.Adam(0.1)))
+    x, y = data(rng)
+    module: Any = tf.Module()
+    module.model, inputs = made, [tf.TensorSpec(ids.shape, ids.dtype) for ids in x]
+    module.serve = tf.function(lambda *ids: made(ids), inputs)
+    module.serve(*map(tf.constant, x))  # Traced before it is saved.
+    losses(made, (x, y))
+    tf.saved_model.save(module, str(tmp_path / "module"))
+    loaded = tf.saved_model.load(str(tmp_path / "module"))
+    found = loaded.serve(*map(tf.constant, x))
+    np.testing.assert_allclose(found, made.predict(x, verbose=0), rtol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["ragged", "sparse", "int32", "empty"])
 def test_each_kind_of_ids_trains_as_dense_ones(kind: str, rng: np.random.Generator):
     ids = rng.integers(0, 6, (8, 3))
