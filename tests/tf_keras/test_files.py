@@ -133,6 +133,37 @@ def test_saved_models_of_row_embeddings(
     np.testing.assert_array_equal(loaded(asked), model(asked))
 
 
+class RowModel(tf_keras.Model):
+    """Without `get_config`, so that a SavedModel has only its functions."""
+
+    def __init__(self, combiner: str | None) -> None:
+        super().__init__()
+        self.rows = te.keras.Embedding(9, 4, combiner=combiner)
+        self.dense = tf_keras.layers.Dense(1)
+
+    def call(self, ids: Any) -> Any:
+        return self.dense(self.rows(ids))
+
+
+@pytest.mark.filterwarnings("ignore:RowSparseOptimizer updates all rows:UserWarning")
+@pytest.mark.parametrize("combiner", [None, "sum"])
+def test_functions_of_saved_models_read_rows_that_are_caught_up(
+    combiner: str | None, tmp_path: pathlib.Path
+):
+    model = RowModel(combiner)
+    batches = [np.array([[n % 9]]) for n in (1, 2, 1, 3, 4, 1, 2)]
+    model(batches[0])
+    model.save(tmp_path / "model")
+    loaded = tf_keras.models.load_model(tmp_path / "model")
+    found = []
+    for each in (model, loaded):
+        each.compile(tf_keras.optimizers.Adam(0.1), "mse")
+        te.keras.convert(each)
+        losses = [each.train_on_batch(ids, np.ones([1, 1])) for ids in batches]
+        found.append(losses)
+    np.testing.assert_allclose(*found, rtol=1e-5)
+
+
 def test_exports_of_growing_tables_hold_ids(tmp_path: pathlib.Path):
     table = te.TableConfig(te.GrowingVocabulary(20, unknown="shared_row"), 4)
     layer = TPUEmbedding({"film": te.FeatureConfig(table)}, te.Adagrad(0.5))

@@ -14,6 +14,7 @@ import tensorflow as tf
 import tf_keras
 from tf_keras.src.engine import base_layer_utils
 from tf_keras.src.saving import object_registration
+from tf_keras.src.saving.legacy.saved_model import load as revived
 from tf_keras.src.saving.legacy.saved_model import utils as saved_model
 
 from tpu_embedding.inputs import InputKind
@@ -171,6 +172,16 @@ def is_training(layer: Any) -> bool | None:
     del layer
     training = base_layer_utils.call_context().training
     return None if tf.is_tensor(training) else training
+
+
+def loads_functions() -> bool:
+    """See `keras3.loads_functions`."""
+    return saved_model.in_tf_saved_model_scope()
+
+
+def runs_functions(layer: Any) -> bool:
+    """See `keras3.runs_functions`."""
+    return isinstance(layer, (revived.RevivedLayer, revived.RevivedNetwork))
 
 
 def index_of(optimizer: Any, variable: Any) -> int:

@@ -204,6 +204,17 @@ def is_training(layer: Any) -> bool | None:
     return layer._get_call_context().training
 
 
+def loads_functions() -> bool:
+    """Whether layers are made whose tables functions of a SavedModel may read."""
+    return False  # Models of tf_keras have such functions.
+
+
+def runs_functions(layer: Any) -> bool:
+    """Whether a layer calls functions of a SavedModel, which read what is stored."""
+    del layer
+    return False
+
+
 def index_of(optimizer: Any, variable: Any) -> int:
     """Returns the place of a variable in the lists of slots of a built optimizer."""
     return optimizer._get_variable_index(variable)

@@ -52,6 +52,8 @@ def convert(model: Any, lazy: bool = False) -> Any:
     """
     keras_api.require_tensorflow("convert")
     layers = _layers(model, keras_api.Embedding)
+    bound = _read_by_functions(model)
+    layers = [layer for layer in layers if layer not in bound]
     optimizer = _innermost(getattr(model, "optimizer", None))
     if optimizer is not None:
         RowSparseOptimizer(optimizer, lazy or getattr(optimizer, "lazy", False))
@@ -79,7 +81,8 @@ def _warn_of_skipped(model: Any) -> None:
     if skipped:
         logging.warning(
             "convert: %s: left as it is. te.keras.convert changes keras.layers."
-            "Embedding itself: derive a class of your own from te.keras.Embedding, and "
+            "Embedding itself, unless functions of a SavedModel read its table: derive "
+            "a class of your own from te.keras.Embedding, make the model in code, and "
             "use te.keras.TPUEmbedding in the place of a layer of keras-rs.",
             ", ".join(skipped),
         )
@@ -229,6 +232,12 @@ def _layers(model: Any, *classes: Any) -> list[Any]:
             f"type {type_name(model)}.{of_other_keras(model)}"
         )
     return [layer for layer in model._flatten_layers() if type(layer) in classes]
+
+
+def _read_by_functions(model: Any) -> list[Any]:
+    """Returns the layers in those that call functions of a SavedModel."""
+    callers = filter(keras_api.runs_functions, model._flatten_layers())
+    return [part for caller in callers for part in caller._flatten_layers()]
 
 
 def _wraps(optimizer: Any) -> bool:

@@ -105,7 +105,8 @@ class Embedding(WeightTable, keras_api.RowEmbedding):
         if not regularizes(kwargs.get("regularizer")):
             kwargs["regularizer"] = None
         weight = super().add_weight(*args, **kwargs)
-        make_table(weight)
+        if not keras_api.loads_functions():  # Else `call` does it, if it is called.
+            make_table(weight)
         return weight
 
     @classmethod
