@@ -83,7 +83,7 @@ def lowered_rule(optimizer: Any) -> str:
             table_name="t",
             embedding_table=tables[0],
             **dict(zip(op.slots, tables[1:], strict=True)),
-            **{name: getattr(optimizer, own) for name, own in op.attributes.items()},
+            **op.attributes(optimizer),
             **{name: value for name, value in given.items() if value is not None},
         )
 

@@ -44,7 +44,7 @@ class Adagrad(AdagradOptions):
     sparse_core_op: ClassVar[base.SparseCoreOp | None] = base.SparseCoreOp(
         "Adagrad", ("accumulator",)
     )
-    tpu: ClassVar[base.TpuRule | None] = base.TpuRule(ops="Adagrad", message="adagrad")
+    tpu: ClassVar[base.TpuRule | None] = base.TpuRule("Adagrad", "adagrad")
 
     @property
     def slots(self) -> tuple[base.Slot, ...]:

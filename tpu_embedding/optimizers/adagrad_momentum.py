@@ -41,20 +41,10 @@ class AdagradMomentum(base.Optimizer):
         "epsilon",
     )
     sparse_core_op: ClassVar[base.SparseCoreOp | None] = base.SparseCoreOp(
-        "AdagradMomentum",
-        ("accumulator", "momenta"),
-        {
-            "use_nesterov": "use_nesterov",
-            "exponent": "exponent",
-            "beta1": "momentum",
-            "beta2": "beta2",
-            "epsilon": "epsilon",
-        },
+        "AdagradMomentum", ("accumulator", "momenta"), {"momentum": "beta1"}
     )
     tpu: ClassVar[base.TpuRule | None] = base.TpuRule(
-        ops="AdagradMomentum",
-        message="adagrad_momentum",
-        fields={name: name for name in hyperparameter_names},
+        "AdagradMomentum", "adagrad_momentum"
     )
 
     learning_rate: base.Rate = 0.001

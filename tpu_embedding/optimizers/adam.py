@@ -46,22 +46,13 @@ class Adam(base.Optimizer):
         "Adam",
         ("momenta", "velocity"),
         {
-            "use_sum_inside_sqrt": "sum_inside_sqrt",
-            "beta1": "beta_1",
-            "beta2": "beta_2",
-            "epsilon": "epsilon",
+            "beta_1": "beta1",
+            "beta_2": "beta2",
+            "sum_inside_sqrt": "use_sum_inside_sqrt",
         },
     )
     tpu: ClassVar[base.TpuRule | None] = base.TpuRule(
-        ops="ADAM",
-        message="adam",
-        fields={
-            "beta1": "beta_1",
-            "beta2": "beta_2",
-            "epsilon": "epsilon",
-            "use_non_lazy_adam": lambda optimizer: not optimizer.lazy_adam,
-            "use_sum_inside_sqrt": "sum_inside_sqrt",
-        },
+        "ADAM", "adam", {"use_non_lazy_adam": "touches_all_rows"}
     )
     own_options: ClassVar[tuple[base.Option, ...]] = (
         base.Option("lazy_adam", True, ("sparse_core",)),

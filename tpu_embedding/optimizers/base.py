@@ -37,6 +37,16 @@ ENGINES = {
     "tpu_v2_v4": "TPU v2 to v4",
     "sparse_core": "SparseCores",
 }
+# Hyperparameters that the messages of TPU v2 to v4 call otherwise.
+_MESSAGE_NAMES = {
+    "beta_1": "beta1",
+    "beta_2": "beta2",
+    "l1_regularization_strength": "l1",
+    "l2_regularization_strength": "l2",
+    "learning_rate_power": "lr_power",
+    "multiply_linear_by_learning_rate": "multiply_linear_by_lr",
+    "sum_inside_sqrt": "use_sum_inside_sqrt",
+}
 SEVERAL_MACHINES = ("sharded", "parameter_server")
 TPU_V2_V4_ONLY = tuple(engine for engine in ENGINES if engine != "tpu_v2_v4")
 
@@ -88,12 +98,20 @@ class SparseCoreOp:
     Attributes:
       name: Part of the op names, XlaSparseDenseMatmulGradWith<name>And...
       slots: The op's inputs for the slots, in the order of `Optimizer.slots`.
-      attributes: The optimizer's field for each attribute of the op.
+      renamed: The attributes of the op that have another name than the optimizer's
+        hyperparameter, by the latter.
     """
 
     name: str
     slots: tuple[str, ...] = ()
-    attributes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def attributes(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The attributes of the op with their values for `optimizer`."""
+        names = optimizer.hyperparameter_names
+        return {
+            self.renamed.get(name, name): getattr(optimizer, name) for name in names
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,24 +137,19 @@ class TpuRule:
       ops: Part of the op names Load- and RetrieveTPUEmbedding<ops>Parameters, whose
         inputs are `parameters` and the slots in the order of `Optimizer.slots`.
       message: The field of TensorFlow's OptimizationParameters proto.
-      fields: For each field of that message, the optimizer's attribute that provides
-        its value, or a function of the optimizer.
+      further: The optimizer's attribute for each field of that message that is none of
+        its hyperparameters.
     """
 
     ops: str
     message: str
-    fields: Mapping[str, str | Callable[[Any], Any]] = dataclasses.field(
-        default_factory=dict
-    )
+    further: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def values(self, optimizer: Optimizer) -> dict[str, Any]:
         """The fields of the message with their values for `optimizer`."""
-        return {
-            field: getattr(optimizer, source)
-            if isinstance(source, str)
-            else source(optimizer)
-            for field, source in self.fields.items()
-        }
+        sources = {_MESSAGE_NAMES.get(n, n): n for n in optimizer.hyperparameter_names}
+        sources |= self.further
+        return {field: getattr(optimizer, name) for field, name in sources.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -44,27 +44,10 @@ class FTRL(base.Optimizer):
         "multiply_linear_by_learning_rate",
     )
     sparse_core_op: ClassVar[base.SparseCoreOp | None] = base.SparseCoreOp(
-        "Ftrl",
-        ("accumulator", "linear"),
-        {
-            "multiply_linear_by_learning_rate": "multiply_linear_by_learning_rate",
-            "beta": "beta",
-            "learning_rate_power": "learning_rate_power",
-            "l1_regularization_strength": "l1_regularization_strength",
-            "l2_regularization_strength": "l2_regularization_strength",
-        },
+        "Ftrl", ("accumulator", "linear")
     )
     tpu: ClassVar[base.TpuRule | None] = base.TpuRule(
-        ops="FTRL",
-        message="ftrl",
-        fields={
-            "l1": "l1_regularization_strength",
-            "l2": "l2_regularization_strength",
-            "lr_power": "learning_rate_power",
-            "beta": "beta",
-            "multiply_linear_by_lr": "multiply_linear_by_learning_rate",
-            "allow_zero_accumulator": "allow_zero_accumulator",
-        },
+        "FTRL", "ftrl", {"allow_zero_accumulator": "allow_zero_accumulator"}
     )
     own_options: ClassVar[tuple[base.Option, ...]] = (
         base.Option("allow_zero_accumulator", False, ("sparse_core",)),

@@ -19,7 +19,7 @@ class SGD(base.Optimizer):
     rule: ClassVar[str] = "sgd"
     sparse_core_op: ClassVar[base.SparseCoreOp | None] = base.SparseCoreOp("Sgd")
     tpu: ClassVar[base.TpuRule | None] = base.TpuRule(
-        ops="StochasticGradientDescent", message="stochastic_gradient_descent"
+        "StochasticGradientDescent", "stochastic_gradient_descent"
     )
 
     learning_rate: base.Rate = 0.01

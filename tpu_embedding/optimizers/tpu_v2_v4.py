@@ -32,11 +32,7 @@ class Momentum(base.KeywordOptimizer):
 
     rule: ClassVar[str] = "momentum"
     hyperparameter_names: ClassVar[tuple[str, ...]] = ("momentum", "use_nesterov")
-    tpu: ClassVar[base.TpuRule | None] = base.TpuRule(
-        ops="Momentum",
-        message="momentum",
-        fields={"momentum": "momentum", "use_nesterov": "use_nesterov"},
-    )
+    tpu: ClassVar[base.TpuRule | None] = base.TpuRule("Momentum", "momentum")
 
     learning_rate: base.Rate = 0.001
     momentum: float = 0.9
@@ -96,11 +92,7 @@ class RMSProp(RMSPropOptions):
     """
 
     rule: ClassVar[str] = "rms_prop"
-    tpu: ClassVar[base.TpuRule | None] = base.TpuRule(
-        ops="RMSProp",
-        message="rms_prop",
-        fields={"rho": "rho", "momentum": "momentum", "epsilon": "epsilon"},
-    )
+    tpu: ClassVar[base.TpuRule | None] = base.TpuRule("RMSProp", "rms_prop")
 
     @property
     def slots(self) -> tuple[base.Slot, ...]:
@@ -126,9 +118,7 @@ class CenteredRMSProp(RMSPropOptions):
 
     rule: ClassVar[str] = "centered_rms_prop"
     tpu: ClassVar[base.TpuRule | None] = base.TpuRule(
-        ops="CenteredRMSProp",
-        message="centered_rms_prop",
-        fields={"rho": "rho", "momentum": "momentum", "epsilon": "epsilon"},
+        "CenteredRMSProp", "centered_rms_prop"
     )
 
     @property
@@ -164,11 +154,7 @@ class Adadelta(base.KeywordOptimizer):
 
     rule: ClassVar[str] = "adadelta"
     hyperparameter_names: ClassVar[tuple[str, ...]] = ("rho", "epsilon")
-    tpu: ClassVar[base.TpuRule | None] = base.TpuRule(
-        ops="Adadelta",
-        message="adadelta",
-        fields={"rho": "rho", "epsilon": "epsilon"},
-    )
+    tpu: ClassVar[base.TpuRule | None] = base.TpuRule("Adadelta", "adadelta")
 
     learning_rate: base.Rate = 0.001
     rho: float = 0.95
@@ -214,12 +200,7 @@ class ProximalAdagrad(base.KeywordOptimizer):
         "l2_regularization_strength",
     )
     tpu: ClassVar[base.TpuRule | None] = base.TpuRule(
-        ops="ProximalAdagrad",
-        message="proximal_adagrad",
-        fields={
-            "l1": "l1_regularization_strength",
-            "l2": "l2_regularization_strength",
-        },
+        "ProximalAdagrad", "proximal_adagrad"
     )
 
     learning_rate: base.Rate = 0.001
@@ -278,17 +259,7 @@ class ProximalYogi(base.KeywordOptimizer):
         "l1_regularization_strength",
         "l2_regularization_strength",
     )
-    tpu: ClassVar[base.TpuRule | None] = base.TpuRule(
-        ops="ProximalYogi",
-        message="proximal_yogi",
-        fields={
-            "l1": "l1_regularization_strength",
-            "l2": "l2_regularization_strength",
-            "beta1": "beta_1",
-            "beta2": "beta_2",
-            "epsilon": "epsilon",
-        },
-    )
+    tpu: ClassVar[base.TpuRule | None] = base.TpuRule("ProximalYogi", "proximal_yogi")
 
     learning_rate: base.Rate = 0.01
     beta_1: float = 0.9
@@ -359,14 +330,9 @@ class FrequencyEstimator(base.KeywordOptimizer):
         "outlier_threshold",
     )
     tpu: ClassVar[base.TpuRule | None] = base.TpuRule(
-        ops="FrequencyEstimator",
-        message="frequency_estimator",
-        fields={
-            "tau": "tau",
-            "max_delta": "max_delta",
-            "outlier_threshold": "outlier_threshold",
-            "weight_exponent": "weight_exponent",
-        },
+        "FrequencyEstimator",
+        "frequency_estimator",
+        {"weight_exponent": "weight_exponent"},
     )
     own_options: ClassVar[tuple[base.Option, ...]] = (
         base.Option("weight_exponent", 0.0, base.TPU_V2_V4_ONLY),

@@ -196,7 +196,7 @@ def _built_in_rule(
         f"With{op.name}And",
         {
             **dict(zip(names, tables, strict=True)),
-            **{name: getattr(optimizer, own) for name, own in op.attributes.items()},
+            **op.attributes(optimizer),
             **_clip_attributes(optimizer),
         },
     )
