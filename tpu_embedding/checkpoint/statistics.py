@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import tensorflow as tf
 
 from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint, LogicalTable
 from tpu_embedding.checkpoint.writing import Progress
@@ -226,18 +227,9 @@ class _Equal:
 
 def _row_hashes(values: np.ndarray) -> np.ndarray:
     """uint64 [n], a hash of the bytes of each row."""
-    values = np.ascontiguousarray(values)
-    data = values.view(np.uint8).reshape(len(values), -1)
-    padding = -data.shape[1] % 4
-    words = np.pad(data, ((0, 0), (0, padding))).view(np.uint32).astype(np.uint64)
-    factors = np.random.default_rng(20260731).integers(
-        0, 2**64, words.shape[1], np.uint64
-    )
-    with np.errstate(over="ignore"):
-        mixed = (words * (factors | np.uint64(1))).sum(axis=1, dtype=np.uint64)
-        mixed ^= mixed >> np.uint64(31)
-        mixed *= np.uint64(0x9E3779B97F4A7C15)
-    return mixed ^ (mixed >> np.uint64(29))
+    data = np.ascontiguousarray(values).view(np.uint8).reshape(len(values), -1)
+    hashes = tf.raw_ops.Fingerprint(data=data, method="farmhash64").numpy()
+    return hashes.view(np.uint64)[:, 0]
 
 
 class _Dead:
