@@ -13,7 +13,7 @@ import tensorflow as tf
 from tpu_embedding.checkpoint.writing import Piece, slice_spec
 from tpu_embedding.serving.report import TableReport
 from tpu_embedding.tables.readers import TableReader
-from tpu_embedding.tables.rows import ProcessGroup, TableRows
+from tpu_embedding.tables.rows import ArrayRows, ProcessGroup, TableRows
 
 SLICE_BYTES = 1 << 18  # of float32 values that are converted at once
 
@@ -34,20 +34,9 @@ class GatheredRows(TableRows):
         return tf.gather(self._values, tf.range(start, stop)).numpy()
 
 
-class _ArrayRows(TableRows):
-    """A NumPy array [V, D], which may be mapped from a file."""
-
-    def __init__(self, values: np.ndarray) -> None:
-        super().__init__(values.shape, values.dtype)
-        self._values = values
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        return self._values[start:stop]
-
-
 def rows_of(table: Any) -> TableRows:
     """The rows of a variable, a tensor or a NumPy array."""
-    return _ArrayRows(table) if isinstance(table, np.ndarray) else GatheredRows(table)
+    return ArrayRows(table) if isinstance(table, np.ndarray) else GatheredRows(table)
 
 
 class SomeRows(TableRows):
