@@ -19,8 +19,11 @@ STATUS_VARIABLE = "TPU_EMBEDDING_STATUS"
 def replace_file(path: str, line: str) -> None:
     """Writes a line beside a file, and then puts it in the place of the file."""
     beside = pathlib.Path(f"{path}.new")
-    beside.write_text(f"{line}\n")
-    beside.replace(path)
+    try:
+        beside.write_text(f"{line}\n")
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def problem() -> str:

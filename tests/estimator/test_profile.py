@@ -216,13 +216,13 @@ def test_runs_that_write_at_once_lose_nothing(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ):
     """What one reads and the other writes has a lock around it."""
-    inner = profile._write
+    inner = profile.replace_file
 
     def slow(*arguments: Any) -> None:
         time.sleep(0.02)  # The others have read by now, if nothing holds them back.
         inner(*arguments)
 
-    monkeypatch.setattr(profile, "_write", slow)
+    monkeypatch.setattr(profile, "replace_file", slow)
 
     def run() -> None:
         own = profiler(tmp_path)

@@ -12,7 +12,6 @@ import json
 import math
 import numbers
 import os
-import tempfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +20,7 @@ from absl import logging
 
 from tpu_embedding import errors
 from tpu_embedding.checkpoint.writing import one_writer
+from tpu_embedding.cluster_config import replace_file
 from tpu_embedding.compat.interop.embedding_config_spec import require_spec
 
 VERSION = 1
@@ -205,7 +205,9 @@ class EmbeddingProfiler:
             path = self._paths[table]
             try:
                 with one_writer(path):  # No run between the reading and the writing.
-                    _write(path, self._key(table), self._with_file(table))
+                    statistics = dataclasses.asdict(self._with_file(table))
+                    content = {**self._key(table), "statistics": statistics}
+                    replace_file(path, json.dumps(content, indent=2))
             except OSError as error:
                 logging.warning(
                     "The profile of table %r was not written: %s", table, error
@@ -338,16 +340,3 @@ def observe_batch(
             count = int(value.dense_shape[0])
         length = max(lengths[feature], 1)
         profiler.observe(feature, ids, rows // length, count // length)
-
-
-def _write(path: str, key: dict[str, Any], found: TableStatistics) -> None:
-    """Writes a file whole or not at all."""
-    content = {**key, "statistics": dataclasses.asdict(found)}
-    handle, temporary = tempfile.mkstemp(dir=os.path.dirname(path), suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=2)
-        os.replace(temporary, path)
-    finally:
-        if os.path.exists(temporary):
-            os.remove(temporary)
