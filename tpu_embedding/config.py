@@ -226,8 +226,7 @@ class TableConfig(_ChangeableUntilUsed):
             raise errors.argument_value(
                 "invalid_ids", self.invalid_ids, '"error" where every int64 is an id'
             )
-        if not isinstance(self.string_ids, bool):
-            raise errors.argument_type("string_ids", self.string_ids, "a bool")
+        errors.check_flag("string_ids", self.string_ids)
         if self.string_ids and not any_id:
             raise errors.argument_value(
                 "string_ids",
@@ -532,8 +531,7 @@ class SparseCoreEmbeddingConfig:
             "stock_feature_counts",
             "minibatching",
         ):
-            if not isinstance(getattr(self, flag), bool):
-                raise errors.argument_type(flag, getattr(self, flag), "a bool")
+            errors.check_flag(flag, getattr(self, flag))
         object.__setattr__(
             self,
             "max_ids_per_chip_per_sample",

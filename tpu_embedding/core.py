@@ -88,10 +88,7 @@ class Core(EngineTables):
           on_created: Called with the engine that was created.
           made_by: The name of the class of the user's object.
         """
-        if not isinstance(options.check_numerics, bool):
-            raise errors.argument_type(
-                "check_numerics", options.check_numerics, "a bool"
-            )
+        errors.check_flag("check_numerics", options.check_numerics)
         if not isinstance(options.distributed, DistributedOptions):
             raise errors.argument_type(
                 "distributed_options", options.distributed, "a DistributedOptions"

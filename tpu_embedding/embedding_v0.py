@@ -82,8 +82,7 @@ class TPUEmbeddingV0(RestoresLayouts):
           TypeError: If an argument is of the wrong type.
           NotImplementedError: If an option is not supported.
         """
-        if not isinstance(check_numerics, bool):
-            raise errors.argument_type("check_numerics", check_numerics, "a bool")
+        errors.check_flag("check_numerics", check_numerics)
         converted = convert_features(feature_config, invalid_ids)
         self._plan: Plan = make_plan(
             converted.paths,

@@ -109,12 +109,9 @@ class TPUEmbeddingV2(EmbeddingBase):
           TypeError: If an argument is of the wrong type.
           NotImplementedError: If no engine supports the strategy or an option.
         """
-        if not isinstance(pipeline_execution_with_tensor_core, bool):
-            raise errors.argument_type(
-                "pipeline_execution_with_tensor_core",
-                pipeline_execution_with_tensor_core,
-                "a bool",
-            )
+        errors.check_flag(
+            "pipeline_execution_with_tensor_core", pipeline_execution_with_tensor_core
+        )
         options = EmbeddingOptions(
             pipelined=pipeline_execution_with_tensor_core,
             check_numerics=check_numerics,

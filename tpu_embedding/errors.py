@@ -42,6 +42,12 @@ def argument_int(argument: str, value: object, smallest: int) -> ValueError:
     )
 
 
+def check_flag(argument: str, value: object) -> None:
+    """Raises TypeError unless `value` is a bool."""
+    if not isinstance(value, bool):
+        raise argument_type(argument, value, "a bool")
+
+
 def check_path(path: str) -> None:
     """Refuses what no file can be called; TensorFlow takes what stands before it."""
     if "\0" in path:

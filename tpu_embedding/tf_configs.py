@@ -96,12 +96,8 @@ class ConstructorArguments:
         return arguments
 
     def _check(self) -> None:
-        for argument, value in (
-            ("pipeline_execution_with_tensor_core", self.pipelined),
-            ("initialize_tpu_embedding", self.initialize),
-        ):
-            if not isinstance(value, bool):
-                raise errors.argument_type(argument, value, "a bool")
+        errors.check_flag("pipeline_execution_with_tensor_core", self.pipelined)
+        errors.check_flag("initialize_tpu_embedding", self.initialize)
         check_batch_size("batch_size", self.batch_size)
 
 

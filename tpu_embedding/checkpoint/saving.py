@@ -29,7 +29,7 @@ from tpu_embedding.checkpoint.writing import (
     write_tensorflow,
 )
 from tpu_embedding.engines.process_group import calling
-from tpu_embedding.errors import argument_type, type_name
+from tpu_embedding.errors import argument_type, check_flag, type_name
 from tpu_embedding.layout.partition import TableLayout
 from tpu_embedding.layout.plan import UPDATES
 from tpu_embedding.tables.rows import PARAMETERS
@@ -91,8 +91,7 @@ def save(
       NotImplementedError: With `layouts`, if a table grows.
     """
     core = core_of(embedding)
-    if not isinstance(slots, bool):
-        raise argument_type("slots", slots, "a bool")
+    check_flag("slots", slots)
     if layouts is not None:
         expected = "a sequence of TableLayout, or None"
         _require(layouts, Sequence, "layouts", expected)
@@ -205,7 +204,7 @@ def restore(
         )
     core = core_of(embedding)
     fill = _fill(resize)
-    _require(slots, bool, "slots", "a bool")
+    check_flag("slots", slots)
     live = core.checkpoint_tables()
     of_plan = [spec.name for spec in core.plan.tables]
     names = _names(of_plan, tables, {} if rename is None else rename)

@@ -19,7 +19,7 @@ from tpu_embedding.config import (
     FeatureConfig,
     SparseCoreEmbeddingConfig,
 )
-from tpu_embedding.errors import argument_type
+from tpu_embedding.errors import argument_type, check_flag
 from tpu_embedding.keras import gradient_hook, serialization, symbols
 from tpu_embedding.keras.conversion import Features, convert_features, convert_serving
 from tpu_embedding.keras.engine_trained import EngineTrainedTables
@@ -33,7 +33,6 @@ from tpu_embedding.keras.loss_scale import (
 from tpu_embedding.keras.serialization import ServingFeatures
 from tpu_embedding.layout.output_shapes import Shape
 from tpu_embedding.layout.plan import refuse_growing
-from tpu_embedding.optimizers.base import check_flag
 from tpu_embedding.packing import flatten_batch
 from tpu_embedding.tables.growing import FrozenTable
 from tpu_embedding.tables.trackable import LogicalVariable, SavesNothing

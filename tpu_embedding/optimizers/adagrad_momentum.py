@@ -65,7 +65,7 @@ class AdagradMomentum(base.Optimizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         base.check_share("momentum", self.momentum, closed=True)
-        base.check_flag("use_nesterov", self.use_nesterov)
+        errors.check_flag("use_nesterov", self.use_nesterov)
         base.check_positive("exponent", self.exponent)
         base.check_share("beta2", self.beta2, closed=True)
         base.check_epsilon("epsilon", self.epsilon)

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from tpu_embedding import errors
 from tpu_embedding.optimizers import base
 from tpu_embedding.optimizers.idle import Idle
 
@@ -77,8 +78,8 @@ class Adam(base.Optimizer):
         super().__post_init__()
         base.check_share("beta_1", self.beta_1)
         base.check_share("beta_2", self.beta_2)
-        base.check_flag("lazy_adam", self.lazy_adam)
-        base.check_flag("sum_inside_sqrt", self.sum_inside_sqrt)
+        errors.check_flag("lazy_adam", self.lazy_adam)
+        errors.check_flag("sum_inside_sqrt", self.sum_inside_sqrt)
         base.check_epsilon("epsilon", self.epsilon, squared=self.sum_inside_sqrt)
         if not self.lazy_adam and not self.use_gradient_accumulation:
             raise ValueError(

@@ -451,12 +451,6 @@ def check_epsilon(argument: str, value: Any, *, squared: bool = False) -> None:
         )
 
 
-def check_flag(argument: str, value: object) -> None:
-    """Raises TypeError unless `value` is a bool."""
-    if not isinstance(value, bool):
-        raise errors.argument_type(argument, value, "a bool")
-
-
 def check_limits(
     arguments: tuple[str, str], limits: tuple[float | None, float | None]
 ) -> None:
@@ -539,7 +533,7 @@ def _gradient_limits(clipvalue: Any) -> dict[str, float]:
 # The options of all optimizers. An error of every engine, the record of the kernels
 # and the check of docs/choose.md come from this list.
 OPTIONS = (
-    Option("use_gradient_accumulation", True, check=check_flag),
+    Option("use_gradient_accumulation", True, check=errors.check_flag),
     # Checked as a pair.
     Option("clip_weight_min", None, record=_limit("clip_weight_min", -math.inf)),
     Option("clip_weight_max", None, record=_limit("clip_weight_max", math.inf)),
@@ -563,10 +557,10 @@ OPTIONS = (
     Option(
         "multiply_weight_decay_factor_by_learning_rate",
         None,
-        check=check_flag,
+        check=errors.check_flag,
         record=lambda value: {"multiply_decay_by_rate": bool(value)},
     ),
-    Option("low_dimensional_packing_status", False, TPU_V2_V4_ONLY, check_flag),
+    Option("low_dimensional_packing_status", False, TPU_V2_V4_ONLY, errors.check_flag),
     Option(
         "slot_variable_creation_fn",
         None,

@@ -83,10 +83,10 @@ class FTRL(base.Optimizer):
             "beta",  # The paper divides by beta + sqrt(a).
         ):
             base.check_not_negative(argument, getattr(self, argument))
-        base.check_flag(
+        errors.check_flag(
             "multiply_linear_by_learning_rate", self.multiply_linear_by_learning_rate
         )
-        base.check_flag("allow_zero_accumulator", self.allow_zero_accumulator)
+        errors.check_flag("allow_zero_accumulator", self.allow_zero_accumulator)
         check_initial = (
             base.check_not_negative
             if self.allow_zero_accumulator

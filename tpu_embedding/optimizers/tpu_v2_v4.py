@@ -41,7 +41,7 @@ class Momentum(base.KeywordOptimizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         base.check_share("momentum", self.momentum, closed=True)
-        base.check_flag("use_nesterov", self.use_nesterov)
+        errors.check_flag("use_nesterov", self.use_nesterov)
 
     @property
     def slots(self) -> tuple[base.Slot, ...]:

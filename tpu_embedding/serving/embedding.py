@@ -107,8 +107,7 @@ class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrack
                 f"{experimental_sparsecore_restore_info!r}`: it restores whole tables. "
                 "Leave it at None; checkpoints of SparseCores are restored without it."
             )
-        if not isinstance(verify, bool):
-            raise errors.argument_type("verify", verify, "a bool")
+        errors.check_flag("verify", verify)
         if mapped is None and not verify:
             raise ValueError(
                 "`verify=False` leaves out the check of the files of `mapped`, and "

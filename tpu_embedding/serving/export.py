@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tpu_embedding.checkpoint.writing import in_all_processes, require_alike
 from tpu_embedding.engines.process_group import calling
-from tpu_embedding.errors import argument_type
+from tpu_embedding.errors import check_flag
 from tpu_embedding.layout.plan import Plan
 from tpu_embedding.lookup.input_rows import MAX_SAMPLES
 from tpu_embedding.serving.conversion import Source
@@ -200,8 +200,7 @@ def _share(deltas: Any) -> float | None:
 
 
 def _check_mapped(mapped: Any, share: float | None, path: str) -> None:
-    if not isinstance(mapped, bool):
-        raise argument_type("mapped", mapped, "a bool")
+    check_flag("mapped", mapped)
     if mapped and share is not None:
         raise ValueError(
             "`mapped` and `deltas` exclude each other: a file that is mapped does not "

@@ -328,10 +328,7 @@ def _check_clipping_limit(limit: Any) -> None:
 
 
 def _check_options(pipelined: Any, multiplier: Any, directory: Any) -> None:
-    if not isinstance(pipelined, bool):
-        raise errors.argument_type(
-            "pipeline_execution_with_tensor_core", pipelined, "a bool"
-        )
+    errors.check_flag("pipeline_execution_with_tensor_core", pipelined)
     if multiplier is not None and not callable(multiplier):
         raise errors.argument_type(
             "experimental_gradient_multiplier_fn", multiplier, "a callable or None"
