@@ -48,6 +48,12 @@ def check_flag(argument: str, value: object) -> None:
         raise argument_type(argument, value, "a bool")
 
 
+def check_int(argument: str, value: object, least: int) -> None:
+    """Raises ValueError unless `value` is an int of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise argument_value(argument, value, f"an int >= {least}")
+
+
 def check_path(path: str) -> None:
     """Refuses what no file can be called; TensorFlow takes what stands before it."""
     if "\0" in path:

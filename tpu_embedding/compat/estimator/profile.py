@@ -95,9 +95,7 @@ class ProfileOptions:
 
     def __post_init__(self) -> None:
         for name in ("num_shards", "task_count", "min_samples"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise errors.argument_value(name, value, "an int >= 1")
+            errors.check_int(name, getattr(self, name), 1)
         share = self.sample_fraction
         if not isinstance(share, numbers.Real) or not 0 < share <= 1:
             raise errors.argument_value(

@@ -53,13 +53,10 @@ class TPUConfig:
     experimental_feed_hook: Any = None
 
     def __post_init__(self) -> None:
-        for argument in (
-            "iterations_per_loop",
-            "experimental_host_call_every_n_steps",
-        ):
-            _check_positive(argument, getattr(self, argument))
+        for argument in ("iterations_per_loop", "experimental_host_call_every_n_steps"):
+            errors.check_int(argument, getattr(self, argument), 1)
         if self.num_shards is not None:
-            _check_positive("num_shards", self.num_shards)
+            errors.check_int("num_shards", self.num_shards, 1)
         _refuse(
             self,
             "TPUConfig",
@@ -156,11 +153,6 @@ class RunConfig:
             )
         if steps is None and seconds is None:
             object.__setattr__(self, "save_checkpoints_secs", 600)
-
-
-def _check_positive(argument: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise errors.argument_value(argument, value, "an int >= 1")
 
 
 def _refuse(config: Any, cls: str, arguments: tuple[str, ...]) -> None:

@@ -48,9 +48,7 @@ class TableConfig:
 
     def __post_init__(self) -> None:
         for argument in ("vocabulary_size", "dimension"):
-            size = getattr(self, argument)
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise errors.argument_value(argument, size, "an int >= 1")
+            errors.check_int(argument, getattr(self, argument), 1)
         if self.initializer is not None and not callable(self.initializer):
             raise errors.argument_value(
                 "initializer", self.initializer, "None or a callable"
@@ -103,9 +101,7 @@ class FeatureConfig:
     weight_key: str | None = None
 
     def __post_init__(self) -> None:
-        length = self.max_sequence_length
-        if not isinstance(length, int) or isinstance(length, bool) or length < 0:
-            raise errors.argument_value("max_sequence_length", length, "an int >= 0")
+        errors.check_int("max_sequence_length", self.max_sequence_length, 0)
         if not isinstance(self.table_id, str):
             raise errors.argument_type("table_id", self.table_id, "a str")
         if not isinstance(self.weight_key, str | None):
