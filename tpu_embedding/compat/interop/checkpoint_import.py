@@ -145,8 +145,7 @@ def import_estimator_checkpoint(
       TypeError: If `spec` is not an EmbeddingConfigSpec.
     """
     require_spec(spec)
-    if type(num_hosts) is not int or num_hosts < 1:
-        raise errors.argument_value("num_hosts", num_hosts, "an int >= 1")
+    errors.check_int("num_hosts", num_hosts, 1)
     strategy = partition_strategy
     if strategy is None:
         strategy = spec.partition_strategy
@@ -155,14 +154,8 @@ def import_estimator_checkpoint(
             'Argument `partition_strategy` must be "div" or "mod". Received: '
             f"{strategy!r}."
         )
-    if spec.tensor_core_feature_columns:
-        raise NotImplementedError(
-            "import_estimator_checkpoint: columns "
-            f"{errors.quoted(c.name for c in spec.tensor_core_feature_columns)} have "
-            'embedding_lookup_device="tpu_tensor_core". Their tables are trained by '
-            "the model's own optimizer, not as TPU embedding tables. Make them "
-            "without `embedding_lookup_device`."
-        )
+    refused = spec.tensor_core_feature_columns
+    columns.refuse_tensor_core("import_estimator_checkpoint", refused)
     checkpoint = open_estimator_checkpoint(path)
     wanted = [
         _Wanted(key, config, _pattern(key, spec), _sources(config, spec))

@@ -88,6 +88,18 @@ def on_tensor_core(column: Any) -> bool:
     return _device(column) == "TPU_TENSOR_CORE"
 
 
+def refuse_tensor_core(where: str, columns: Iterable[Any] | None) -> None:
+    """Raises NotImplementedError if there are columns of the tensor core."""
+    names = [column.name for column in columns or ()]
+    if names:
+        raise NotImplementedError(
+            f"{where}: columns {errors.quoted(names)} have "
+            'embedding_lookup_device="tpu_tensor_core". Their tables are trained by '
+            "the model's own optimizer, not as TPU embedding tables. Make them "
+            "without `embedding_lookup_device`."
+        )
+
+
 def on_cpu(column: Any) -> bool:
     """Whether the column is for serving on a CPU only."""
     return _device(column) == "CPU"

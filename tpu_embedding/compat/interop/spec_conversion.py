@@ -169,14 +169,7 @@ def adapt(
         or an argument of the parameters has no meaning.
     """
     check_invalid_ids(invalid_ids)
-    if spec.tensor_core_feature_columns:
-        raise NotImplementedError(
-            "EmbeddingConfigSpec: columns "
-            f"{errors.quoted(c.name for c in spec.tensor_core_feature_columns)} have "
-            'embedding_lookup_device="tpu_tensor_core". Their tables are trained by '
-            "the model's own optimizer, not as TPU embedding tables. Make them "
-            "without `embedding_lookup_device`."
-        )
+    columns.refuse_tensor_core("EmbeddingConfigSpec", spec.tensor_core_feature_columns)
     serving = [c for c in spec.embedding_columns() if columns.on_cpu(c)]
     if serving:
         raise ValueError(
