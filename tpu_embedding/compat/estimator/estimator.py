@@ -341,12 +341,7 @@ class TPUEstimator:
           NotImplementedError: If the spec has dicts and no columns.
         """
         self._refuse_dicts("export_saved_model")
-        checkpoint = checkpoint_path or self.latest_checkpoint()
-        if checkpoint is None:
-            raise ValueError(
-                f"There is no checkpoint in {self._model_dir!r} to export. Call "
-                "`train` first, or pass `checkpoint_path`."
-            )
+        checkpoint = checkpoint_path or self._trained()
         folder = export.new_folder(export_dir_base)
         with self._new_graph():
             mode = self._mode(ModeKeys.PREDICT, on_tpu=False)
@@ -424,14 +419,18 @@ class TPUEstimator:
             spec.adapt()  # Raises for options that have no conversion.
             columns.warn_of_changed_ids(spec.embedding_columns())
 
-    def _reader(self) -> Any:
+    def _trained(self) -> str:
+        """Returns the latest checkpoint, which must exist."""
         checkpoint = self.latest_checkpoint()
         if checkpoint is None:
             raise ValueError(
                 f"There is no checkpoint in {self._model_dir!r} to export. Call "
                 "`train` first, or pass `checkpoint_path`."
             )
-        return tf.train.load_checkpoint(checkpoint)
+        return checkpoint
+
+    def _reader(self) -> Any:
+        return tf.train.load_checkpoint(self._trained())
 
     def _step(self) -> int:
         if self.latest_checkpoint() is None:
