@@ -356,7 +356,7 @@ class TPUEmbedding(SavesTables, RestoresLayouts, keras_api.Layer):
             serialized by Keras, or features are in a namedtuple.
         """
         arguments = self._built.arguments
-        hint = arguments.embedding_feature
+        hint, distributed = arguments.embedding_feature, arguments.distributed_options
         return {
             **super().get_config(),  # pyright: ignore[reportAttributeAccessIssue]
             **vars(arguments),
@@ -372,9 +372,7 @@ class TPUEmbedding(SavesTables, RestoresLayouts, keras_api.Layer):
             ),
             "loss_scale": encode_loss_scale(arguments.loss_scale),
             "invalid_ids": None,  # In the tables of `feature_config`.
-            "distributed_options": serialization.encode_distributed(
-                arguments.distributed_options
-            ),
+            "distributed_options": distributed and dataclasses.asdict(distributed),
         }
 
     @classmethod
@@ -389,11 +387,13 @@ class TPUEmbedding(SavesTables, RestoresLayouts, keras_api.Layer):
         arguments["loss_scale"] = serialization.decode_object(config["loss_scale"])
         hint = config["embedding_feature"]
         arguments["embedding_feature"] = hint and _EmbeddingFeature[hint]
-        arguments["sparse_core_embedding_config"] = serialization.decode_sparse_core(
-            config["sparse_core_embedding_config"]
+        stacks = config["sparse_core_embedding_config"]
+        arguments["sparse_core_embedding_config"] = stacks and (
+            SparseCoreEmbeddingConfig(**stacks)
         )
-        arguments["distributed_options"] = serialization.decode_distributed(
-            config.get("distributed_options")  # Old files lack it.
+        distributed = config.get("distributed_options")  # Old files lack it.
+        arguments["distributed_options"] = distributed and (
+            DistributedOptions(**distributed)
         )
         return cls(**arguments)
 

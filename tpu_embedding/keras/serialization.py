@@ -19,13 +19,7 @@ from tpu_embedding.checkpoint.checkpoint_view import (
     parse_hashing,
 )
 from tpu_embedding.checkpoint.hashed_tables import check_hashing
-from tpu_embedding.config import (
-    DistributedOptions,
-    FeatureConfig,
-    QuantizationConfig,
-    SparseCoreEmbeddingConfig,
-    TableConfig,
-)
+from tpu_embedding.config import FeatureConfig, QuantizationConfig, TableConfig
 from tpu_embedding.initializers import RowIdInitializer
 from tpu_embedding.keras.keras_api import keras_api
 from tpu_embedding.keras.optimizers import is_keras_optimizer
@@ -93,21 +87,6 @@ def encode_sparse_core(config: Any) -> dict[str, Any] | None:
         name: dict(value) if isinstance(value, Mapping) else value
         for name, value in vars(config).items()
     }
-
-
-def decode_sparse_core(config: Any) -> SparseCoreEmbeddingConfig | None:
-    """Reverses `encode_sparse_core`, in the class of this package."""
-    return None if config is None else SparseCoreEmbeddingConfig(**config)
-
-
-def encode_distributed(options: DistributedOptions | None) -> dict[str, Any] | None:
-    """Returns DistributedOptions as JSON."""
-    return None if options is None else dataclasses.asdict(options)
-
-
-def decode_distributed(config: Any) -> DistributedOptions | None:
-    """Reverses `encode_distributed`."""
-    return None if config is None else DistributedOptions(**config)
 
 
 def encode_optimizer(optimizer: Any, where: str) -> Any:
