@@ -238,7 +238,8 @@ class TPUEmbedding(EmbeddingBase):
                 topology.require_queueable(self.core.plan.paths, values)
                 if not self.core.engine_class.differentiates_weights:
                     self.core.require_weight_gradients(flat_weights)
-                cores = 1 if place is None else self._cores_per_replica()
+                tpu = None if place is None else topology.tpu
+                cores = 1 if tpu is None else tpu.cores_per_replica
                 batches = topology.on_host(
                     self._read, values, flat_weights, replica, cores
                 )
@@ -451,7 +452,9 @@ class TPUEmbedding(EmbeddingBase):
     def _remember_static_shapes(self, batches: Sequence[Sequence[IdBatch]]) -> None:
         """Keeps what is known of batches that are queued in a graph, for `dequeue`."""
         of_replicas = [
-            self.core.output_shapes.of_inputs([_static_shape(b) for b in own])
+            self.core.output_shapes.of_inputs(
+                [tuple(batch.static_shape.as_list()) for batch in own]
+            )
             for own in batches
         ]
         shapes = [_common(own) for own in zip(*of_replicas, strict=True)]
@@ -471,10 +474,6 @@ class TPUEmbedding(EmbeddingBase):
         while graph is not None and graph not in self._queued_shapes:
             graph = getattr(graph, "outer_graph", None)
         return None if graph is None else self._queued_shapes[graph]
-
-    def _cores_per_replica(self) -> int:
-        tpu = self.core.topology.tpu
-        return 1 if tpu is None else tpu.cores_per_replica
 
     def _read(
         self,
@@ -500,10 +499,6 @@ class TPUEmbedding(EmbeddingBase):
 def _is_distributed(value: Any) -> bool:
     distributed = isinstance(value, tf.distribute.DistributedValues)
     return distributed and not isinstance(value, tf.Variable)
-
-
-def _static_shape(batch: IdBatch) -> tuple[int | None, ...]:
-    return tuple(batch.static_shape.as_list())
 
 
 def _common(shapes: Sequence[Shape]) -> Shape:

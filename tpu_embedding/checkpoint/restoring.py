@@ -43,7 +43,8 @@ class _Copy:
 
     def run(self, progress: Progress) -> None:
         if self.places is not None:
-            self._run_by_place(self.places)
+            stored = self.source.numpy()
+            _write_places(self.target, self.places, lambda own: stored[own])
             progress.advance(self.source.nbytes)
             return
         common = min(self.source.shape[0], self.target.shape[0])
@@ -53,10 +54,6 @@ class _Copy:
                 values = self.source.read(start, min(stop, common))
                 self.target.write(start, values.astype(dtype, copy=False))
             progress.advance((stop - start) * self.source.row_bytes)
-
-    def _run_by_place(self, places: np.ndarray) -> None:
-        stored = self.source.numpy()
-        _write_places(self.target, places, lambda own: stored[own])
 
 
 @dataclasses.dataclass(frozen=True)

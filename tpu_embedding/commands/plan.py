@@ -89,12 +89,15 @@ def load_configuration(name: str) -> Configuration:
         )
     if path.suffix == ".json":
         try:
-            text = path.read_text(encoding="utf-8")
+            content = json.loads(path.read_text(encoding="utf-8"))
         except UnicodeDecodeError as error:
             raise ValueError(f"{name} is not a text file in UTF-8: {error}.") from error
-        return _of_dict(_json(name, text))
+        except (ValueError, RecursionError) as error:  # Also of too long numbers.
+            raise ValueError(f"{name} is not JSON: {error}.") from error
+        return _of_dict(content)
     found = _attribute(name)
-    if isinstance(found, tuple) and len(found) == 2 and _is_optimizer(found[1]):
+    is_pair = isinstance(found, tuple) and len(found) == 2
+    if is_pair and (found[1] is None or hasattr(found[1], "learning_rate")):
         return Configuration(*found)
     return Configuration(found)
 
@@ -122,17 +125,6 @@ def _attribute(name: str) -> Any:
     found = user_code.find(name)
     is_model = hasattr(found, "_flatten_layers")  # Of Keras.
     return user_code.call(name, found) if callable(found) and not is_model else found
-
-
-def _is_optimizer(value: Any) -> bool:
-    return value is None or hasattr(value, "learning_rate")
-
-
-def _json(name: str, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:  # Also of numbers that are too long.
-        raise ValueError(f"{name} is not JSON: {error}.") from error
 
 
 def _of_dict(given: Any) -> Configuration:

@@ -326,11 +326,6 @@ def _is_software_tpu() -> bool:
     return _process.on.partition(":")[0] not in ("host", "mirrored")
 
 
-def _has_embedding_engine(kind: str) -> bool:
-    """Whether initializing ends the embeddings of the strategy: on TPU v2 to v4."""
-    return _is_software_tpu() and tpu_generations.generation(kind).embedding == "v1"
-
-
 def _topology() -> Any:
     """The devices of `install`, as `initialize_tpu_system` describes a TPU's."""
     from tpu_embedding.testing.strategy import create_topology
@@ -365,9 +360,10 @@ def _create_strategy(assignment: Any) -> Any:
 def _replace_tpu_system() -> Iterator[str]:
     def initialize_tpu_system(cluster_resolver: Any = None) -> Any:
         del cluster_resolver
-        kind = _process.on.partition(":")[0]
-        if _process.strategy is not None and _has_embedding_engine(kind):
-            _process.strategy.initialize_tpu_system()  # What it held is gone.
+        if _process.strategy is not None and _is_software_tpu():
+            kind = _process.on.partition(":")[0]
+            if tpu_generations.generation(kind).embedding == "v1":
+                _process.strategy.initialize_tpu_system()  # What it held is gone.
         return _topology()
 
     def shutdown_tpu_system(cluster_resolver: Any = None) -> None:

@@ -156,9 +156,11 @@ def _encode_table(table: Any, invalid_ids: str | None) -> dict[str, Any]:
         for field in dataclasses.fields(TableConfig)
         if field.kw_only
     }
+    rows = table.vocabulary_size
+    has_options = isinstance(rows, (GrowingVocabulary, Hashing))
     return {
         **ours,
-        "vocabulary_size": _encode_vocabulary(table.vocabulary_size),
+        "vocabulary_size": dataclasses.asdict(rows) if has_options else rows,
         "dim": table.dim,
         "initializer": _encode_initializer(where, table.initializer),
         "optimizer": encode_optimizer(table.optimizer, where),
@@ -170,14 +172,6 @@ def _encode_table(table: Any, invalid_ids: str | None) -> dict[str, Any]:
         # TensorFlow's TableConfig has no policy; the layer's applies to it.
         "invalid_ids": getattr(table, "invalid_ids", invalid_ids or "error"),
     }
-
-
-def _encode_vocabulary(vocabulary: Any) -> Any:
-    """A number of rows, or the arguments of a GrowingVocabulary or a Hashing."""
-    kinds = (GrowingVocabulary, Hashing)
-    return (
-        dataclasses.asdict(vocabulary) if isinstance(vocabulary, kinds) else vocabulary
-    )
 
 
 def _decode_table(config: Mapping[str, Any]) -> TableConfig:

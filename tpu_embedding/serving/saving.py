@@ -108,7 +108,8 @@ def save(
     # The last one of a name: the row that ids share is part of their table.
     readers = {source.name: table for source, table in tables}
     deltas = None if follower is None else follower.state
-    mapped = any(_is_mapped(stored) for stored, *_ in conversions.values())
+    parts = [part for form, *_ in conversions.values() for part in form.parts.values()]
+    mapped = any(isinstance(part, MappedPart) for part in parts)
     described = [
         MappedTable(
             tables[number][0].name,
@@ -185,10 +186,6 @@ def _name_no_process(model: str) -> None:
 
 # By number of the table its form, what converts it and its object in the model.
 _Conversions = Mapping[int, tuple[ConvertedTable, Conversion, str]]
-
-
-def _is_mapped(table: ConvertedTable) -> bool:
-    return any(isinstance(part, MappedPart) for part in table.parts.values())
 
 
 def _total(conversions: _Conversions) -> int:

@@ -238,7 +238,8 @@ class _Cut:
                     "assign_sub."
                 )
         changed = [name for name in values if values[name] != starts[name]]
-        wanted = [*results, *(_tensor_name(values[name]) for name in changed)]
+        names = [values[name] for name in changed]
+        wanted = [*results, *(n if ":" in n else f"{n}:0" for n in names)]
         order = list(arguments)
         listed = [
             Argument(
@@ -259,10 +260,6 @@ class _Cut:
             tensor = tensor.op.inputs[0]
         outer = self._names.get(id(tensor))
         return self._variables.get(id(outer), tensor.op.name)
-
-
-def _tensor_name(name: str) -> str:
-    return name if ":" in name else f"{name}:0"
 
 
 def _spec(tensor: Any) -> tf.TensorSpec:

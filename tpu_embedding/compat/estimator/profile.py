@@ -203,8 +203,12 @@ class EmbeddingProfiler:
             path = self._paths[table]
             try:
                 with one_writer(path):  # No run between the reading and the writing.
-                    statistics = dataclasses.asdict(self._with_file(table))
-                    content = {**self._key(table), "statistics": statistics}
+                    before = self._read(table)
+                    both = found.merged(before) if before else found
+                    content = {
+                        **self._key(table),
+                        "statistics": dataclasses.asdict(both),
+                    }
                     replace_file(path, json.dumps(content, indent=2))
             except OSError as error:
                 logging.warning(
@@ -278,10 +282,6 @@ class EmbeddingProfiler:
     def _name(self, table: str) -> str:
         text = json.dumps(self._key(table), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-    def _with_file(self, table: str) -> TableStatistics:
-        before = self._read(table)
-        return self._found[table].merged(before) if before else self._found[table]
 
     def _read(self, table: str) -> TableStatistics | None:
         """The contents of a table's file, or None if there is no such file."""

@@ -112,7 +112,9 @@ class EmbeddingConfigSpec(collections.namedtuple("EmbeddingConfigSpec", _FIELDS)
         if feature_columns:
             feature_columns, tensor_core = _check_columns(feature_columns)
             check_parameters(optimization_parameters)
-            _warn_of_single_dict(*dicts)
+            for name, value in zip(_DICTS, dicts, strict=True):
+                if value:
+                    columns.warn_of_ignored_dict(name)
         else:
             feature_columns = None
             _check_dicts(feature_to_config_dict or {}, table_to_config_dict or {})
@@ -283,13 +285,6 @@ def _check_columns(feature_columns: Any) -> tuple[list[Any], list[Any]]:
             )
         split[columns.on_tensor_core(column)].append(column)
     return split
-
-
-def _warn_of_single_dict(feature_to_config: Any, table_to_config: Any) -> None:
-    if feature_to_config:
-        columns.warn_of_ignored_dict("feature_to_config_dict")
-    if table_to_config:
-        columns.warn_of_ignored_dict("table_to_config_dict")
 
 
 def _check_dicts(features: dict[str, Any], tables: dict[str, Any]) -> None:

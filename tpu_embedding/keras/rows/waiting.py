@@ -180,7 +180,7 @@ class Waiting:
     ) -> list[tf.Tensor]:
         unread = self.variables[len(stored) :]
         stored = [*stored, *(gather(variable, rows) for variable in unread)]
-        values = [tf.cast(s, _precision(s.dtype)) for s in stored]
+        values = [s if s.dtype.size >= 4 else tf.cast(s, tf.float32) for s in stored]
         values = self._idled(values, gather(self.since, rows))
         return [tf.cast(v, s.dtype) for v, s in zip(values, stored, strict=True)]
 
@@ -210,7 +210,9 @@ class Waiting:
         elif idle.move != "follow":
             row -= moved
         faded = [
-            slot if fade == 1.0 else _shrunk(slot, 0.0, _power(fade, steps))
+            slot
+            if fade == 1.0
+            else _shrunk(slot, 0.0, tf.constant(fade, tf.float64) ** steps)
             for slot, fade in zip(slots, idle.fades, strict=True)
         ]
         return [row, *faded]
@@ -419,14 +421,6 @@ def _shrunk(value: tf.Tensor, moved: Any, factor: tf.Tensor) -> tf.Tensor:
     """(value - moved) * factor, rounded once: a factor near 1 is not."""
     exact = tf.cast(value, tf.float64) - tf.cast(moved, tf.float64)
     return tf.cast(exact * factor, value.dtype)
-
-
-def _precision(dtype: tf.DType) -> tf.DType:
-    return dtype if dtype.size >= 4 else tf.float32
-
-
-def _power(base: float, exponents: tf.Tensor) -> tf.Tensor:
-    return tf.constant(base, tf.float64) ** exponents
 
 
 def _variable(value: np.ndarray) -> Any:
