@@ -282,13 +282,11 @@ class RestoredGrowingTable(StoredVocabulary):
         return cls(spec, stored)
 
     def read(self, names: Collection[str]) -> dict[str, np.ndarray]:
-        """See `StoredVocabulary.read`."""
         size = len(self._known["ids"]) + num_shared(self._spec.growth, self._known)
         arrays = {name: self.arrays[name].numpy()[:size] for name in names}
         return {**self._known, **arrays}
 
     def write(self, state: Mapping[str, np.ndarray]) -> None:
-        """See `StoredVocabulary.write`."""
         rows = {**state, **served_rows(self._spec, state)}
         for name, array in self.arrays.items():
             array.assign(tf.constant(rows[name], array.dtype))

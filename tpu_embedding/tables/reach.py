@@ -108,16 +108,13 @@ class InJob(Reach):
         ]
 
     def agree(self, call: str) -> None:
-        """See `Reach.agree`."""
         self._group.agree(_PHASE, call)
 
     def reader(self, stored: StoredReader) -> StoredReader:
-        """See `Reach.reader`."""
         del stored
         return _NoReader()
 
     def variables(self, stored: StoredReader) -> Sequence[Any]:
-        """See `Reach.variables`."""
         del stored
         raise NotImplementedError(
             "Under MultiWorkerMirroredStrategy no process has a whole stacked table. "
@@ -125,23 +122,19 @@ class InJob(Reach):
         )
 
     def has(self, table: int) -> bool:
-        """See `Reach.has`."""
         return self._placements[0].owners[table] in (self.rank, ALL_PROCESSES, BY_ID)
 
     def within(self, table: int, process: int, start: int, stop: int) -> Run:
-        """See `Reach.within`."""
         return self._placements[process].within(table, process, start, stop)
 
     def owned(
         self, table: int, rows: np.ndarray
     ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """See `Reach.owned`."""
         return [placement.owned(table, rows) for placement in self._placements]
 
     def gather(
         self, array: np.ndarray, call: str, receiver: int | None = None
     ) -> list[np.ndarray]:
-        """See `Reach.gather`."""
         content = array.tobytes()
         sent = [
             content if receiver in (None, process) else b""
@@ -156,7 +149,6 @@ class InJob(Reach):
     def from_owners(
         self, table: int, parts: Sequence[Mapping[str, np.ndarray]], call: str
     ) -> list[dict[str, np.ndarray]]:
-        """See `Reach.from_owners`."""
         (arrays,) = parts
         head = [(name, v.dtype.name, v.shape) for name, v in arrays.items()]
         content = b"".join(v.tobytes() for v in arrays.values())
@@ -204,7 +196,6 @@ class OnServers(Reach):
         self._coordinator = coordinator
 
     def call(self, function: Callable[[], _T]) -> _T:
-        """See `Reach.call`."""
         return self._coordinator.wait_for(function)
 
 

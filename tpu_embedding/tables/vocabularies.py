@@ -138,11 +138,9 @@ class QueueVocabulary(StoredVocabulary):
         self._ops = library.load()
 
     def find(self, ids: tf.Tensor) -> tf.Tensor:
-        """See `StoredVocabulary.find`."""
         return self._find(self._spec.index, ids)
 
     def evict(self) -> int:
-        """See `StoredVocabulary.evict`."""
         with tf.device(self._device):
             return int(
                 self._ops.tpu_embedding_evict(queue=self._queue, table=self._spec.index)
@@ -164,7 +162,6 @@ class QueueVocabulary(StoredVocabulary):
         return {name: value.numpy() for name, value in found.items()}
 
     def read(self, names: Collection[str]) -> _Arrays:
-        """See `StoredVocabulary.read`."""
         variables = [self.arrays[name] for name in names]
         if variables:
             catch_up(variables[0])
@@ -180,7 +177,6 @@ class QueueVocabulary(StoredVocabulary):
         return {name: value.numpy() for name, value in (parts | values).items()}
 
     def write(self, state: Mapping[str, np.ndarray]) -> None:
-        """See `StoredVocabulary.write`."""
         with tf.device(self._device):
             self._ops.tpu_embedding_load_vocabulary(
                 queue=self._queue,

@@ -111,7 +111,6 @@ class Embedding(WeightTable, keras_api.RowEmbedding):
 
     @classmethod
     def core_of_model(cls, model: Any) -> WeightTables:
-        """See `WeightTable`."""
         return ModelTables(model)
 
     def make_tables(self) -> None:

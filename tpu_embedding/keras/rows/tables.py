@@ -93,7 +93,6 @@ class ModelTables(WeightTables):
                     yield layer.name, names[name], slot
 
     def tables(self) -> dict[str, Table]:
-        """See `StoredTables`."""
         rows: dict[str, dict[str, MutableTableRows]] = {
             layer.name: {PARAMETERS: _rows(layer.embeddings)} for layer in self.layers
         }
@@ -109,7 +108,6 @@ class ModelTables(WeightTables):
         }
 
     def current_tables(self) -> dict[str, Table]:
-        """See `StoredTables`."""
         self._flush()
         return self.tables()
 
@@ -159,7 +157,6 @@ class ModelTables(WeightTables):
         )
 
     def inputs_of_model(self) -> tuple[dict[str, Any], Callable[[Any], Any]]:
-        """See `WeightTables`."""
         try:
             structure = self._model.input
         except (AttributeError, ValueError) as error:
@@ -178,7 +175,6 @@ class ModelTables(WeightTables):
         return {name: spec for specs, _ in fields for name, spec in specs.items()}, pack
 
     def call_model(self, inputs: Any, readers: Mapping[str, TableReader]) -> Any:
-        """See `WeightTables`."""
         with contextlib.ExitStack() as stack:
             for waiting in self._waiting():
                 stack.enter_context(waiting.quiet())
@@ -193,7 +189,6 @@ class ModelTables(WeightTables):
         return dict(zip(names, outputs, strict=True))
 
     def other_layers(self) -> list[Any]:
-        """See `WeightTables`."""
         return [
             layer
             for layer in self._model._flatten_layers(include_self=False)
@@ -201,7 +196,6 @@ class ModelTables(WeightTables):
         ]
 
     def engine_optimizer(self) -> Any:
-        """See `WeightTables`."""
         optimizer = self._optimizer
         if optimizer is None:
             return None
