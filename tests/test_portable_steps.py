@@ -12,13 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from engine_calls import (
-    MODES,
-    Mixed,
-    assert_same,
-    assert_same_variables,
-    outcome,
-)
+from engine_calls import MODES, Mixed, assert_same, assert_same_variables, outcome
 from steps import look_up
 
 import tpu_embedding as te

@@ -11,11 +11,7 @@ import tensorflow as tf
 
 from tpu_embedding import errors
 from tpu_embedding.config import DistributedOptions
-from tpu_embedding.embedding_base import (
-    EmbeddingBase,
-    do_not_convert,
-    per_replica,
-)
+from tpu_embedding.embedding_base import EmbeddingBase, do_not_convert, per_replica
 from tpu_embedding.engines import Call, EmbeddingOptions, Prepared, StepQueue
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.output_shapes import Shape

@@ -20,10 +20,7 @@ from tpu_embedding.lookup.features import FeatureLookup
 from tpu_embedding.packing import flatten_batch
 from tpu_embedding.tables.initial import slot_values, table_values
 from tpu_embedding.tables.readers import VariableReader
-from tpu_embedding.tables.rows import (
-    PARAMETERS,
-    by_checkpoint_name,
-)
+from tpu_embedding.tables.rows import PARAMETERS, by_checkpoint_name
 from tpu_embedding.tf_configs import convert_features, convert_optimizer, freeze_configs
 
 

@@ -11,10 +11,7 @@ import tensorflow as tf
 from tpu_embedding import errors
 from tpu_embedding.checkpoint import sparse_core_format
 from tpu_embedding.config import DistributedOptions
-from tpu_embedding.embedding_base import (
-    EmbeddingBase,
-    do_not_convert,
-)
+from tpu_embedding.embedding_base import EmbeddingBase, do_not_convert
 from tpu_embedding.engines import Call, EmbeddingOptions, Prepared
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.csr import PartitionedCsrFormatTensor, PreprocessedFeatures

@@ -8,12 +8,7 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
-from estimator.estimator_models import (
-    MOD,
-    SPEC,
-    make,
-    model_fn,
-)
+from estimator.estimator_models import MOD, SPEC, make, model_fn
 from interop.spec_cases import ids
 
 from tpu_embedding import estimator, interop

@@ -11,15 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from absl import logging
-from estimator.estimator_models import (
-    SPEC,
-    batches,
-    dense,
-    make,
-    model_fn,
-    sparse,
-    v1,
-)
+from estimator.estimator_models import SPEC, batches, dense, make, model_fn, sparse, v1
 from interop.spec_cases import SGD, dict_spec, embedding, sequence, weighted
 
 from tpu_embedding import estimator, interop

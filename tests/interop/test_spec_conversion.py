@@ -7,14 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from interop.spec_cases import (
-    SGD,
-    dict_spec,
-    embedding,
-    shared,
-    spec,
-    weighted,
-)
+from interop.spec_cases import SGD, dict_spec, embedding, shared, spec, weighted
 from steps import evaluate_on, train_on
 
 import tpu_embedding as te

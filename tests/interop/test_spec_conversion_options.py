@@ -9,11 +9,7 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
-from interop.spec_cases import (
-    dict_spec,
-    embedding,
-    spec,
-)
+from interop.spec_cases import dict_spec, embedding, spec
 
 import tpu_embedding as te
 from tpu_embedding import interop

@@ -11,13 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras_layer import models
-from keras_layer.trained import (
-    ALL_SLOTS,
-    assert_same_bits,
-    everything,
-    fit,
-    make_model,
-)
+from keras_layer.trained import ALL_SLOTS, assert_same_bits, everything, fit, make_model
 
 import tpu_embedding as te
 from tpu_embedding import distribution

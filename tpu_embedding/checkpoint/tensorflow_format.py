@@ -31,11 +31,7 @@ from tpu_embedding.checkpoint.object_graph import (
     SavedSlot,
     read_objects,
 )
-from tpu_embedding.checkpoint.sparse_core_format import (
-    LAYOUTS,
-    parse_layouts,
-    unstack,
-)
+from tpu_embedding.checkpoint.sparse_core_format import LAYOUTS, parse_layouts, unstack
 from tpu_embedding.checkpoint.writing import slice_spec
 from tpu_embedding.layout.partition import TableLayout
 from tpu_embedding.layout.plan import UPDATES

@@ -29,11 +29,7 @@ from tpu_embedding.checkpoint.sparse_core_format import stack
 from tpu_embedding.errors import check_path
 from tpu_embedding.layout.partition import TableLayout
 from tpu_embedding.layout.plan import UPDATES
-from tpu_embedding.tables.rows import (
-    ProcessGroup,
-    TableRows,
-    by_checkpoint_name,
-)
+from tpu_embedding.tables.rows import ProcessGroup, TableRows, by_checkpoint_name
 
 try:
     import fcntl

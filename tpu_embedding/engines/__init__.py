@@ -17,11 +17,7 @@ from tpu_embedding.engines.host.servers import ParameterServerEngine
 from tpu_embedding.engines.portable.engine import PortableEngine
 from tpu_embedding.engines.sparse_core.engine import SparseCoreEngine
 from tpu_embedding.engines.tpu_v2_v4.engine import TPUV2V4Engine
-from tpu_embedding.layout.plan import (
-    Plan,
-    refuse_growing,
-    require_dtypes,
-)
+from tpu_embedding.layout.plan import Plan, refuse_growing, require_dtypes
 
 __all__ = [
     "Call",

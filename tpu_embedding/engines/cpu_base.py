@@ -7,10 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
-from tpu_embedding.layout.csr import (
-    PartitionedCsrFormatTensor,
-    PreprocessedFeatures,
-)
+from tpu_embedding.layout.csr import PartitionedCsrFormatTensor, PreprocessedFeatures
 from tpu_embedding.layout.plan import Plan, require_options
 from tpu_embedding.layout.stacking import Layout, full_shape
 

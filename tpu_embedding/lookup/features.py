@@ -16,12 +16,7 @@ from tpu_embedding.layout.output_shapes import (
     from_input,
 )
 from tpu_embedding.layout.plan import FeatureSpec, Plan, refuse_custom
-from tpu_embedding.lookup.combine import (
-    combine,
-    combine_padded,
-    pad,
-    reader_of,
-)
+from tpu_embedding.lookup.combine import combine, combine_padded, pad, reader_of
 from tpu_embedding.lookup.entries import Selection, select
 from tpu_embedding.lookup.feature_structure import read_features
 from tpu_embedding.lookup.input_rows import MAX_SAMPLES, FeatureInput

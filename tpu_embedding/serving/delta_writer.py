@@ -15,11 +15,7 @@ from tpu_embedding import errors
 from tpu_embedding.checkpoint.object_graph import variable_key
 from tpu_embedding.checkpoint.stored import StoredTables, tables_of_weights
 from tpu_embedding.checkpoint.tensorflow_format import Bundle
-from tpu_embedding.checkpoint.writing import (
-    in_all_processes,
-    require_alike,
-    slice_spec,
-)
+from tpu_embedding.checkpoint.writing import in_all_processes, require_alike, slice_spec
 from tpu_embedding.engines.process_group import calling
 from tpu_embedding.hashing import unmixed_bits
 from tpu_embedding.serving.conversion import ConvertedTable

@@ -24,10 +24,7 @@ from tpu_embedding.serving.lookup import (
 from tpu_embedding.serving.mapping import open_tables
 from tpu_embedding.tables.table import stored_table
 from tpu_embedding.tables.trackable import RowsVariable
-from tpu_embedding.tables.variables import (
-    TableVariables,
-    create_variables,
-)
+from tpu_embedding.tables.variables import TableVariables, create_variables
 from tpu_embedding.tf_configs import convert_features, convert_optimizer, freeze_configs
 
 _do_not_convert = tf.autograph.experimental.do_not_convert

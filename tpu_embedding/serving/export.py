@@ -24,11 +24,7 @@ from tpu_embedding.serving.exported import (
     unknown_names,
 )
 from tpu_embedding.serving.following import Follower
-from tpu_embedding.serving.following_tables import (
-    GrowingBase,
-    most_changed,
-    most_ids,
-)
+from tpu_embedding.serving.following_tables import GrowingBase, most_changed, most_ids
 from tpu_embedding.serving.growing_tables import exported_table, missing_rows
 from tpu_embedding.serving.mapping import MappedPart, file_of
 from tpu_embedding.serving.quantization import STORAGES, stored_form

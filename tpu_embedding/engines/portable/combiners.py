@@ -10,10 +10,7 @@ import tensorflow as tf
 
 from tpu_embedding.combiners import CustomCombiner
 from tpu_embedding.engines import errors
-from tpu_embedding.layout.csr import (
-    CombinedCsrFormatTensor,
-    PartitionedCsrFormatTensor,
-)
+from tpu_embedding.layout.csr import CombinedCsrFormatTensor, PartitionedCsrFormatTensor
 from tpu_embedding.layout.plan import Plan
 from tpu_embedding.layout.stacking import Layout, Stack
 from tpu_embedding.lookup.entries import Entries

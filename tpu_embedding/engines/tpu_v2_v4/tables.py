@@ -16,11 +16,7 @@ import tensorflow as tf
 from tpu_embedding.distribution import TPUSystem
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.tables.initial import ShardInfo, slot_values, table_values
-from tpu_embedding.tables.rows import (
-    PARAMETERS,
-    MutableTableRows,
-    joined,
-)
+from tpu_embedding.tables.rows import PARAMETERS, MutableTableRows, joined
 from tpu_embedding.tables.trackable import ShardedArray
 from tpu_embedding.tables.variables import VariableRows, create_state, user_slots
 
