@@ -8,13 +8,16 @@ from collections.abc import Iterator, Sequence
 import tensorflow as tf
 
 
+def data_loss(message: str) -> tf.errors.DataLossError:
+    """A file that is missing, cut or damaged."""
+    return tf.errors.DataLossError(None, None, message)
+
+
 def corrupted(path: str, reason: str) -> tf.errors.DataLossError:
     """A file that differs from what its writer wrote."""
-    return tf.errors.DataLossError(
-        None,
-        None,
+    return data_loss(
         f"The checkpoint file {path} is damaged: {reason}. Use another "
-        "checkpoint, e.g. one that tf.train.CheckpointManager kept.",
+        "checkpoint, e.g. one that tf.train.CheckpointManager kept."
     )
 
 

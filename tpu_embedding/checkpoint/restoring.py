@@ -300,11 +300,9 @@ class Job:
                 growth.run(self.parts.pop(0))
                 progress.advance(growth.nbytes)
         except tf.errors.DataLossError as error:
-            raise tf.errors.DataLossError(
-                None,
-                None,
+            raise errors.data_loss(
                 f"{error.message} The file was whole when it was checked. Some tables "
-                "have its values already, and others do not: restore again.",
+                "have its values already, and others do not: restore again."
             ) from error
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tpu_embedding.checkpoint.errors import data_loss
 from tpu_embedding.checkpoint.writing import one_writer
 from tpu_embedding.serving.delta_files import delta_blocks
 from tpu_embedding.serving.following import APPLY
@@ -46,10 +47,8 @@ def apply_delta(model: Any, path: str | os.PathLike[str]) -> int:
     for block in delta_blocks(path):
         state = apply(block=tf.constant(block))
     if not state or state["next_block"]:
-        raise tf.errors.DataLossError(
-            None,
-            None,
-            f"Delta {os.fspath(path)} is truncated: the last block is missing.",
+        raise data_loss(
+            f"Delta {os.fspath(path)} is truncated: the last block is missing."
         )
     return int(state["sequence"])
 

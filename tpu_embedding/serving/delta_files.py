@@ -28,6 +28,7 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from tpu_embedding.checkpoint.errors import data_loss
 from tpu_embedding.checkpoint.writing import one_writer
 from tpu_embedding.layout.plan import TableSpec
 
@@ -267,13 +268,13 @@ def delta_blocks(path: str | os.PathLike[str]) -> Iterator[bytes]:
     place = os.fspath(path)
     with tf.io.gfile.GFile(place, "rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
-            raise _damaged(f"{place} is not a delta of this package.")
+            raise data_loss(f"{place} is not a delta of this package.")
         number = 0
         while length := file.read(8):
             size = struct.unpack("<q", length)[0] if len(length) == 8 else -1
             block = file.read(size) if 0 <= size <= _LARGEST_BLOCK else b""
             if len(block) != size:
-                raise _damaged(f"Delta {place} is truncated in block {number}.")
+                raise data_loss(f"Delta {place} is truncated in block {number}.")
             yield block
             number += 1
 
@@ -284,18 +285,18 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     for number, block in enumerate(delta_blocks(path)):
         found = _head(block)
         if found is None or found != (checksum(block[8:]), found[1], number):
-            raise _damaged(f"Block {number} of delta {os.fspath(path)} is damaged.")
+            raise data_loss(f"Block {number} of delta {os.fspath(path)} is damaged.")
         kind = found[1]
         if number == 0:
             header = _header(block)
         elif kind == END and struct.unpack_from("<q", block, HEAD_BYTES)[0] != total:
-            raise _damaged(
+            raise data_loss(
                 f"The blocks of delta {os.fspath(path)} are in another order."
             )
         total = chained(total, found[0])
     if header is None or kind != END:
         name = os.fspath(path)
-        raise _damaged(f"Delta {name} is truncated: the last block is missing.")
+        raise data_loss(f"Delta {name} is truncated: the last block is missing.")
     return header
 
 
@@ -311,7 +312,3 @@ def _header(block: bytes) -> Header:
     base = Base.from_json(block[start + counts.nbytes :])
     pairs = tuple((int(upserts), int(deletions)) for upserts, deletions in counts)
     return Header(base, run, follows, sequence, pairs)
-
-
-def _damaged(message: str) -> tf.errors.DataLossError:
-    return tf.errors.DataLossError(None, None, message)

@@ -23,6 +23,7 @@ from tensorflow.core.framework import attr_value_pb2
 from tensorflow.core.protobuf import saved_model_pb2
 from tensorflow.python.saved_model import fingerprinting_utils
 
+from tpu_embedding.checkpoint.errors import data_loss
 from tpu_embedding.checkpoint.writing import Piece, one_writer
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.ops import library
@@ -166,11 +167,10 @@ def _verify(path: str, checksums: Sequence[int]) -> None:
         pairs = itertools.zip_longest(found, checksums)
         bad = next((n for n, (own, told) in enumerate(pairs) if own != told), None)
     if bad is not None:
-        message = (
+        raise data_loss(
             f"{path} is damaged in its MiB {bad}, whose checksum is not that in "
             f"{_TABLES}. Copy or export it again; `verify=False` reads it as it is."
         )
-        raise tf.errors.DataLossError(None, None, message)
 
 
 class _OpenedPart:
@@ -226,18 +226,15 @@ def _read_tables(export: str) -> dict[str, tuple[int, MappedTable]]:
     except FileNotFoundError:
         raise _maps_nothing(export) from None
     except (AttributeError, TypeError, ValueError) as error:
-        message = f"{path} is damaged: {error}."
-        raise tf.errors.DataLossError(None, None, message) from None
+        raise data_loss(f"{path} is damaged: {error}.") from None
     return {table.name: (number, table) for number, table in enumerate(tables)}
 
 
 def _checksums_of(export: str, table: MappedTable, part: str) -> Sequence[int]:
     if part not in table.checksums:
-        raise tf.errors.DataLossError(
-            None,
-            None,
+        raise data_loss(
             f"{os.path.join(export, _TABLES)} lacks the checksums of part {part} of "
-            f"table {table.name}.",
+            f"table {table.name}."
         )
     return table.checksums[part]
 
@@ -317,8 +314,8 @@ def _verify_all(export: str, names: Iterable[str]) -> None:
         number, _, part = name.partition(".")
         table = tables.get(int(number))
         if table is None:
-            message = f"{os.path.join(export, _TABLES)} lacks the table of file {name}."
-            raise tf.errors.DataLossError(None, None, message)
+            lacking = f"lacks the table of file {name}."
+            raise data_loss(f"{os.path.join(export, _TABLES)} {lacking}")
         if table.checksums:
             file = os.path.join(export, FOLDER, name)
             _verify(file, _checksums_of(export, table, part))
@@ -336,6 +333,4 @@ def _require_size(path: str, expected: int) -> None:
     size = os.path.getsize(path) if os.path.exists(path) else -1
     if size != expected:
         state = "is missing" if size < 0 else f"has {size} bytes"
-        raise tf.errors.DataLossError(
-            None, None, f"{path} {state}, and its table has {expected} bytes."
-        )
+        raise data_loss(f"{path} {state}, and its table has {expected} bytes.")

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tpu_embedding import errors
+from tpu_embedding.checkpoint.errors import data_loss
 from tpu_embedding.compat.estimator.graph import Graph
 from tpu_embedding.compat.estimator.profile import EmbeddingProfiler, observe_batch
 from tpu_embedding.compat.estimator.run_config import RunConfig
@@ -233,12 +234,10 @@ def latest_checkpoint(folder: str) -> str | None:
     if state is None:
         named = os.path.join(folder, "checkpoint")
         if tf.io.gfile.exists(named):
-            raise tf.errors.DataLossError(
-                None,
-                None,
+            raise data_loss(
                 f"{named} cannot be read, so that it names no checkpoint. Write it "
                 "anew with tf.train.update_checkpoint_state, or remove it to begin "
-                "anew.",
+                "anew."
             )
         return None
     path = state.model_checkpoint_path
@@ -266,11 +265,9 @@ def check_restored(graph: Graph, checkpoint: str | None) -> None:
     try:
         stored = tf.train.load_checkpoint(checkpoint).get_variable_to_shape_map()
     except tf.errors.OpError as damage:
-        raise tf.errors.DataLossError(
-            None,
-            None,
+        raise data_loss(
             f"The checkpoint {checkpoint} cannot be read: {damage}. Remove its files "
-            "and name an earlier one in the file `checkpoint` beside them.",
+            "and name an earlier one in the file `checkpoint` beside them."
         ) from damage
     missing = [name for name in graph.table_variables if name not in stored]
     if missing:
