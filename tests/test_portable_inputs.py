@@ -187,6 +187,12 @@ REFUSED = [
     ),
     Refused("no_rows", ragged([0]), "a ragged input of 0 rows does not", OUTPUT_4_3),
     Refused(
+        "rows_are_not_the_axis",
+        ragged([0, 0, 0]),
+        "a ragged input of 2 rows does not fill the output shape (4,) that ",
+        {"output_shape": (4,)},
+    ),
+    Refused(
         "rows_do_not_fill_open",
         ragged([0, 0, 0, 0]),
         "a ragged input of 3 rows does not fill the output shape (None, 2) that",
