@@ -55,22 +55,16 @@ class IdBatch:
         return tf.shape(self.structure, out_type=tf.int64) - 1
 
 
-def op_inputs(batches: Sequence[IdBatch]) -> dict[str, list[tf.Tensor]]:
-    """The arguments of an op that takes raw features; see kernels/prepare.cc.
+def op_inputs(batches: Sequence[IdBatch]) -> list[tf.Tensor]:
+    """The inputs of an op that takes raw features; see kernels/prepare.cc.
 
     No tensor that the op does not need: the cost of an op grows with its inputs.
     """
-    inputs = {
-        "ids": [batch.ids for batch in batches],
-        "structures": [batch.structure for batch in batches],
-        "shapes": [batch.dense_shape for batch in batches],
-        "weights": [batch.weights for batch in batches],
-        "weight_structures": [batch.weight_structure for batch in batches],
-    }
-    return {
-        name: [tensor for tensor in tensors if tensor is not None]
-        for name, tensors in inputs.items()
-    }
+    tensors: list[Any] = []
+    for batch in batches:
+        tensors += [batch.ids, batch.structure, batch.dense_shape]
+        tensors += [batch.weights, batch.weight_structure]
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 _CLASSES: dict[InputKind, type] = {

@@ -71,7 +71,7 @@ def partition(
 ) -> PartitionedBatch:
     """See `preprocessing.partition`."""
     result = library.load().tpu_embedding_partition(
-        **op_inputs(batches),
+        inputs=op_inputs(batches),
         splits=[0] * len(partitioning.tables) if splits is None else list(splits),
         num_tables=len(partitioning.tables),
         num_positions=sum(table.positions for table in partitioning.tables),

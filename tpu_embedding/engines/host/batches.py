@@ -66,7 +66,7 @@ class HostBatches:
             )
         with tf.device(self.device):
             return self._ops.tpu_embedding_prepare(
-                **op_inputs(batch), plan=self._record, call=call
+                inputs=op_inputs(batch), plan=self._record, call=call
             )
 
     def to_tensors(

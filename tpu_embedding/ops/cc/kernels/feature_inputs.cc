@@ -1,6 +1,5 @@
 #include "kernels/feature_inputs.h"
 
-#include <algorithm>
 #include <map>
 #include <string>
 #include <utility>
@@ -76,104 +75,86 @@ absl::Status FeatureInputs::Read(OpKernelConstruction* context,
     if (!spec.shape_known) continue;
     for (const auto& axis : shapes[f]) spec.declared_shape.push_back(axis.size);
   }
-  return CheckLists(context);
+  return CheckTypes(context);
 }
 
-// Run for each batch, the reading of inputs relies on these lengths.
-absl::Status FeatureInputs::CheckLists(OpKernelConstruction* context) const {
+// Run for each batch, the reading of inputs relies on these types.
+absl::Status FeatureInputs::CheckTypes(OpKernelConstruction* context) const {
   const int64_t num_features = specs_.size();
-  const auto count = [](const std::vector<bool>& flags) {
-    return std::count(flags.begin(), flags.end(), true);
-  };
-  int64_t num_structures = 0;
-  int64_t num_shapes = 0;
-  for (const FeatureSpec& spec : specs_) {
-    num_structures += spec.kind != InputKind::kDense;
-    num_shapes += spec.kind == InputKind::kSparse;
-  }
-  std::vector<tensorflow::DataType> types;
-  TF_RETURN_IF_ERROR(context->GetAttr("ids_types", &types));
-  TF_RETURN_IF_ERROR(CheckLength("ids", types.size(), num_features));
-  int64_t given = 0;
-  TF_RETURN_IF_ERROR(context->GetAttr("num_structures", &given));
-  TF_RETURN_IF_ERROR(CheckLength("structures", given, num_structures));
-  TF_RETURN_IF_ERROR(context->GetAttr("num_shapes", &given));
-  TF_RETURN_IF_ERROR(CheckLength("shapes", given, num_shapes));
   TF_RETURN_IF_ERROR(
       CheckLength("has_weights", has_weights_.size(), num_features));
   TF_RETURN_IF_ERROR(CheckLength("has_weight_structure",
                                  has_weight_structure_.size(), num_features));
-  TF_RETURN_IF_ERROR(context->GetAttr("num_weights", &given));
-  TF_RETURN_IF_ERROR(CheckLength("weights", given, count(has_weights_)));
-  TF_RETURN_IF_ERROR(context->GetAttr("num_weight_structures", &given));
-  return CheckLength("weight_structures", given, count(has_weight_structure_));
+  tensorflow::DataTypeVector types, expected;
+  TF_RETURN_IF_ERROR(context->GetAttr("types", &types));
+  for (int64_t f = 0; f < num_features; ++f) {
+    const size_t ids = expected.size();
+    const bool narrow =
+        ids < types.size() && types[ids] == tensorflow::DT_INT32;
+    expected.push_back(narrow ? tensorflow::DT_INT32 : tensorflow::DT_INT64);
+    const InputKind kind = specs_[f].kind;
+    const int further =
+        (kind != InputKind::kDense) + (kind == InputKind::kSparse);
+    expected.insert(expected.end(), further, tensorflow::DT_INT64);
+    if (has_weights_[f]) expected.push_back(tensorflow::DT_FLOAT);
+    if (has_weight_structure_[f]) expected.push_back(tensorflow::DT_INT64);
+  }
+  TF_RETURN_IF_ERROR(CheckLength("inputs", types.size(), expected.size()));
+  if (types == expected) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      "A malformed graph: `inputs` has other types than `call` says.");
 }
 
 absl::Status FeatureInputs::ReadInputs(
     OpKernelContext* context, std::vector<FeatureInput>* inputs) const {
-  OpInputList ids, structures, shapes;
-  TF_RETURN_IF_ERROR(context->input_list("ids", &ids));
-  TF_RETURN_IF_ERROR(context->input_list("structures", &structures));
-  TF_RETURN_IF_ERROR(context->input_list("shapes", &shapes));
+  OpInputList list;
+  TF_RETURN_IF_ERROR(context->input_list("inputs", &list));
   inputs->reserve(specs_.size());
-  int next_structure = 0;
-  int next_shape = 0;
+  int next = 0;
   for (size_t f = 0; f < specs_.size(); ++f) {
     FeatureInput input;
-    input.num_ids = ids[f].NumElements();
-    if (ids[f].dtype() == tensorflow::DT_INT32) {
-      input.ids32 = ids[f].flat<int32_t>().data();
+    const Tensor& ids = list[next++];
+    input.num_ids = ids.NumElements();
+    if (ids.dtype() == tensorflow::DT_INT32) {
+      input.ids32 = ids.flat<int32_t>().data();
     } else {
-      input.ids64 = Int64s(ids[f]);
+      input.ids64 = Int64s(ids);
     }
     if (specs_[f].kind != InputKind::kDense) {
-      const Tensor& structure = structures[next_structure++];
+      const Tensor& structure = list[next++];
       input.structure = Int64s(structure);
       input.structure_size = structure.NumElements();
     }
     switch (specs_[f].kind) {
       case InputKind::kDense:
-        for (const auto& axis : ids[f].shape())
-          input.shape.push_back(axis.size);
+        for (const auto& axis : ids.shape()) input.shape.push_back(axis.size);
         break;
       case InputKind::kRagged:
         input.shape = {input.structure_size - 1};
         break;
       case InputKind::kSparse: {
-        const Tensor& shape = shapes[next_shape++];
+        const Tensor& shape = list[next++];
         input.shape.assign(Int64s(shape), Int64s(shape) + shape.NumElements());
         break;
       }
     }
     TF_RETURN_IF_ERROR(CheckStructure(specs_[f], input));
-    inputs->push_back(std::move(input));
-  }
-  return ReadWeights(context, inputs);
-}
-
-absl::Status FeatureInputs::ReadWeights(
-    OpKernelContext* context, std::vector<FeatureInput>* inputs) const {
-  OpInputList weights, structures;
-  TF_RETURN_IF_ERROR(context->input_list("weights", &weights));
-  TF_RETURN_IF_ERROR(context->input_list("weight_structures", &structures));
-  int next_weights = 0;
-  int next_structure = 0;
-  for (size_t f = 0; f < specs_.size(); ++f) {
-    FeatureInput& input = (*inputs)[f];
+    if (has_weights_[f]) {
+      const Tensor& values = list[next++];
+      if (values.NumElements() != input.num_ids) {
+        return absl::InvalidArgumentError(
+            absl::StrCat("Feature ", specs_[f].path, ": ", values.NumElements(),
+                         " weights for ", input.num_ids,
+                         " ids. Weights have the feature's own structure."));
+      }
+      input.weights = values.flat<float>().data();
+    }
     if (has_weight_structure_[f]) {
-      const Tensor& structure = structures[next_structure++];
+      const Tensor& structure = list[next++];
       input.weight_structure = Int64s(structure);
       input.weight_structure_size = structure.NumElements();
     }
-    if (!has_weights_[f]) continue;
-    const Tensor& values = weights[next_weights++];
-    if (values.NumElements() != input.num_ids) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("Feature ", specs_[f].path, ": ", values.NumElements(),
-                       " weights for ", input.num_ids,
-                       " ids. Weights have the feature's own structure."));
-    }
-    input.weights = values.flat<float>().data();
+    inputs->push_back(std::move(input));
   }
   return absl::OkStatus();
 }

@@ -1,4 +1,4 @@
-// The inputs of the ops that take raw features: ids, weights, structures.
+// The inputs of the ops that take raw features.
 
 #ifndef TPU_EMBEDDING_OPS_CC_KERNELS_FEATURE_INPUTS_H_
 #define TPU_EMBEDDING_OPS_CC_KERNELS_FEATURE_INPUTS_H_
@@ -12,8 +12,8 @@
 
 namespace tpu_embedding {
 
-// Reads what TpuEmbeddingPrepare documents: the inputs ids, structures,
-// shapes, weights, weight_structures, and the record in the attribute `call`.
+// Reads what TpuEmbeddingPrepare documents: the list `inputs`, and the record
+// in the attribute `call`.
 class FeatureInputs {
  public:
   // Takes the features of a plan and adds what `call` says of them.
@@ -28,9 +28,7 @@ class FeatureInputs {
   bool training() const { return training_; }
 
  private:
-  absl::Status CheckLists(tensorflow::OpKernelConstruction* context) const;
-  absl::Status ReadWeights(tensorflow::OpKernelContext* context,
-                           std::vector<FeatureInput>* inputs) const;
+  absl::Status CheckTypes(tensorflow::OpKernelConstruction* context) const;
 
   std::vector<FeatureSpec> specs_;
   std::vector<bool> has_weights_;

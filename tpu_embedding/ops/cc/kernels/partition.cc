@@ -134,9 +134,7 @@ absl::Status PartitionShape(InferenceContext* context) {
   for (int64_t t = 0; t < 3 * num_tables; ++t) {
     context->set_output(output++, context->Scalar());
   }
-  std::vector<tensorflow::DataType> features;
-  TF_RETURN_IF_ERROR(context->GetAttr("ids_types", &features));
-  context->set_output(output++, context->Vector(features.size()));
+  context->set_output(output++, context->Vector(setup.features.size()));
   while (output < context->num_outputs()) {
     context->set_output(output++, context->Vector(num_tables));
   }
@@ -144,11 +142,7 @@ absl::Status PartitionShape(InferenceContext* context) {
 }
 
 REGISTER_OP("TpuEmbeddingPartition")
-    .Input("ids: ids_types")
-    .Input("structures: num_structures * int64")
-    .Input("shapes: num_shapes * int64")
-    .Input("weights: num_weights * float")
-    .Input("weight_structures: num_weight_structures * int64")
+    .Input("inputs: types")
     .Input("splits: int64")
     .Output("row_pointers: num_tables * int32")
     .Output("sorted_sample_ids: num_tables * int32")
@@ -163,21 +157,16 @@ REGISTER_OP("TpuEmbeddingPartition")
     .Output("max_ids: int64")
     .Output("max_unique_ids: int64")
     .Output("own_splits: int64")
-    .Attr("num_structures: int >= 0")
-    .Attr("num_shapes: int >= 0")
-    .Attr("num_weights: int >= 0")
-    .Attr("num_weight_structures: int >= 0")
     .Attr("num_tables: int >= 1")
     .Attr("num_positions: int >= 0")
-    .Attr("ids_types: list({int32, int64}) >= 1")
+    .Attr("types: list({int32, int64, float}) >= 1")
     .Attr("plan: string")
     .Attr("call: string")
     .SetShapeFn(PartitionShape)
     .Doc(R"doc(
 Sorts the features of one replica into partitions for the SparseCores.
 
-ids, structures, shapes, weights, weight_structures, call: as
-  TpuEmbeddingPrepare.
+inputs, call: as TpuEmbeddingPrepare.
 splits: per stacked table, cuts into minibatches that other replicas need.
 row_pointers: per stacked table, where each partition ends.
 sorted_sample_ids, sorted_token_ids, sorted_gains: the entries of the

@@ -23,17 +23,9 @@ using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 
 REGISTER_OP("TpuEmbeddingPrepare")
-    .Input("ids: ids_types")
-    .Input("structures: num_structures * int64")
-    .Input("shapes: num_shapes * int64")
-    .Input("weights: num_weights * float")
-    .Input("weight_structures: num_weight_structures * int64")
+    .Input("inputs: types")
     .Output("batch: variant")
-    .Attr("num_structures: int >= 0")
-    .Attr("num_shapes: int >= 0")
-    .Attr("num_weights: int >= 0")
-    .Attr("num_weight_structures: int >= 0")
-    .Attr("ids_types: list({int32, int64}) >= 1")
+    .Attr("types: list({int32, int64, float}) >= 1")
     .Attr("plan: string")
     .Attr("call: string")
     .SetIsStateful()  // Only so that its variant is not folded into a constant.
@@ -42,16 +34,15 @@ REGISTER_OP("TpuEmbeddingPrepare")
 Checks the features of one replica and groups their ids for lookup and update.
 It has no state. Errors in values are raised by the op that takes the batch.
 
-ids: for each feature its ids: the dense tensor, or the values.
-structures: for each sparse feature its indices, for each ragged one row_splits.
-shapes: for each sparse feature its dense_shape.
-weights: of the features that have them, like the ids.
-weight_structures: of the weights that came with indices or row_splits of their
-  own, which must equal those of the ids.
+inputs: one feature after the other, of each: its ids, the dense tensor or the
+  values; of a sparse one its indices and its dense_shape, of a ragged one its
+  row_splits; weights like the ids, if it has them; and indices or row_splits of
+  weights that came with their own, which must equal those of the ids.
 batch: a scalar that the other ops take.
 plan: the record of the embedding (engines/host/batches.py).
 call: the record of this call: whether an update may follow, and for each
-  feature its kind, whether it has weights, and its declared output shape.
+  feature its kind, whether it has weights and these a structure of their own,
+  and its declared output shape.
 )doc");
 
 class PrepareOp : public tensorflow::OpKernel {
