@@ -130,14 +130,14 @@ class Waiting:
             # rule needs, and the weights of a row that waits since then.
             self.history = _variable(np.zeros([self.capacity, 2 + terms]))
 
-    def arguments(self) -> dict[str, list[Any]]:
+    def arguments(self) -> dict[str, Any]:
         """The arguments that the ops of the library have in common."""
         return {
-            "tables": [self.variables[0].handle],
+            "tables": self.variables[0].handle,
             "slots": [slot.handle for slot in self.variables[1:]],
-            "clocks": [self.clock.handle],
-            "sinces": [self.since.handle],
-            "histories": [self.history.handle],
+            "clocks": self.clock.handle,
+            "sinces": self.since.handle,
+            "histories": self.history.handle,
         }
 
     def read(self, rows: tf.Tensor) -> tf.Tensor:

@@ -108,14 +108,13 @@ absl::Status ReadRows(const Tensor& tensor, int64_t num_rows,
 }
 
 REGISTER_OP("TpuEmbeddingCaughtUpRows")
-    .Input("tables: num_tables * resource")
+    .Input("tables: resource")
     .Input("slots: num_slots * resource")
-    .Input("clocks: num_tables * resource")
-    .Input("sinces: num_tables * resource")
-    .Input("histories: num_tables * resource")
+    .Input("clocks: resource")
+    .Input("sinces: resource")
+    .Input("histories: resource")
     .Input("rows: row_type")
     .Output("values: num_outputs * float")
-    .Attr("num_tables: int >= 1 = 1")
     .Attr("num_slots: int >= 0")
     .Attr("num_outputs: int >= 1")
     .Attr("row_type: {int32, int64}")
@@ -138,10 +137,10 @@ REGISTER_OP("TpuEmbeddingCaughtUpRows")
 Reads rows as they would be if no step had left them out. Writes nothing.
 
 tables, slots: one table, float32 [rows, dim], and its slots.
-clocks, sinces, histories: of keras/rows/waiting.py.
+clocks, sinces, histories: its own, of keras/rows/waiting.py.
 rows: of any shape, in [0, rows).
 values: [rows..., dim]: of the table, then of each slot if there are outputs.
-idle: a record whose `rules` say what a step without a gradient does, by table.
+idle: a record whose `rules` say what a step without a gradient does.
   No list of strings: eager calls of ops with other lists share a kernel.
 )doc");
 
@@ -226,18 +225,17 @@ class CaughtUpRowsOp : public tensorflow::OpKernel {
 };
 
 REGISTER_OP("TpuEmbeddingCatchUp")
-    .Input("tables: num_tables * resource")
+    .Input("tables: resource")
     .Input("slots: num_slots * resource")
-    .Input("clocks: num_tables * resource")
-    .Input("sinces: num_tables * resource")
-    .Input("histories: num_tables * resource")
-    .Attr("num_tables: int >= 1")
+    .Input("clocks: resource")
+    .Input("sinces: resource")
+    .Input("histories: resource")
     .Attr("num_slots: int >= 0")
     .Attr("idle: string")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::NoOutputs)
     .Doc(R"doc(
-Catches all rows of tables and slots up, unless none waits.
+Catches all rows of a table and its slots up, unless none waits.
 
 tables, slots, clocks, sinces, histories, idle: as for
   TpuEmbeddingCaughtUpRows.
@@ -247,6 +245,7 @@ class CatchUpOp : public tensorflow::OpKernel {
  public:
   explicit CatchUpOp(OpKernelConstruction* context) : OpKernel(context) {
     OP_REQUIRES_OK(context, ReadIdleRules(context, &rules_));
+    OP_REQUIRES_OK(context, CheckLength("idle", rules_.size(), 1));
   }
 
   void Compute(OpKernelContext* context) override {
@@ -255,10 +254,8 @@ class CatchUpOp : public tensorflow::OpKernel {
     if (!waits) return;
     LockedTables tables;
     OP_REQUIRES_OK(context, tables.LookUp(context, rules_, true));
-    for (size_t t = 0; t < rules_.size(); ++t) {
-      if (tables.waiting[t].none_waits()) continue;
-      CatchUpAll(WorkerPool(context), tables.views[t], &tables.waiting[t]);
-    }
+    if (tables.waiting[0].none_waits()) return;
+    CatchUpAll(WorkerPool(context), tables.views[0], &tables.waiting[0]);
   }
 
  private:
@@ -266,9 +263,7 @@ class CatchUpOp : public tensorflow::OpKernel {
   absl::Status AnyWaits(OpKernelContext* context, bool* waits) const {
     WaitingTables waiting;
     TF_RETURN_IF_ERROR(waiting.LookUp(context, rules_, false));
-    for (size_t t = 0; t < rules_.size(); ++t) {
-      *waits = *waits || !waiting[t].none_waits();
-    }
+    *waits = !waiting[0].none_waits();
     return absl::OkStatus();
   }
 
@@ -276,24 +271,23 @@ class CatchUpOp : public tensorflow::OpKernel {
 };
 
 REGISTER_OP("TpuEmbeddingAdvance")
-    .Input("tables: num_tables * resource")
+    .Input("tables: resource")
     .Input("slots: num_slots * resource")
-    .Input("clocks: num_tables * resource")
-    .Input("sinces: num_tables * resource")
-    .Input("histories: num_tables * resource")
+    .Input("clocks: resource")
+    .Input("sinces: resource")
+    .Input("histories: resource")
     .Input("steps: double")
-    .Attr("num_tables: int >= 1")
     .Attr("num_slots: int >= 0")
     .Attr("idle: string")
     .Attr("updated_all: bool")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::NoOutputs)
     .Doc(R"doc(
-Counts a step of each table. Tables whose history is full are caught up.
+Counts a step of a table, which is caught up if its history is full.
 
 tables, slots, clocks, sinces, histories, idle: as for
   TpuEmbeddingCaughtUpRows.
-steps: [num_tables, 3]: weight, note and shrinkage of the step.
+steps: [1, 3]: weight, note and shrinkage of the step.
 updated_all: whether the step has updated all rows.
 )doc");
 
@@ -301,24 +295,22 @@ class AdvanceOp : public tensorflow::OpKernel {
  public:
   explicit AdvanceOp(OpKernelConstruction* context) : OpKernel(context) {
     OP_REQUIRES_OK(context, ReadIdleRules(context, &rules_));
+    OP_REQUIRES_OK(context, CheckLength("idle", rules_.size(), 1));
     OP_REQUIRES_OK(context, context->GetAttr("updated_all", &updated_all_));
   }
 
   void Compute(OpKernelContext* context) override {
     LockedTables tables;
     const Tensor& steps = context->input(context->num_inputs() - 1);
-    OP_REQUIRES_OK(
-        context, CheckLength("steps", steps.NumElements(), 3 * rules_.size()));
+    OP_REQUIRES_OK(context, CheckLength("steps", steps.NumElements(), 3));
     OP_REQUIRES_OK(context, tables.LookUp(context, rules_, true));
-    for (size_t t = 0; t < rules_.size(); ++t) {
-      if (updated_all_) {
-        const double* const step = steps.flat<double>().data() + 3 * t;
-        tables.waiting[t].Advance(step[0], step[1], step[2]);
-        tables.waiting[t].Restart();
-      } else {
-        AdvanceTable(WorkerPool(context), steps, t, tables.views[t],
-                     &tables.waiting[t]);
-      }
+    WaitingRows& waiting = tables.waiting[0];
+    if (updated_all_) {
+      const double* const step = steps.flat<double>().data();
+      waiting.Advance(step[0], step[1], step[2]);
+      waiting.Restart();
+    } else {
+      AdvanceTable(WorkerPool(context), steps, 0, tables.views[0], &waiting);
     }
   }
 
