@@ -80,9 +80,7 @@ class TablePart:
         updates = self.rates.updates
         self._counters = [] if updates is None else [updates.handle]
         with tf.device(self.device):
-            self.handle = self._ops.tpu_embedding_step_queue(
-                plan=record, num_slots=len(self._slots)
-            )
+            self.handle = self._ops.tpu_embedding_step_queue(plan=record)
         self.marks = Marks(self.handle, self.device, placement, tables)
         self._counts_samples = not routed
         self.vocabularies = {

@@ -22,14 +22,12 @@ using tensorflow::Tensor;
 REGISTER_OP("TpuEmbeddingStepQueue")
     .Output("queue: resource")
     .Attr("plan: string")
-    .Attr("num_slots: int >= 0")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::ScalarShape)
     .Doc(R"doc(
 Makes a queue of steps. It lives as long as a handle to it.
 
 plan: the record of the embedding (engines/host/batches.py).
-num_slots: slots of all tables.
 )doc");
 
 REGISTER_OP("TpuEmbeddingEnqueue")
@@ -78,7 +76,6 @@ class StepQueueOp : public tensorflow::OpKernel {
  public:
   explicit StepQueueOp(OpKernelConstruction* context) : OpKernel(context) {
     OP_REQUIRES_OK(context, ReadPlan(context, &plan_));
-    OP_REQUIRES_OK(context, context->GetAttr("num_slots", &num_slots_));
   }
 
   void Compute(OpKernelContext* context) override {
@@ -86,7 +83,7 @@ class StepQueueOp : public tensorflow::OpKernel {
     OP_REQUIRES_OK(context, context->allocate_output(0, {}, &handle));
     StepQueueResource* resource = nullptr;
     OP_REQUIRES_OK(context, WithinMemory([&] {
-                     resource = new StepQueueResource(plan_, num_slots_);
+                     resource = new StepQueueResource(plan_);
                      return absl::OkStatus();
                    }));
     handle->scalar<tensorflow::ResourceHandle>()() =
@@ -96,7 +93,6 @@ class StepQueueOp : public tensorflow::OpKernel {
 
  private:
   SharedPlan plan_;
-  int num_slots_ = 0;
 };
 
 class EnqueueOp : public tensorflow::OpKernel {

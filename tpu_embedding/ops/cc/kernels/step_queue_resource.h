@@ -55,11 +55,11 @@ std::vector<std::shared_ptr<WaitingTable>> MakeWaiting(const Plan& plan);
 
 class StepQueueResource : public tensorflow::ResourceBase {
  public:
-  StepQueueResource(SharedPlan shared_plan, int num_slots)
+  explicit StepQueueResource(SharedPlan shared_plan)
       : plan(std::move(shared_plan)),
         queue(plan->num_replicas, plan->capacity, plan->pipelined,
               [this](const SharedBatch& batch) { ForgetLookup(batch); }),
-        huge_pages(plan->num_arrays + num_slots),
+        huge_pages(plan->num_arrays + NumSlots(*plan)),
         merged(plan->tables.size()),
         waiting(MakeWaiting(*plan)),
         changed_rows(RowsOf(*plan)) {
@@ -101,6 +101,14 @@ class StepQueueResource : public tensorflow::ResourceBase {
     std::vector<int64_t> rows;
     for (const TablePlan& table : plan.tables) rows.push_back(table.rows);
     return rows;
+  }
+
+  static int NumSlots(const Plan& plan) {
+    int slots = 0;
+    for (const TablePlan& table : plan.tables) {
+      if (table.rule) slots += table.rule->num_slots;
+    }
+    return slots;
   }
 };
 

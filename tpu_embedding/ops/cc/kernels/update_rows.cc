@@ -48,7 +48,7 @@ rates: [num_tables], the learning rates.
 tables, slots: variables, updated in place; the slots table by table.
 clocks, sinces, histories, idle: as for TpuEmbeddingCaughtUpRows, of all tables;
   or none, if the rows of none wait.
-steps: as for TpuEmbeddingAdvance.
+steps: [num_tables, 3], of each table as for TpuEmbeddingAdvance.
 plan: the record of the tables (engines/host/batches.py).
 )doc");
 
@@ -56,15 +56,14 @@ class UpdateRowsOp : public tensorflow::OpKernel {
  public:
   explicit UpdateRowsOp(OpKernelConstruction* context) : OpKernel(context) {
     SharedPlan plan;
-    int num_features = 0, num_slots = 0;
+    int num_features = 0;
     OP_REQUIRES_OK(context, ReadPlan(context, &plan));
     OP_REQUIRES_OK(context, context->GetAttr("num_features", &num_features));
-    OP_REQUIRES_OK(context, context->GetAttr("num_slots", &num_slots));
     OP_REQUIRES_OK(
         context, CheckLength("gradients", num_features, plan->features.size()));
     OP_REQUIRES_OK(context, ReadIdleRules(context, &idle_));
     has_gradient_.assign(num_features, true);
-    resource_.reset(new StepQueueResource(std::move(plan), num_slots));
+    resource_.reset(new StepQueueResource(std::move(plan)));
   }
 
   void Compute(OpKernelContext* context) override {
