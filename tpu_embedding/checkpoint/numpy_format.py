@@ -9,6 +9,7 @@ checksum: `write_numpy` adds `checksums.json`, with the CRC-32 of each file.
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import os
@@ -105,11 +106,8 @@ def write_numpy(
       ValueError: If a name cannot be the path of a file below the folder.
       OSError: If a file cannot be written; then there is no folder.
     """
-    for name in (
-        *matrices,
-        *vectors,
-    ):  # Names in checkpoints must not lead out of the folder.
-        check_path(name)
+    for name in (*matrices, *vectors):
+        check_path(name)  # Names in checkpoints must not lead out of the folder.
         if not {"", ".", ".."}.isdisjoint(name.split("/")):
             raise ValueError(
                 f"Table or slot {name!r} cannot be a file below {path}. Rename the "
@@ -148,14 +146,9 @@ def _write(
         file = scratch / (name + _FILE)
         file.parent.mkdir(parents=True, exist_ok=True)
         header = io.BytesIO()
-        np.lib.format.write_array_header_1_0(
-            header,
-            {
-                "descr": np.lib.format.dtype_to_descr(dtype),
-                "fortran_order": False,
-                "shape": tuple(shape),
-            },
-        )
+        descr = np.lib.format.dtype_to_descr(dtype)
+        fields = {"descr": descr, "fortran_order": False, "shape": tuple(shape)}
+        np.lib.format.write_array_header_1_0(header, fields)
         with file.open("wb") as stream:
             stream.write(header.getvalue())
             checksum = zlib.crc32(header.getvalue())
@@ -167,11 +160,8 @@ def _write(
         checksums[name + _FILE] = checksum
 
     for name, rows in matrices.items():
-        dtype = (
-            rows.dtype
-            if np.issubdtype(rows.dtype, np.floating)
-            else np.dtype(np.float32)
-        )
+        numpy_has_it = np.issubdtype(rows.dtype, np.floating)
+        dtype = rows.dtype if numpy_has_it else np.dtype(np.float32)
         slices = (rows.read(start, stop) for start, stop in rows.slices())
         write(name, rows.shape, dtype, slices)
     for name, vector in vectors.items():
@@ -248,17 +238,9 @@ def _arrays(path: str) -> Iterator[tuple[str, str, Callable[[], np.ndarray]]]:
         folder = pathlib.Path(path)
         for file in sorted(_files(path)):
             name = file.relative_to(folder).with_suffix("").as_posix()
-            yield (
-                name,
-                str(file),
-                lambda file=file: np.load(file, mmap_mode="r", allow_pickle=False),
-            )
+            yield name, str(file), functools.partial(_mapped, str(file))
     elif path.endswith(_FILE):
-        yield (
-            pathlib.Path(path).stem,
-            path,
-            lambda: np.load(path, mmap_mode="r", allow_pickle=False),
-        )
+        yield pathlib.Path(path).stem, path, functools.partial(_mapped, path)
     else:
         for name in _loaded(path, lambda: _archive(path, None)):
             yield name, path, lambda name=name: _archive(path, name)
@@ -276,6 +258,10 @@ def _files(path: str) -> Iterator[pathlib.Path]:
                 "folder of its .npy files."
             )
         yield from (pathlib.Path(folder, n) for n in names if n.endswith(_FILE))
+
+
+def _mapped(path: str) -> Any:
+    return np.load(path, mmap_mode="r", allow_pickle=False)
 
 
 def _archive(path: str, name: str | None) -> Any:
