@@ -219,7 +219,8 @@ class RowHash:
     @property
     def key(self) -> int:
         """The word that is combined with the bits of an id before they are mixed."""
-        return _mixed((_mixed(self.hashing.salt) + self.k) % 2**64)
+        salt = np.array([self.hashing.salt], np.uint64)
+        return int(mix_bits(mix_bits(salt) + np.uint64(self.k))[0])
 
     @property
     def key_bits(self) -> int:
@@ -227,11 +228,11 @@ class RowHash:
         return int(np.uint64(self.key).view(np.int64))
 
 
-def _mixed(word: int) -> int:
-    """MixBits of core/id_map.h, of one number."""
+def mix_bits(words: np.ndarray) -> np.ndarray:
+    """Mixes the bits of each word, uint64, as MixBits of core/id_map.h."""
     for _ in range(2):
-        word = ((word ^ (word >> 32)) * MIXING) % 2**64
-    return word ^ (word >> 32)
+        words = (words ^ (words >> np.uint64(32))) * np.uint64(MIXING)
+    return words ^ (words >> np.uint64(32))
 
 
 class VocabularyContents(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tpu_embedding.vocabulary import MIXING
+from tpu_embedding.vocabulary import mix_bits
 
 
 class Run(NamedTuple):
@@ -112,9 +112,7 @@ class IdPartition:
     def owner(self, ids: np.ndarray) -> np.ndarray:
         """The part that has each id, int64."""
         words = np.asarray(ids, np.int64).view(np.uint64)
-        for _ in range(2):
-            words = (words ^ (words >> np.uint64(32))) * np.uint64(MIXING)
-        high = (words ^ (words >> np.uint64(32))) >> np.uint64(32)
+        high = mix_bits(words) >> np.uint64(32)
         return (high * np.uint64(self.parts) >> np.uint64(32)).astype(np.int64)
 
     def local(self, ids: Any) -> Any:
