@@ -1,6 +1,7 @@
 """The user's features and those of a plan, which has one for each hash of a table.
 
-The one place where ids become rows, and where rows of an id become its value.
+The one place where rows of an id become its value, and where ids become rows for
+engines whose kernels do not hash.
 """
 
 from __future__ import annotations
