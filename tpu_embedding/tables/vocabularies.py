@@ -152,7 +152,7 @@ class QueueVocabulary(StoredVocabulary):
         with tf.device(self._device):
             taken = self._ops.tpu_embedding_take_ids(
                 queue=self._queue,
-                tables=[variable.handle for variable in self._rows],
+                arrays=[variable.handle for variable in self._rows],
                 types=[variable.dtype for variable in self._rows],
                 table=self._spec.index,
                 consumer=consumer,

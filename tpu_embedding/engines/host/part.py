@@ -60,23 +60,18 @@ class TablePart:
         self.rates = Rates(options.plan, lambda: create_counter("updates", self.device))
         self._ops = library.load()
         self._plan, self._topology = options.plan, options.topology
-        self._tables = [table.parameters.handle for table in variables]
-        self._tables += [
-            table.scale_offset.handle
-            for table in variables
-            if table.scale_offset is not None
-        ]
-        self._slots = [
-            slot.handle for table in variables for slot in table.slots.values()
-        ]
+        stored = [table.parameters for table in variables]
+        stored += [t.scale_offset for t in variables if t.scale_offset is not None]
+        slots = [slot for table in variables for slot in table.slots.values()]
+        self._arrays = [variable.handle for variable in (*stored, *slots)]
         self._is_trained = all(table.optimizer for table in options.plan.tables)
         self._waits = [
             spec.index
             for spec in options.plan.tables
             if self._is_trained and idle_of(spec) is not None
         ]
-        # What lookups read where rows wait.
-        self._read_slots = self._slots if self._waits else []
+        # Lookups read slots only where rows wait.
+        self._read_arrays = self._arrays if self._waits else self._arrays[: len(stored)]
         updates = self.rates.updates
         self._counters = [] if updates is None else [updates.handle]
         with tf.device(self.device):
@@ -119,9 +114,8 @@ class TablePart:
             return self._ops.tpu_embedding_lookup(
                 queue=self.handle,
                 batches=batches,
-                tables=self._tables,
+                arrays=self._read_arrays,
                 runs=self._topology.runs(),
-                slots=self._read_slots,
                 num_features=len(shapes),
                 output_shapes=shapes,
                 replica=call.replica,
@@ -190,9 +184,8 @@ class TablePart:
             return self._ops.tpu_embedding_serve(
                 queue=self.handle,
                 batches=batches,
-                tables=self._tables,
+                arrays=self._read_arrays,
                 runs=self._topology.runs(),
-                slots=self._read_slots,
                 num_messages=num_senders,
                 output_shapes=shapes,
             )
@@ -221,10 +214,7 @@ class TablePart:
             return  # Lookup only: no update can be pending.
         with tf.device(self.device):
             self._ops.tpu_embedding_apply_update(
-                queue=self.handle,
-                apply_now=apply_now,
-                tables=self._tables,
-                slots=self._slots,
+                queue=self.handle, apply_now=apply_now, arrays=self._arrays
             )
 
     def catch_up(self) -> None:
@@ -233,7 +223,7 @@ class TablePart:
             return
         with tf.device(self.device):
             self._ops.tpu_embedding_catch_up_tables(
-                queue=self.handle, tables=self._tables, slots=self._slots
+                queue=self.handle, arrays=self._arrays
             )
 
     def read_rows(self, table: int, rows: tf.Tensor) -> tf.Tensor:
@@ -241,8 +231,7 @@ class TablePart:
         with tf.device(self.device):
             found = self._ops.tpu_embedding_read_rows(
                 queue=self.handle,
-                tables=self._tables,
-                slots=self._slots,
+                arrays=self._arrays,
                 rows=tf.cast(tf.reshape(rows, [-1]), tf.int64),
                 table=table,
             )
@@ -254,8 +243,7 @@ class TablePart:
         with tf.device(self.device):
             found = self._ops.tpu_embedding_read_ids(
                 queue=self.handle,
-                tables=self._tables,
-                slots=self._read_slots,
+                arrays=self._read_arrays,
                 ids=ids,
                 table=table,
             )

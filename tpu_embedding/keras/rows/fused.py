@@ -97,6 +97,8 @@ class _Updates:
         self, tables: Sequence[Rows], rates: tf.Tensor, steps: Sequence[tf.Tensor]
     ) -> None:
         waiting = [rows.waiting for rows in tables if rows.waiting is not None]
+        variables = [rows.variable for rows in tables]
+        slots = [slot for rows in tables for slot in rows.slots]
         ids = [rows.gradient.indices for rows in tables]
         batch = self._batches.prepare(
             [IdBatch(InputKind.DENSE, i, None, i.shape) for i in ids], training=True
@@ -106,8 +108,7 @@ class _Updates:
                 batch=batch,
                 gradients=[rows.gradient.values for rows in tables],
                 rates=rates,
-                tables=[rows.variable.handle for rows in tables],
-                slots=[slot.handle for rows in tables for slot in rows.slots],
+                arrays=[variable.handle for variable in (*variables, *slots)],
                 clocks=[each.clock.handle for each in waiting],
                 sinces=[each.since.handle for each in waiting],
                 histories=[each.history.handle for each in waiting],

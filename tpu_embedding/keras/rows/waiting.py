@@ -133,8 +133,7 @@ class Waiting:
     def arguments(self) -> dict[str, Any]:
         """The arguments that the ops of the library have in common."""
         return {
-            "tables": self.variables[0].handle,
-            "slots": [slot.handle for slot in self.variables[1:]],
+            "arrays": [variable.handle for variable in self.variables],
             "clocks": self.clock.handle,
             "sinces": self.since.handle,
             "histories": self.history.handle,

@@ -341,8 +341,7 @@ absl::Status ApplyUpdates(tensorflow::OpKernelContext* context,
                           WaitingStep* waiting) {
   const Plan& plan = *resource->plan;
   std::vector<Variable> tables, slots;
-  TF_RETURN_IF_ERROR(LookUpTables(context, &tables));
-  TF_RETURN_IF_ERROR(LookUpSlots(context, &slots));
+  TF_RETURN_IF_ERROR(LookUpArrays(context, plan, &tables, &slots));
   std::vector<tensorflow::Var*> all;
   all.reserve(tables.size() + slots.size());
   for (const Variable& variable : tables) all.push_back(variable.get());

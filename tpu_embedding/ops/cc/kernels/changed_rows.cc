@@ -56,12 +56,12 @@ rows: of each table, ascending, each once; none of growing tables.
 
 REGISTER_OP("TpuEmbeddingTakeIds")
     .Input("queue: resource")
-    .Input("tables: num_tables * resource")
+    .Input("arrays: num_arrays * resource")
     .Output("ids: int64")
     .Output("deleted: int64")
     .Output("size: int64")
     .Output("rows: types")
-    .Attr("num_tables: int >= 1")
+    .Attr("num_arrays: int >= 1")
     .Attr("types: list({float, bfloat16, uint8}) >= 1")
     .Attr("table: int >= 0")
     .Attr("consumer: string")
@@ -70,11 +70,11 @@ REGISTER_OP("TpuEmbeddingTakeIds")
     .Doc(R"doc(
 TpuEmbeddingTakeRows of a growing table.
 
-tables: what stores its rows.
+arrays: what stores its rows.
 ids: those with rows, ascending.
 deleted: ids that lost their rows, ascending.
 size: [1], the number of all ids that have rows.
-rows: of each of `tables` those of the ids, and then the row that ids share, if it
+rows: of each of `arrays` those of the ids, and then the row that ids share, if it
   is there.
 )doc");
 
@@ -192,7 +192,7 @@ class TakeIdsOp : public ConsumerOp {
     std::shared_ptr<ConsumerRows> consumer;
     OP_REQUIRES_OK(context, Find(*resource, &consumer));
     std::vector<Variable> stored;
-    OP_REQUIRES_OK(context, LookUpTables(context, &stored));
+    OP_REQUIRES_OK(context, LookUpArrays(context, &stored));
     const ReadLocks locks(stored);
     GrowingTable::Changes changes;
     OP_REQUIRES_OK(context, WithinMemory([&] {

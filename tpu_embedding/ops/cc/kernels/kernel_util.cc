@@ -171,25 +171,28 @@ absl::Status LookUpVariables(OpKernelContext* context, const char* name,
   return absl::OkStatus();
 }
 
-absl::Status LookUpTables(OpKernelContext* context,
-                          std::vector<Variable>* tables) {
-  return LookUpVariables(context, "tables", 2, kTableTypes,
-                         "Tables must be float32, bfloat16 or uint8 matrices",
-                         tables);
-}
-
-absl::Status LookUpSlots(OpKernelContext* context,
-                         std::vector<Variable>* slots) {
-  return LookUpVariables(context, "slots", 2,
-                         tensorflow::ToSet(tensorflow::DT_FLOAT),
-                         "Slots must be float32 matrices", slots);
-}
-
 absl::Status LookUpArrays(OpKernelContext* context,
                           std::vector<Variable>* arrays) {
   return LookUpVariables(
       context, "arrays", 2, kTableTypes,
       "Tables and slots must be float32, bfloat16 or uint8 matrices", arrays);
+}
+
+absl::Status LookUpArrays(OpKernelContext* context, const Plan& plan,
+                          std::vector<Variable>* tables,
+                          std::vector<Variable>* slots) {
+  TF_RETURN_IF_ERROR(LookUpArrays(context, tables));
+  const size_t num_tables = std::min<size_t>(plan.num_arrays, tables->size());
+  for (size_t i = num_tables; i < tables->size(); ++i) {
+    Variable& slot = slots->emplace_back(std::move((*tables)[i]));
+    const tensorflow::tf_shared_lock lock(*slot->mu());
+    if (slot->tensor()->dtype() == tensorflow::DT_FLOAT) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat("Slots must be float32 matrices, but one is ",
+                     slot->tensor()->DeviceSafeDebugString()));
+  }
+  tables->resize(num_tables);
+  return absl::OkStatus();
 }
 
 std::vector<Var*> StoredRows(const std::vector<Variable>& tables,

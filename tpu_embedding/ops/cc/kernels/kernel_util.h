@@ -67,19 +67,16 @@ absl::Status LookUpVariables(tensorflow::OpKernelContext* context,
                              tensorflow::DataTypeSet types, const char* rule,
                              std::vector<Variable>* variables);
 
-// The variables behind the resource inputs `tables`: the first array of each
-// table, then the second ones of those that have two. Each must hold a matrix
-// of one of the types of TableData.
-absl::Status LookUpTables(tensorflow::OpKernelContext* context,
-                          std::vector<Variable>* tables);
-
-// The variables behind the resource inputs `slots`: float32 matrices.
-absl::Status LookUpSlots(tensorflow::OpKernelContext* context,
-                         std::vector<Variable>* slots);
-
-// The variables behind the resource inputs `arrays`: a table and its slots.
+// The variables behind the resource inputs `arrays`, of tables and slots. Each
+// must hold a matrix of one of the types of TableData.
 absl::Status LookUpArrays(tensorflow::OpKernelContext* context,
                           std::vector<Variable>* arrays);
+
+// The same, of all tables: the first array of each, then the second ones of
+// those that have two, and then the slots, which must be of float32.
+absl::Status LookUpArrays(tensorflow::OpKernelContext* context,
+                          const Plan& plan, std::vector<Variable>* tables,
+                          std::vector<Variable>* slots);
 
 // The variables that store the rows of table `t`.
 std::vector<tensorflow::Var*> StoredRows(const std::vector<Variable>& tables,

@@ -31,17 +31,15 @@ using tensorflow::shape_inference::InferenceContext;
 REGISTER_OP("TpuEmbeddingLookup")
     .Input("queue: resource")
     .Input("batches: num_batches * variant")
-    .Input("tables: num_tables * resource")
+    .Input("arrays: num_arrays * resource")
     .Input("runs: num_runs * int64")
-    .Input("slots: num_slots * resource")
     .Output("activations: num_features * float")
     .Output("looked_up: variant")
     .Output("apply_now: bool")
     .Attr("num_batches: int >= 0")
-    .Attr("num_tables: int >= 1")
+    .Attr("num_arrays: int >= 1")
     .Attr("num_features: int >= 1")
     .Attr("num_runs: int >= 0")
-    .Attr("num_slots: int >= 0")
     .Attr("output_shapes: list(shape)")
     .Attr("replica: int")
     .SetIsStateful()
@@ -57,9 +55,9 @@ Looks a batch up: the one given, past the queue, or the next one in the queue.
 batches: one batch, whose gradients may or may not follow by TpuEmbeddingUpdate,
   so that any number of lookups can share a step; or none: the oldest one queued
   for `replica`, which then owes its gradients if it is for training.
-tables: the table variables, float32 or bfloat16 [vocabulary size, dim].
+arrays: the variables of the tables, and then the slots of all tables, if rows of
+  any wait for their gradients.
 runs: none in strategy.run in a graph; eagerly a number of this run; 0 outside.
-slots: those of all tables, if rows of any wait for their gradients, else none.
 activations: for each feature [its output shape..., dim].
 looked_up: for TpuEmbeddingUpdate, once, if a batch was given.
 apply_now: whether updates are due, the queue's next step being looked up in all
@@ -80,8 +78,8 @@ class LookupOp : public tensorflow::OpKernel {
     OP_REQUIRES_OK(context, LookUpQueue(context, &resource, replica_));
     OP_REQUIRES_OK(context, ReadRun(context, &run));
     std::vector<Variable> tables, slots;
-    OP_REQUIRES_OK(context, LookUpTables(context, &tables));
-    OP_REQUIRES_OK(context, LookUpSlots(context, &slots));
+    OP_REQUIRES_OK(context,
+                   LookUpArrays(context, *resource->plan, &tables, &slots));
     OpInputList batches;
     OP_REQUIRES_OK(context, context->input_list("batches", &batches));
     OP_REQUIRES_OK(context, AdoptGrowing(tables, resource.get()));

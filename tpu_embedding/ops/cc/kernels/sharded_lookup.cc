@@ -36,16 +36,14 @@ using tensorflow::shape_inference::InferenceContext;
 REGISTER_OP("TpuEmbeddingServe")
     .Input("queue: resource")
     .Input("batches: num_batches * variant")
-    .Input("tables: num_tables * resource")
+    .Input("arrays: num_arrays * resource")
     .Input("runs: num_runs * int64")
-    .Input("slots: num_slots * resource")
     .Output("looked_up: variant")
     .Output("messages: num_messages * uint8")
     .Output("refusal: string")
     .Attr("num_batches: int >= 0")
-    .Attr("num_tables: int >= 1")
+    .Attr("num_arrays: int >= 1")
     .Attr("num_runs: int >= 0")
-    .Attr("num_slots: int >= 0")
     .Attr("num_messages: int >= 1")
     .Attr("output_shapes: list(shape)")
     .SetIsStateful()
@@ -55,9 +53,8 @@ Looks up what every process, or a worker, asked this owner for.
 
 batches: one batch from TpuEmbeddingReceiveBatch, past the queue; or none: the
   oldest one queued, which then owes its gradients if it is for training.
-tables: the variables of this owner's part.
+arrays: the variables of this owner's part, as of TpuEmbeddingLookup.
 runs: as of TpuEmbeddingExchange.
-slots: as of TpuEmbeddingLookup.
 looked_up: for TpuEmbeddingReceiveGradients, once, if a batch was given; of
   processes also for TpuEmbeddingCombine and TpuEmbeddingSendGradients.
 messages: for each that asked, to be received by TpuEmbeddingCombine.
@@ -152,8 +149,7 @@ class ServeOp : public tensorflow::OpKernel {
     OP_REQUIRES_OK(context, LookUpQueue(context, &resource));
     const Plan& plan = *resource->plan;
     std::vector<Variable> tables, slots;
-    OP_REQUIRES_OK(context, LookUpTables(context, &tables));
-    OP_REQUIRES_OK(context, LookUpSlots(context, &slots));
+    OP_REQUIRES_OK(context, LookUpArrays(context, plan, &tables, &slots));
     BatchVariant looked_up(resource->plan, nullptr, absl::OkStatus());
     absl::Status status = Take(context, resource.get(), &looked_up);
     if (status.ok()) status = AdoptGrowing(tables, resource.get());

@@ -56,16 +56,14 @@ has_gradient: by feature; one without counts as zeros.
 REGISTER_OP("TpuEmbeddingApplyUpdate")
     .Input("queue: resource")
     .Input("apply_now: bool")
-    .Input("tables: num_tables * resource")
-    .Input("slots: num_slots * resource")
-    .Attr("num_tables: int >= 1")
-    .Attr("num_slots: int >= 0")
+    .Input("arrays: num_arrays * resource")
+    .Attr("num_arrays: int >= 1")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::NoOutputs)
     .Doc(R"doc(
 Applies the updates that are due, if `apply_now`.
 
-tables, slots: variables, updated in place; the slots table by table.
+arrays: of all tables, then the slots table by table; updated in place.
 )doc");
 
 class UpdateOp : public tensorflow::OpKernel {

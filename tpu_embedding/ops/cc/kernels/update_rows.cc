@@ -25,15 +25,13 @@ REGISTER_OP("TpuEmbeddingUpdateRows")
     .Input("batch: variant")
     .Input("gradients: num_features * float")
     .Input("rates: float")
-    .Input("tables: num_tables * resource")
-    .Input("slots: num_slots * resource")
+    .Input("arrays: num_arrays * resource")
     .Input("clocks: num_waiting * resource")
     .Input("sinces: num_waiting * resource")
     .Input("histories: num_waiting * resource")
     .Input("steps: double")
     .Attr("num_features: int >= 1")
-    .Attr("num_tables: int >= 1")
-    .Attr("num_slots: int >= 0")
+    .Attr("num_arrays: int >= 1")
     .Attr("num_waiting: int >= 0")
     .Attr("idle: string")
     .Attr("plan: string")
@@ -45,7 +43,7 @@ Updates the rows of a batch at once, without a queue.
 batch: from TpuEmbeddingPrepare, for training.
 gradients: by feature.
 rates: [num_tables], the learning rates.
-tables, slots: variables, updated in place; the slots table by table.
+arrays: of all tables, then the slots table by table; updated in place.
 clocks, sinces, histories, idle: as for TpuEmbeddingCaughtUpRows, of all tables;
   or none, if the rows of none wait.
 steps: [num_tables, 3], of each table as for TpuEmbeddingAdvance.

@@ -85,12 +85,10 @@ Evicts rows of a growing table at once. evicted: how many.
 
 REGISTER_OP("TpuEmbeddingReadIds")
     .Input("queue: resource")
-    .Input("tables: num_tables * resource")
-    .Input("slots: num_slots * resource")
+    .Input("arrays: num_arrays * resource")
     .Input("ids: int64")
     .Output("rows: float")
-    .Attr("num_tables: int >= 1")
-    .Attr("num_slots: int >= 0")
+    .Attr("num_arrays: int >= 1")
     .Attr("table: int >= 0")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::UnknownShape)
@@ -98,7 +96,7 @@ REGISTER_OP("TpuEmbeddingReadIds")
 What a lookup for an update reads of each id, or has read if its update is to
 come.
 
-tables, slots: as of TpuEmbeddingLookup.
+arrays: as of TpuEmbeddingLookup.
 ids: [n].
 rows: [n, dim].
 )doc");
@@ -212,9 +210,8 @@ class ReadIdsOp : public VocabularyOp {
   absl::Status Run(OpKernelContext* context, const StepQueueResource& resource,
                    GrowingTable* growing) override {
     std::vector<Variable> tables, slots;
-    TF_RETURN_IF_ERROR(LookUpTables(context, &tables));
-    TF_RETURN_IF_ERROR(LookUpSlots(context, &slots));
     const Plan& plan = *resource.plan;
+    TF_RETURN_IF_ERROR(LookUpArrays(context, plan, &tables, &slots));
     TF_RETURN_IF_ERROR(CheckLength("tables", tables.size(), plan.num_arrays));
     std::vector<tensorflow::Var*> stored = StoredRows(tables, plan, table());
     TF_RETURN_IF_ERROR(growing->AdoptRows(stored));

@@ -49,9 +49,7 @@ struct LockedTables {
   absl::Status LookUp(OpKernelContext* context,
                       const std::vector<IdleRule>& rules, bool writes) {
     TF_RETURN_IF_ERROR(waiting.LookUp(context, rules, writes));
-    TF_RETURN_IF_ERROR(LookUpTables(context, &variables));
-    TF_RETURN_IF_ERROR(CheckLength("tables", variables.size(), rules.size()));
-    TF_RETURN_IF_ERROR(LookUpSlots(context, &variables));
+    TF_RETURN_IF_ERROR(LookUpArrays(context, &variables));
     if (writes) {
       std::vector<tensorflow::Var*> all;
       for (const Variable& variable : variables) all.push_back(variable.get());
@@ -80,6 +78,7 @@ struct LockedTables {
           CheckLength("sinces", waiting[t].num_rows(), view.num_rows));
       for (size_t k = 0; k < rules[t].fades.size(); ++k, ++next) {
         if (next >= variables.size() ||
+            variables[next]->tensor()->dtype() != tensorflow::DT_FLOAT ||
             variables[next]->tensor()->shape() != table->shape()) {
           return absl::InvalidArgumentError(
               "A slot is missing or is not of the shape of its table. Do not "
@@ -108,14 +107,13 @@ absl::Status ReadRows(const Tensor& tensor, int64_t num_rows,
 }
 
 REGISTER_OP("TpuEmbeddingCaughtUpRows")
-    .Input("tables: resource")
-    .Input("slots: num_slots * resource")
+    .Input("arrays: num_arrays * resource")
     .Input("clocks: resource")
     .Input("sinces: resource")
     .Input("histories: resource")
     .Input("rows: row_type")
     .Output("values: num_outputs * float")
-    .Attr("num_slots: int >= 0")
+    .Attr("num_arrays: int >= 1")
     .Attr("num_outputs: int >= 1")
     .Attr("row_type: {int32, int64}")
     .Attr("dim: int >= 1")
@@ -136,7 +134,7 @@ REGISTER_OP("TpuEmbeddingCaughtUpRows")
     .Doc(R"doc(
 Reads rows as they would be if no step had left them out. Writes nothing.
 
-tables, slots: one table, float32 [rows, dim], and its slots.
+arrays: one table, float32 [rows, dim], and its slots.
 clocks, sinces, histories: its own, of keras/rows/waiting.py.
 rows: of any shape, in [0, rows).
 values: [rows..., dim]: of the table, then of each slot if there are outputs.
@@ -225,19 +223,18 @@ class CaughtUpRowsOp : public tensorflow::OpKernel {
 };
 
 REGISTER_OP("TpuEmbeddingCatchUp")
-    .Input("tables: resource")
-    .Input("slots: num_slots * resource")
+    .Input("arrays: num_arrays * resource")
     .Input("clocks: resource")
     .Input("sinces: resource")
     .Input("histories: resource")
-    .Attr("num_slots: int >= 0")
+    .Attr("num_arrays: int >= 1")
     .Attr("idle: string")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::NoOutputs)
     .Doc(R"doc(
 Catches all rows of a table and its slots up, unless none waits.
 
-tables, slots, clocks, sinces, histories, idle: as for
+arrays, clocks, sinces, histories, idle: as for
   TpuEmbeddingCaughtUpRows.
 )doc");
 
@@ -271,13 +268,12 @@ class CatchUpOp : public tensorflow::OpKernel {
 };
 
 REGISTER_OP("TpuEmbeddingAdvance")
-    .Input("tables: resource")
-    .Input("slots: num_slots * resource")
+    .Input("arrays: num_arrays * resource")
     .Input("clocks: resource")
     .Input("sinces: resource")
     .Input("histories: resource")
     .Input("steps: double")
-    .Attr("num_slots: int >= 0")
+    .Attr("num_arrays: int >= 1")
     .Attr("idle: string")
     .Attr("updated_all: bool")
     .SetIsStateful()
@@ -285,7 +281,7 @@ REGISTER_OP("TpuEmbeddingAdvance")
     .Doc(R"doc(
 Counts a step of a table, which is caught up if its history is full.
 
-tables, slots, clocks, sinces, histories, idle: as for
+arrays, clocks, sinces, histories, idle: as for
   TpuEmbeddingCaughtUpRows.
 steps: [1, 3]: weight, note and shrinkage of the step.
 updated_all: whether the step has updated all rows.

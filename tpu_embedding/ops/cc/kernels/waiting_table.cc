@@ -47,17 +47,15 @@ void FindDistinct(const WaitingRows& waiting, const Buffer<int32_t>& rows,
 
 REGISTER_OP("TpuEmbeddingCatchUpTables")
     .Input("queue: resource")
-    .Input("tables: num_tables * resource")
-    .Input("slots: num_slots * resource")
-    .Attr("num_tables: int >= 1")
-    .Attr("num_slots: int >= 0")
+    .Input("arrays: num_arrays * resource")
+    .Attr("num_arrays: int >= 1")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::NoOutputs)
     .Doc(R"doc(
 Makes rows that wait for their gradients what they would be if each update had
 updated all rows.
 
-tables, slots: variables, written in place; the slots table by table.
+arrays: of all tables, then the slots table by table; written in place.
 )doc");
 
 class CatchUpTablesOp : public tensorflow::OpKernel {
@@ -68,8 +66,8 @@ class CatchUpTablesOp : public tensorflow::OpKernel {
     QueuePtr resource;
     OP_REQUIRES_OK(context, LookUpQueue(context, &resource));
     std::vector<Variable> tables, slots;
-    OP_REQUIRES_OK(context, LookUpTables(context, &tables));
-    OP_REQUIRES_OK(context, LookUpSlots(context, &slots));
+    OP_REQUIRES_OK(context,
+                   LookUpArrays(context, *resource->plan, &tables, &slots));
     std::vector<tensorflow::Var*> all;
     for (const Variable& variable : tables) all.push_back(variable.get());
     for (const Variable& variable : slots) all.push_back(variable.get());
@@ -87,19 +85,17 @@ class CatchUpTablesOp : public tensorflow::OpKernel {
 
 REGISTER_OP("TpuEmbeddingReadRows")
     .Input("queue: resource")
-    .Input("tables: num_tables * resource")
-    .Input("slots: num_slots * resource")
+    .Input("arrays: num_arrays * resource")
     .Input("rows: int64")
     .Output("values: float")
-    .Attr("num_tables: int >= 1")
-    .Attr("num_slots: int >= 0")
+    .Attr("num_arrays: int >= 1")
     .Attr("table: int >= 0")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::UnknownShape)
     .Doc(R"doc(
 Reads rows of a table whose rows wait, caught up. Writes nothing.
 
-tables, slots: as of TpuEmbeddingCatchUpTables.
+arrays: as of TpuEmbeddingCatchUpTables.
 rows: [n], of table number `table`.
 values: [n, dim].
 )doc");
@@ -120,8 +116,8 @@ class ReadRowsOp : public tensorflow::OpKernel {
                 absl::InvalidArgumentError(
                     "A malformed graph: no rows of the table wait."));
     std::vector<Variable> tables, slots;
-    OP_REQUIRES_OK(context, LookUpTables(context, &tables));
-    OP_REQUIRES_OK(context, LookUpSlots(context, &slots));
+    OP_REQUIRES_OK(context,
+                   LookUpArrays(context, *resource->plan, &tables, &slots));
     const ReadLocks locks(tables, slots);
     OP_REQUIRES_OK(context, CheckTables(tables, *resource->plan));
     std::vector<TableView> views(resource->plan->tables.size());
