@@ -111,8 +111,10 @@ def test_restarts_use_the_next_numbers_of_processes(
     rest = (
         "size = len(cluster['worker'])\n"
         "if size == 2: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "if size == 3 and index == 2: sys.exit(1)\n"
-        "if size == 3: time.sleep(60)\n"
+        "open(f'size{size}_{index}', 'w')\n"
+        "begun = lambda: all(os.path.exists(f'size3_{i}') for i in range(3))\n"
+        "while size == 3 and not (index == 2 and begun()): time.sleep(0.01)\n"
+        "if size == 3: sys.exit(1)\n"
     )
     status = tmp_path / "status.json"
     options = ("--processes", "2,3,1", "--restarts", "2", "--status", str(status))
