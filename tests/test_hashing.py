@@ -49,6 +49,22 @@ def test_rows_are_those_of_the_golden_table():
     assert (hashing.rows_of(small, RowHash(table, 3)) == wide).numpy().all()
 
 
+@pytest.mark.parametrize("dtype", [tf.int32, tf.int64])
+@pytest.mark.parametrize("length", [0, 1])
+def test_engines_read_the_rows_of_the_golden_table(
+    engine: str, dtype: tf.DType, length: int
+):
+    own = te.Hashing(GOLDEN["num_rows"], hashes=1, salt=GOLDEN["salts"][1])
+    table = te.TableConfig(own, 1, te.RowIdInitializer())
+    embedding = te.TPUEmbedding(te.FeatureConfig(table, length), te.SGD(0.1))
+    pairs = zip(map(int, GOLDEN["ids"]), golden_rows()[:, 1, 0], strict=True)
+    known = [(i, row) for i, row in pairs if dtype.min <= i <= dtype.max]
+    ids = tf.RaggedTensor.from_tensor(tf.constant([[i] for i, _ in known], dtype))
+    embedding.enqueue(ids, training=False)
+    rows = tf.reshape(embedding.dequeue(), [-1]).numpy()
+    assert rows.tolist() == [row for _, row in known]
+
+
 def test_the_oracle_makes_the_golden_table():
     rows = [
         [
