@@ -233,8 +233,8 @@ class Core(EngineTables):
     ) -> list[IdBatch]:
         """The batch of a replica, or of one of its `cores`."""
         specs = self.plan.features
-        hashes = not self.engine_class.hashes
-        batches = read_features(specs, values, weights, hashes=hashes)
+        as_rows = not self.engine_class.hashes_ids
+        batches = read_features(specs, values, weights, as_rows=as_rows)
         for spec, batch in zip(specs, batches, strict=True):
             shape = tuple(batch.static_shape.as_list())
             ragged = batch.kind is InputKind.RAGGED

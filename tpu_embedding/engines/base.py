@@ -416,7 +416,7 @@ class Engine(Steps, TableStore):
     # True: what `lookup` returns for `update` is tensors, which a function may return.
     passes_tensors: ClassVar[bool] = False
     # True: it finds the rows of ids in hashed tables itself.
-    hashes: ClassVar[bool] = False
+    hashes_ids: ClassVar[bool] = False
     # True: tables may have a GrowingVocabulary.
     grows: ClassVar[bool] = False
     # True: `flush` and `reset` are calls of all processes, also before the first step.

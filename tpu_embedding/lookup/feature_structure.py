@@ -24,17 +24,18 @@ def read_features(
     values: Sequence[Any],
     weights: Sequence[Any],
     *,
-    hashes: bool = True,
+    as_rows: bool = True,
 ) -> list[IdBatch]:
     """Reads the batches of a plan.
 
-    With `hashes` those of hashed tables have rows as ids: else the engine hashes ids.
+    With `as_rows` the ids of hashed tables become rows; else the engine's kernels hash
+    them.
     """
     batches: list[IdBatch] = []
     for spec, value, weight in zip(specs, values, weights, strict=True):
         if spec.is_first:  # The others have the same ids.
             batch = to_id_batch(spec.path, value, weight, string_ids=spec.string_ids)
-        if spec.row_hash is None or not hashes:
+        if spec.row_hash is None or not as_rows:
             batches.append(batch)
         else:
             rows = rows_of(batch.ids, spec.row_hash)

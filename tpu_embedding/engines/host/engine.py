@@ -64,7 +64,7 @@ class HostEngine(Engine):
     differentiates_weights = True
     passes_tensors = True
     stand_in = "portable"
-    hashes = True
+    hashes_ids = True
     grows = True
 
     def __init__(
