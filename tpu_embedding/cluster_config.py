@@ -16,14 +16,15 @@ from typing import Any
 STATUS_VARIABLE = "TPU_EMBEDDING_STATUS"
 
 
-def replace_file(path: str, line: str) -> None:
-    """Writes a line beside a file, and then puts it in the place of the file."""
+def replace_file(path: str, text: str) -> None:
+    """Writes text beside a file, and then puts it in the place of the file."""
     beside = pathlib.Path(f"{path}.new")
     try:
-        beside.write_text(f"{line}\n")
+        beside.write_text(f"{text}\n")
         beside.replace(path)
-    finally:
+    except BaseException:
         beside.unlink(missing_ok=True)
+        raise
 
 
 def problem() -> str:
