@@ -68,6 +68,12 @@ void GrowingTable::Forget(const SharedBatch& batch) {
   if (known != awaited_.end()) awaited_.erase(known);
 }
 
+void GrowingTable::ForgetFailed(const SharedBatch& batch) {
+  Forget(batch);
+  const std::lock_guard<std::mutex> lock(front_mutex_);
+  if (ahead_.batch.lock() == batch) ahead_ = {};
+}
+
 std::vector<GrowingTable::Awaited>::iterator GrowingTable::FindAwaited(
     const SharedBatch& batch) {
   return std::find_if(awaited_.begin(), awaited_.end(), [&](const auto& known) {

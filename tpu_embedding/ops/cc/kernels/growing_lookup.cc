@@ -107,7 +107,7 @@ absl::Status GrowingTable::Find(const SharedBatch& batch, Purpose purpose,
   const absl::Status status =
       FindLocked(batch, purpose, searches, parallel_for);
   if (status.ok() || purpose != Purpose::kTraining) return status;
-  for (const Search& search : searches) search.table->Forget(batch);
+  for (const Search& search : searches) search.table->ForgetFailed(batch);
   return status;
 }
 

@@ -234,8 +234,8 @@ class GrowingTable {
     void Show(int64_t num_rows, tensorflow::Var* variable) const;
   };
 
-  // Memory for so many first values in front of a table: of the ids without a
-  // row that lookups name at one time.
+  // Memory for so many first values in front of a table, and as many after its
+  // last row: of the ids without a row that lookups name at one time.
   static constexpr int64_t kMaxBorrowedRows = int64_t{1} << 20;
   static constexpr int64_t kRowsPerChunk = 64;
   static constexpr int64_t kCyclesPerFirstValue = 10;
@@ -271,6 +271,8 @@ class GrowingTable {
   // Begins and ends the memory of the lookup of a batch.
   void Expect(const SharedBatch& batch);
   void Forget(const SharedBatch& batch);
+  // Of a lookup that failed, which may not have written first values.
+  void ForgetFailed(const SharedBatch& batch);
   // Decides what a lookup gives for ids without a row, and remembers it with
   // the rows until its update.
   void Give(const SharedBatch& batch, Purpose purpose, Query* query);
