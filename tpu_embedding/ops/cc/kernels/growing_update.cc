@@ -202,16 +202,18 @@ void GrowingTable::FindWritten(Update* update) const {
   // Both are in the order of first sight.
   auto id = ahead_.ids.begin();
   const auto end = ahead_.ids.end();
+  const int64_t end_row = ahead_.first_row + ahead_.ids.size();
   for (const auto& created : update->created_) {
     id = std::find(id, end, created.id);
     const int64_t place = ahead_.first_row + (id - ahead_.ids.begin());
-    update->written_.push_back(id == end ? kNoRow : place);
-    // Another row that is created where first values are would lose them.
-    if (created.row < ahead_.first_row ||
-        update->written_.back() == created.row)
-      continue;
-    update->written_.assign(update->created_.size(), kNoRow);
-    return;
+    const int32_t written = id == end ? kNoRow : place;
+    update->written_.push_back(written);
+    if (written == created.row) continue;
+    // A row that is created where first values of another are overwrites them.
+    if (ahead_.first_row <= created.row && created.row < end_row) {
+      update->written_.assign(update->created_.size(), kNoRow);
+      return;
+    }
   }
 }
 
