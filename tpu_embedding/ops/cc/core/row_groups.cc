@@ -185,9 +185,9 @@ class Grouping {
     groups.starts.Truncate(next + 1);
   }
 
+  bool wants_places() const { return table_.places; }
   // Notes the place of each entry, and turns its number into its sample.
   void FindPlaces() {
-    if (!table_.places) return;
     RowGroups& groups = *table_.groups;
     const FeatureCsr& csr = *table_.features[0].csr;
     groups.sample_of.Resize(size_);
@@ -321,9 +321,12 @@ void RunGroupings(std::vector<Grouping<Entry>>* groupings,
         tables[parts[i].table].Sort(parts[i].item, space);
       });
   for (auto& table : tables) table.Close();
-  ForEachItem(parallel_for, tables.size(),
-              kCyclesPerMove * total / std::max<int64_t>(tables.size(), 1),
-              [&](int64_t t) { tables[t].FindPlaces(); });
+  std::vector<Grouping<Entry>*> asked;
+  for (auto& table : tables) {
+    if (table.wants_places()) asked.push_back(&table);
+  }
+  ForEachItem(parallel_for, asked.size(), kCyclesPerMove * total,
+              [&](int64_t i) { asked[i]->FindPlaces(); });
 }
 
 bool HasGains(const TableEntries& table) {
