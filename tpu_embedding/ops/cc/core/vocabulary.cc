@@ -341,6 +341,7 @@ void Vocabulary::BeginSweep(int64_t wanted, const RowSet& held,
     return;
   }
   std::vector<uint32_t> keys;
+  keys.reserve(num_rows_ / stride + 1);
   for (int64_t first = 0; first < num_rows_; first += stride) {
     // Any row of the stride, as rows may differ in turns.
     const int64_t row =
