@@ -136,9 +136,13 @@ def test_saved_models_of_row_embeddings(
 class RowModel(tf_keras.Model):
     """Without `get_config`, so that a SavedModel has only its functions."""
 
-    def __init__(self, combiner: str | None) -> None:
+    def __init__(self, combiner: str | None, in_model: bool) -> None:
         super().__init__()
-        self.rows = te.keras.Embedding(9, 4, combiner=combiner)
+        rows: Any = te.keras.Embedding(9, 4, combiner=combiner)
+        if in_model:  # Which tf_keras calls while it loads.
+            ids = tf_keras.Input([1], dtype="int64")
+            rows = tf_keras.Model(ids, rows(ids))
+        self.rows = rows
         self.dense = tf_keras.layers.Dense(1)
 
     def call(self, ids: Any) -> Any:
@@ -146,22 +150,43 @@ class RowModel(tf_keras.Model):
 
 
 @pytest.mark.filterwarnings("ignore:RowSparseOptimizer updates all rows:UserWarning")
-@pytest.mark.parametrize("combiner", [None, "sum"])
+@pytest.mark.parametrize(
+    ("combiner", "in_model", "converts"),
+    [(None, False, True), ("sum", False, False), ("sum", True, True)],
+)
 def test_functions_of_saved_models_read_rows_that_are_caught_up(
-    combiner: str | None, tmp_path: pathlib.Path
+    combiner: str | None, in_model: bool, converts: bool, tmp_path: pathlib.Path
 ):
-    model = RowModel(combiner)
+    model = RowModel(combiner, in_model)
     batches = [np.array([[n % 9]]) for n in (1, 2, 1, 3, 4, 1, 2)]
     model(batches[0])
     model.save(tmp_path / "model")
     loaded = tf_keras.models.load_model(tmp_path / "model")
+    loaded.rows(batches[0])  # `call` of the layer itself.
     found = []
     for each in (model, loaded):
-        each.compile(tf_keras.optimizers.Adam(0.1), "mse")
-        te.keras.convert(each)
+        optimizer = tf_keras.optimizers.Adam(0.1)
+        if not converts:
+            optimizer = te.keras.RowSparseOptimizer(optimizer)
+        each.compile(optimizer, "mse")
+        if converts:
+            te.keras.convert(each)
         losses = [each.train_on_batch(ids, np.ones([1, 1])) for ids in batches]
         found.append(losses)
     np.testing.assert_allclose(*found, rtol=1e-5)
+
+
+def test_rows_of_saved_models_without_functions_wait_once_converted(
+    tmp_path: pathlib.Path,
+):
+    ids = tf_keras.Input([1], dtype="int64")
+    tf_keras.Model(ids, te.keras.Embedding(9, 4, combiner="sum")(ids)).save(
+        tmp_path / "model"
+    )
+    loaded = te.keras.load_model(tmp_path / "model")
+    loaded.compile(te.keras.RowSparseOptimizer(tf_keras.optimizers.Adam(0.1)), "mse")
+    loaded.train_on_batch(np.array([[1]]), np.ones([1, 4]))
+    assert loaded.layers[1].embeddings.waiting is not None
 
 
 def test_exports_of_growing_tables_hold_ids(tmp_path: pathlib.Path):

@@ -59,7 +59,10 @@ def convert(model: Any, lazy: bool = False) -> Any:
         RowSparseOptimizer(optimizer, lazy or getattr(optimizer, "lazy", False))
     for layer in layers:
         keras_api.change_class(layer, Embedding)
-        layer.make_tables()
+    for layer in model._flatten_layers():
+        if isinstance(layer, Embedding) and layer not in bound:
+            layer.is_read_by_functions = False
+            layer.make_tables()
     if optimizer is not None:
         optimizer.wait_for(model.trainable_variables)
     _warn_of_skipped(model)

@@ -80,6 +80,7 @@ class Embedding(WeightTable, keras_api.RowEmbedding):
 
     combiner: str | None = None  # Also of a layer that was converted.
     hashing: Hashing | None = None
+    is_read_by_functions = False  # Of a SavedModel, for all that the layer knows.
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Returns a layer of the subclass that files name as this package's, if due."""
@@ -105,7 +106,9 @@ class Embedding(WeightTable, keras_api.RowEmbedding):
         if not regularizes(kwargs.get("regularizer")):
             kwargs["regularizer"] = None
         weight = super().add_weight(*args, **kwargs)
-        if not keras_api.loads_functions():  # Else `call` does it, if it is called.
+        if keras_api.loads_functions():
+            self.is_read_by_functions = True  # `convert` sees which layers are not.
+        else:
             make_table(weight)
         return weight
 
@@ -138,7 +141,8 @@ class Embedding(WeightTable, keras_api.RowEmbedding):
         served = served_table(self)
         if served is not None:
             return self._combined(served, inputs, weights)
-        self.make_tables()
+        if not self.is_read_by_functions:
+            self.make_tables()
         exports = save_context.in_save_context() or (
             keras_api.is_training(self) is None and not is_recording()
         )
