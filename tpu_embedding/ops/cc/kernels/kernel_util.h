@@ -72,8 +72,9 @@ absl::Status LookUpVariables(tensorflow::OpKernelContext* context,
 absl::Status LookUpArrays(tensorflow::OpKernelContext* context,
                           std::vector<Variable>* arrays);
 
-// The same, of all tables: the first array of each, then the second ones of
-// those that have two, and then the slots, which must be of float32.
+// Looks up the variables of all tables: the first array of each, then the
+// second ones of those that have two, and then the slots, which must be of
+// float32.
 absl::Status LookUpArrays(tensorflow::OpKernelContext* context,
                           const Plan& plan, std::vector<Variable>* tables,
                           std::vector<Variable>* slots);
