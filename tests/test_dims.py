@@ -16,7 +16,7 @@ import tensorflow as tf
 
 import tpu_embedding as te
 
-KNOWN = (32, 64, 128)
+KNOWN = (16, 32, 64, 128)
 ROWS, STEPS = 40, 3
 # The rules that treat all columns alike.
 CASES = [

@@ -348,7 +348,7 @@ void UpdateWithDim(const RuleArguments& arguments, const RowOptions& options,
       &options,
       &table,
       options.weight_decay_factor * rate,
-      FunctionForThisCpu<UpdateRows<Rule, Dim>, const TableUpdate*,
+      FunctionForThisCpu<UpdateRows<Rule, DimOfRules<Dim>>, const TableUpdate*,
                          const RowBlock*>()};
   RunOnThisCpu<RowLoop<Table, Dim>>(update, arguments.rounding, gradients,
                                     begin, end);
