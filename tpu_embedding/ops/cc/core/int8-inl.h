@@ -4,10 +4,10 @@
 #define TPU_EMBEDDING_OPS_CC_CORE_INT8_INL_H_
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <functional>
 #include <limits>
 #include <type_traits>
 
@@ -27,16 +27,23 @@ constexpr BFloat16 kNotANumber{0x7FC0};
 template <class Words>
 using FloatsOf = std::conditional_t<sizeof(Words) == 64, F32x16, F32x8>;
 
-// The first of a vector's lanes in the order of `less`, found without branches.
-template <class Vector, class Less>
-TPU_EMBEDDING_INLINE auto FirstOf(const Vector& vector, Less less) {
-  Vector lanes = vector;
-  for (int half = kWidth<Vector> / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) {
-      lanes[i] = less(lanes[half + i], lanes[i]) ? lanes[half + i] : lanes[i];
-    }
+// The largest of a vector's lanes, or the smallest.
+template <bool kLargest, class Vector>
+TPU_EMBEDDING_INLINE auto EndOf(const Vector& lanes) {
+  using Lane = std::decay_t<decltype(lanes[0])>;
+  constexpr int kLanes = sizeof(Vector) / sizeof(Lane);
+  if constexpr (kLanes == 2) {
+    const Lane a = lanes[0], b = lanes[1];
+    return (kLargest ? b > a : b < a) ? b : a;
+  } else {
+    typedef Lane Half __attribute__((vector_size(sizeof(Vector) / 2)));
+    Half a, b;
+    std::memcpy(&a, &lanes, sizeof(a));
+    std::memcpy(&b, reinterpret_cast<const Lane*>(&lanes) + kLanes / 2,
+                sizeof(b));
+    const Half ends = (kLargest ? b > a : b < a) ? b : a;
+    return EndOf<kLargest>(ends);
   }
-  return lanes[0];
 }
 
 struct RowRange {
@@ -71,9 +78,8 @@ TPU_EMBEDDING_INLINE RowRange RangeOf(const float* values, int64_t dim) {
     high = x > high ? x : high;
     largest = bits > largest ? bits : largest;
   }
-  return {FirstOf(low, std::less<float>()),
-          FirstOf(high, std::greater<float>()),
-          FirstOf(largest, std::greater<uint32_t>()) < kInfinity};
+  return {EndOf<false>(low), EndOf<true>(high),
+          EndOf<true>(largest) < kInfinity};
 }
 
 // Values that the arithmetic of TensorFlow's threads takes for 0.
@@ -81,36 +87,38 @@ inline float WithoutDenormals(float value) {
   return std::abs(value) < std::numeric_limits<float>::min() ? 0.0f : value;
 }
 
-// Whether a row keeps its grid.
+// Whether a row keeps its grid. Neither this nor `GridOf` has branches, which
+// would be mispredicted.
 inline bool Fits(const Int8Row& grid, const RowRange& range) {
   const float reach = kMiddleCode * grid.scale;
-  return grid.scale > 0.0f && std::abs(range.low - grid.offset) <= reach &&
-         std::abs(range.high - grid.offset) <= reach &&
-         range.high - range.low > kLeastFull * grid.scale;
+  int fits = range.finite;
+  fits &= grid.scale > 0.0f;
+  fits &= std::abs(range.low - grid.offset) <= reach;
+  fits &= std::abs(range.high - grid.offset) <= reach;
+  fits &= range.high - range.low > kLeastFull * grid.scale;
+  return fits;
 }
 
-// The grid that `encode` of tables/codes.py gives; `grid` has scale and
-// offset.
-inline void MakeGrid(const RowRange& range, BFloat16* grid) {
-  grid[0] = kNotANumber;
-  grid[1] = {0};
-  if (!range.finite || !std::isfinite(range.high - range.low)) return;
+// The scale and the offset that `encode` of tables/codes.py gives.
+inline std::array<BFloat16, 2> GridOf(const RowRange& range) {
   const double low = WithoutDenormals(range.low);
   const double high = WithoutDenormals(range.high);
   const BFloat16 nearest =
       NearestBFloat16(static_cast<float>((low + high) / 2));
-  float offset, stored;
+  float offset, step;
   Load(&nearest, &offset);
-  if (!std::isfinite(offset)) return;
   const double middle = offset;
   const double spread = std::max(high - middle, middle - low);
-  BFloat16 scale = NearestBFloat16(
+  const BFloat16 scale = NearestBFloat16(
       static_cast<float>(spread * (1 + 0x1p-8) / double{kMiddleCode}));
-  Load(&scale, &stored);
-  if (!std::isfinite(stored)) scale = kNotANumber;
-  if (!(stored >= kSmallestScale)) scale = {0};
-  grid[0] = scale;
-  grid[1] = NearestBFloat16(WithoutDenormals(offset) + 0.0f);  // Nor -0.
+  Load(&scale, &step);
+  int finite = range.finite;
+  finite &= std::isfinite(range.high - range.low);
+  finite &= std::isfinite(offset);
+  const BFloat16 used = step >= kSmallestScale ? scale : BFloat16{0};
+  const BFloat16 start =
+      NearestBFloat16(WithoutDenormals(offset) + 0.0f);  // Nor -0.
+  return {finite ? used : kNotANumber, finite ? start : BFloat16{0}};
 }
 
 // The codes of as many columns as `Words` has; each is in [0, 256).
@@ -191,18 +199,21 @@ struct CodeBody {
   TPU_EMBEDDING_INLINE static void Run(RowsToCode rows, int64_t dim,
                                        const Rounding& rounding) {
     using Words = RandomWords<F32xN>;
+    RowRange ranges[kRowsAtOnce];
+    for (int r = 0; r < kRowsAtOnce; ++r) {
+      ranges[r] = RangeOf<Words>(rows.values[r], dim);
+    }
     bool rounds = false;
     for (int r = 0; r < kRowsAtOnce; ++r) {
       BFloat16* const stored = rows.grids[r];
       Int8Row& grid = rows.grid[r];
       Load(stored, &grid.scale);
       Load(stored + 1, &grid.offset);
-      const RowRange range = RangeOf<Words>(rows.values[r], dim);
-      if (!range.finite || !Fits(grid, range)) {
-        MakeGrid(range, stored);
-        Load(stored, &grid.scale);
-        Load(stored + 1, &grid.offset);
-      }
+      const bool keeps = Fits(grid, ranges[r]);
+      const std::array<BFloat16, 2> made = GridOf(ranges[r]);
+      for (int k = 0; k < 2; ++k) stored[k] = keeps ? stored[k] : made[k];
+      Load(stored, &grid.scale);
+      Load(stored + 1, &grid.offset);
       if (grid.scale > 0.0f) {
         rounds = true;
       } else {
