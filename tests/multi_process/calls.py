@@ -23,7 +23,7 @@ from steps import train_on
 
 import tpu_embedding as te
 from tpu_embedding.checkpoint import formats
-from tpu_embedding.layout import placement
+from tpu_embedding.planning import machines
 
 
 def rank(strategy: Any) -> int:
@@ -353,7 +353,7 @@ def statistics(
                 there = ids[table] % number == other
                 served = asked[table][asked[table] % number == own]
                 with_entry = int(there.any(axis=1).sum())
-                found = placement.divided_table_bytes(
+                found = machines.divided_table_bytes(
                     rows=len(np.unique(ids[table][there])),
                     rows_served=len(np.unique(served)),
                     entries=int(there.sum()),
@@ -364,7 +364,7 @@ def statistics(
                     gradient_bytes=row_bytes,
                 )
             else:
-                found = placement.whole_table_bytes(
+                found = machines.whole_table_bytes(
                     entries=samples * length * (owner == other),
                     samples=samples * (owner == other),
                     samples_served=samples * (owner == own),

@@ -27,7 +27,7 @@ from steps import train_on
 import tpu_embedding as te
 from tpu_embedding.checkpoint import growing_tables
 from tpu_embedding.cluster_config import STATUS_VARIABLE
-from tpu_embedding.layout.partition import IdPartition
+from tpu_embedding.layout.placement import IdPartition
 from tpu_embedding.tables import rows as table_rows
 from tpu_embedding.tables import vocabularies
 from tpu_embedding.tables.reach import InJob

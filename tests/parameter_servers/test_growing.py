@@ -25,7 +25,7 @@ from parameter_servers.cluster import (
 )
 
 import tpu_embedding as te
-from tpu_embedding.layout.partition import IdPartition
+from tpu_embedding.layout.placement import IdPartition
 
 pytestmark = pytest.mark.second_tier
 

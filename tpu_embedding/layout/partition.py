@@ -6,10 +6,6 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from tpu_embedding.vocabulary import mix_bits
-
 
 class Run(NamedTuple):
     """Rows of a range that are adjacent in one part.
@@ -90,39 +86,6 @@ class Partition:
             run = self.within(part, start, stop)
             if run.count:
                 yield run
-
-
-@dataclasses.dataclass(frozen=True)
-class IdPartition:
-    """The ids of a growing table over processes or servers: a hash of each decides.
-
-    Each part numbers its own rows, so an id is its own number there.
-
-    >>> IdPartition(3).owner(np.array([7, -1, 1 << 32])).tolist()
-    [1, 0, 1]
-
-    `ops/cc/core/routing.h` has the same rule.
-
-    Attributes:
-      parts: How many there are.
-    """
-
-    parts: int
-
-    def owner(self, ids: np.ndarray) -> np.ndarray:
-        """The part that has each id, int64."""
-        words = np.asarray(ids, np.int64).view(np.uint64)
-        high = mix_bits(words) >> np.uint64(32)
-        return (high * np.uint64(self.parts) >> np.uint64(32)).astype(np.int64)
-
-    def local(self, ids: Any) -> Any:
-        """See `Partition.local`."""
-        return ids
-
-    def row(self, part: int, local: Any) -> Any:
-        """See `Partition.row`."""
-        del part
-        return local
 
 
 @dataclasses.dataclass(frozen=True)

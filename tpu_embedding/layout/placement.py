@@ -3,19 +3,48 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 
-from tpu_embedding.layout.partition import IdPartition, Partition, Run
-from tpu_embedding.layout.plan import Plan, TableSpec
+from tpu_embedding.layout.partition import Partition, Run
+from tpu_embedding.vocabulary import mix_bits
 
-ALL_PROCESSES = -1  # The owner of a table that is divided by rows.
-BY_ID = (
-    -2
-)  # That of a growing table that is divided by rows: a hash tells whose an id is.
+# Owners of tables that are divided by rows; of growing ones a hash of an id decides.
+ALL_PROCESSES, BY_ID = -1, -2
+
+
+@dataclasses.dataclass(frozen=True)
+class IdPartition:
+    """The ids of a growing table over processes or servers: a hash of each decides.
+
+    Each part numbers its own rows, so an id is its own number there.
+
+    >>> IdPartition(3).owner(np.array([7, -1, 1 << 32])).tolist()
+    [1, 0, 1]
+
+    `ops/cc/core/routing.h` has the same rule.
+
+    Attributes:
+      parts: How many there are.
+    """
+
+    parts: int
+
+    def owner(self, ids: np.ndarray) -> np.ndarray:
+        """The part that has each id, int64."""
+        words = np.asarray(ids, np.int64).view(np.uint64)
+        high = mix_bits(words) >> np.uint64(32)
+        return (high * np.uint64(self.parts) >> np.uint64(32)).astype(np.int64)
+
+    def local(self, ids: Any) -> Any:
+        """See `Partition.local`."""
+        return ids
+
+    def row(self, part: int, local: Any) -> Any:
+        """See `Partition.row`."""
+        del part
+        return local
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,299 +116,3 @@ class Placement:
         if not self.is_divided(table):
             return local
         return self.partition(table).row(self.process, local)
-
-
-_WORD = 4  # Bytes of a position, a length, a weight.
-
-
-def divided_table_bytes(
-    *,
-    rows: float,
-    rows_served: float,
-    entries: float,
-    samples: float,
-    lengths: float,
-    gains: float,
-    row_bytes: int,
-    gradient_bytes: int,
-    key_bytes: int = _WORD,
-) -> dict[str, float]:
-    """Bytes of a step to other processes, for a table that is divided by rows.
-
-    This and `whole_table_bytes` are the formula of docs/distributed.md. The messages
-    have a few words more for each feature, and end at multiples of 64 bytes. Numbers
-    of several features and receivers are added up.
-
-    >>> divided_table_bytes(
-    ...     rows=10, rows_served=12, entries=20, samples=5, lengths=5, gains=0,
-    ...     row_bytes=32, gradient_bytes=32,
-    ... )
-    {'enqueue': 140, 'lookup': 384, 'update': 160}
-
-    Args:
-      rows: Distinct rows that this process asks for.
-      rows_served: Distinct rows that others ask this process for.
-      entries: IDs among `rows`.
-      samples: Samples with such an ID.
-      lengths: The same, or 0 where each sample has one ID.
-      gains: Weights: one for each entry, or one for each sample if only the combiner
-        needs one, or 0.
-      row_bytes: Of one row on the wire.
-      gradient_bytes: Of the gradient of one sample on the wire.
-      key_bytes: Of a row's number, or of an ID of a growing table.
-    """
-    return {
-        "enqueue": key_bytes * rows + _WORD * (entries + lengths + gains),
-        "lookup": rows_served * row_bytes,
-        "update": samples * gradient_bytes,
-    }
-
-
-def whole_table_bytes(
-    *,
-    entries: float,
-    samples: float,
-    samples_served: float,
-    lengths: float,
-    gains: float,
-    activation_bytes: int,
-    key_bytes: int = _WORD,
-) -> dict[str, float]:
-    """Bytes of a step to other processes, for a table that lives whole in one.
-
-    >>> whole_table_bytes(
-    ...     entries=20, samples=10, samples_served=0, lengths=0, gains=0,
-    ...     activation_bytes=32,
-    ... )
-    {'enqueue': 80, 'lookup': 0, 'update': 320}
-
-    Args:
-      entries: IDs that this process sends to the owner.
-      samples: Samples that this process sends to the owner.
-      samples_served: Samples of others, of the owner; 0 of the others.
-      lengths: Samples, or 0 where all have the same number of IDs.
-      gains: As for `divided_table_bytes`.
-      activation_bytes: Of an activation, and of a gradient, on the wire.
-      key_bytes: As for `divided_table_bytes`.
-    """
-    return {
-        "enqueue": key_bytes * entries + _WORD * (lengths + gains),
-        "lookup": samples_served * activation_bytes,
-        "update": samples * activation_bytes,
-    }
-
-
-# No process has more than this part of the mean load, if dividing tables avoids it.
-_MAX_IMBALANCE = 1.25
-# Memory decides only for tables of at least so many bytes.
-_LARGE_TABLE = 16 << 20
-
-
-def place_tables(
-    plan: Plan, process: int, num_processes: int, placement: str = "auto"
-) -> Placement:
-    """Chooses which tables to divide by rows, and where the others live.
-
-    Of a whole table the combined samples travel, once for the lookup and once for the
-    update; of a divided one each distinct row and, to each process with an entry of the
-    sample, its gradient. Whole tables thus need fewer bytes unless a row is used by
-    many samples. They are placed one by one, those with the most samples first, each
-    in the process with the least to do. A table is divided if it is more than the
-    n-th part of all work or memory, or if the processes would be busy unequally; a
-    growing one for its memory only, as each part is full by itself.
-
-    Args:
-      plan: The tables and features.
-      process: Index of this process.
-      num_processes: Number of processes, n.
-      placement: For tables whose `placement` is None: "auto", "rows" or "whole".
-    """
-    wanted = [_wanted(spec, placement) for spec in plan.tables]
-    loads = [_load(plan, spec) for spec in plan.tables]
-    sizes = [_bytes(spec) for spec in plan.tables]
-    divided = {t for t, choice in enumerate(wanted) if choice == "rows"}
-    free = [t for t, choice in enumerate(wanted) if choice == "auto"]
-    divided |= {
-        t
-        for t in free
-        if (
-            plan.tables[t].config.vocabulary is None
-            and loads[t] * num_processes > sum(loads)
-        )
-        or (sizes[t] > _LARGE_TABLE and sizes[t] * num_processes > sum(sizes))
-    }
-    free = [t for t in free if plan.tables[t].config.vocabulary is None]
-    while True:
-        owners, busy = _place_whole(loads, divided, num_processes)
-        if max(busy) * num_processes <= _MAX_IMBALANCE * sum(busy):
-            break
-        busiest = busy.index(max(busy))
-        candidates = [t for t in free if owners[t] == busiest]
-        if not candidates:
-            break
-        divided.add(max(candidates, key=lambda t: (loads[t], sizes[t])))
-    return _placed(plan, process, num_processes, owners)
-
-
-def place_on_servers(plan: Plan, number: int, placement: str = "auto") -> Placement:
-    """Chooses which tables to divide by rows over servers, and where the others live.
-
-    Whole tables come one by one, the largest load first, each on the server with the
-    least. The load of a table is its share of all bytes, which a server must hold,
-    plus its share of the activations of a batch, which it must compute and send.
-    Workers combine the rows of divided tables, and these travel, so only memory
-    divides a table: a large one that is more than the n-th part of all bytes, or
-    without which the servers would be filled unequally. A table with fewer rows than
-    there are servers is always whole.
-
-    Args:
-      plan: The tables and features.
-      number: Number of servers, n.
-      placement: For tables whose `placement` is None: "auto", "rows" or "whole".
-
-    Returns:
-      The placement as server 0 has it.
-    """
-    wanted = [_wanted(spec, placement) for spec in plan.tables]
-    sizes, loads = [_bytes(spec) for spec in plan.tables], _server_loads(plan)
-    can_be_divided = {
-        t for t, spec in enumerate(plan.tables) if 1 < number <= spec.config.max_rows
-    }
-    divided = {t for t in can_be_divided if wanted[t] == "rows"}
-    free = {
-        t for t in can_be_divided if wanted[t] == "auto" and sizes[t] > _LARGE_TABLE
-    }
-    divided |= {t for t in free if sizes[t] * number > sum(sizes)}
-    while True:
-        owners, _ = _place_whole(loads, divided, number)
-        held = [
-            sum(size for size, owner in zip(sizes, owners, strict=True) if owner == k)
-            for k in range(number)
-        ]
-        shared = sum(sizes[t] for t in divided) / number
-        fullest = held.index(max(held))
-        candidates = [t for t in free - divided if owners[t] == fullest]
-        most = _MAX_IMBALANCE * sum(sizes) / number
-        if held[fullest] + shared <= most or not candidates:
-            return _placed(plan, 0, number, owners)
-        divided.add(max(candidates, key=lambda t: (sizes[t], -t)))
-
-
-def _server_loads(plan: Plan) -> list[float]:
-    sizes = [_bytes(spec) for spec in plan.tables]
-    widths = [0] * len(plan.tables)
-    for feature in plan.features:
-        samples = max(1, feature.config.max_sequence_length)
-        shape = feature.config.output_shape or ()
-        samples *= math.prod(axis for axis in shape[1:] if axis)
-        widths[feature.table] += samples * plan.tables[feature.table].config.dim
-    return [
-        size / sum(sizes) + width / sum(widths)
-        for size, width in zip(sizes, widths, strict=True)
-    ]
-
-
-def part_of_plan(plan: Plan, tables: Sequence[int]) -> tuple[Plan, tuple[int, ...]]:
-    """The plan of some tables, and the indices of its features in the whole plan."""
-    numbers = {table: index for index, table in enumerate(tables)}
-    features = tuple(f.index for f in plan.features if f.table in numbers)
-    own = {feature: index for index, feature in enumerate(features)}
-    return (
-        Plan(
-            tables=tuple(
-                dataclasses.replace(
-                    plan.tables[table],
-                    index=index,
-                    features=tuple(own[f] for f in plan.tables[table].features),
-                )
-                for table, index in numbers.items()
-            ),
-            features=tuple(
-                dataclasses.replace(
-                    plan.features[f],
-                    index=index,
-                    table=numbers[plan.features[f].table],
-                )
-                for f, index in own.items()
-            ),
-        ),
-        features,
-    )
-
-
-def rows_of_plan(plan: Plan, placement: Placement) -> Plan:
-    """The plan with as many rows of each table as this process has, at least one.
-
-    Growing tables have none yet; a part of one has its part of what they may have.
-    """
-
-    def part(spec: TableSpec) -> Any:
-        vocabulary = spec.config.vocabulary
-        if vocabulary is None:
-            return max(1, placement.count(spec.index, spec.config.vocabulary_size))
-        return vocabulary.part(placement.part(spec.index)[1])
-
-    tables = [
-        dataclasses.replace(
-            spec, config=dataclasses.replace(spec.config, vocabulary_size=part(spec))
-        )
-        for spec in plan.tables
-    ]
-    return Plan(tuple(tables), plan.features)
-
-
-def _wanted(spec: TableSpec, placement: str) -> str:
-    """The placement of a table.
-
-    Raises:
-      NotImplementedError: If it cannot be divided by rows, and must be.
-    """
-    wanted = spec.config.placement or placement
-    if wanted == "whole" or not spec.config.shares_row:
-        return wanted
-    if wanted == "auto":
-        return "whole"
-    raise NotImplementedError(
-        f'Table {spec.name!r} grows and has a shared row: placement="rows" does not '
-        'divide it. Set placement="whole" in its TableConfig.'
-    )
-
-
-def _placed(
-    plan: Plan, process: int, num_processes: int, owners: Sequence[int]
-) -> Placement:
-    def is_by_id(table: int) -> bool:
-        grows = plan.tables[table].config.vocabulary is not None
-        return grows and owners[table] == ALL_PROCESSES
-
-    placed = [BY_ID if is_by_id(t) else owner for t, owner in enumerate(owners)]
-    return Placement(process, num_processes, tuple(placed))
-
-
-def _place_whole(
-    loads: Sequence[float], divided: Collection[int], num_processes: int
-) -> tuple[list[int], list[float]]:
-    """The owner of each table, and what each process has to do."""
-    owners = [ALL_PROCESSES] * len(loads)
-    busy = [sum(loads[t] for t in divided) / num_processes] * num_processes
-    for table in sorted(range(len(loads)), key=lambda t: (-loads[t], t)):
-        if table not in divided:
-            owners[table] = busy.index(min(busy))
-            busy[owners[table]] += loads[table]
-    return owners, busy
-
-
-def _load(plan: Plan, spec: TableSpec) -> int:
-    """Numbers of one sample of each feature of a table."""
-    features = [plan.features[f].config for f in spec.features]
-    samples = sum(max(1, config.max_sequence_length) for config in features)
-    return samples * spec.config.dim
-
-
-def _bytes(spec: TableSpec) -> int:
-    """Of the table and its slots."""
-    config = spec.config
-    width = config.storage.row_bytes(config.dim)
-    for slot in spec.optimizer.slots if spec.optimizer else ():
-        width += 4 if slot.per_row else 4 * config.dim
-    return config.max_rows * width

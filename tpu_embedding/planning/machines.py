@@ -11,13 +11,8 @@ from typing import Any
 from tpu_embedding.config import STORAGES, DistributedOptions
 from tpu_embedding.engines.host.waiting import waiting_bytes
 from tpu_embedding.layout import limits
-from tpu_embedding.layout.placement import (
-    Placement,
-    divided_table_bytes,
-    place_on_servers,
-    place_tables,
-    whole_table_bytes,
-)
+from tpu_embedding.layout.placement import Placement
+from tpu_embedding.layout.placing import place_on_servers, place_tables
 from tpu_embedding.layout.plan import Plan, TableSpec, require_options
 from tpu_embedding.planning.report import PlannedPlacement, table_arrays
 from tpu_embedding.planning.sample import Traffic
@@ -27,6 +22,7 @@ from tpu_embedding.tables.growing import check_growth, vocabulary_bytes
 # an eighth of the tables, up to a limit. Measured by tools/check_plan.py.
 _HOST_BYTES, _HOST_TABLE_BYTES = 8 * 2**20, 32 * 2**20
 _FLOAT, _HALF = 4, 2  # Bytes of a value, and of a bfloat16.
+_WORD = 4  # Bytes of a position, a length, a weight.
 _ENTRY = 32  # Of the host engine: the id, the prepared batch, the grouped gradients.
 # Of a table that is divided over processes: the same of an id that is asked for and
 # served, with what sorts and sends it; and more of a distinct one if the table grows.
@@ -320,6 +316,83 @@ class Machines:
         except NotImplementedError as error:
             return str(error)
         return None
+
+
+def divided_table_bytes(
+    *,
+    rows: float,
+    rows_served: float,
+    entries: float,
+    samples: float,
+    lengths: float,
+    gains: float,
+    row_bytes: int,
+    gradient_bytes: int,
+    key_bytes: int = _WORD,
+) -> dict[str, float]:
+    """Bytes of a step to other processes, for a table that is divided by rows.
+
+    This and `whole_table_bytes` are the formula of docs/distributed.md. The messages
+    have a few words more for each feature, and end at multiples of 64 bytes. Numbers
+    of several features and receivers are added up.
+
+    >>> divided_table_bytes(
+    ...     rows=10, rows_served=12, entries=20, samples=5, lengths=5, gains=0,
+    ...     row_bytes=32, gradient_bytes=32,
+    ... )
+    {'enqueue': 140, 'lookup': 384, 'update': 160}
+
+    Args:
+      rows: Distinct rows that this process asks for.
+      rows_served: Distinct rows that others ask this process for.
+      entries: IDs among `rows`.
+      samples: Samples with such an ID.
+      lengths: The same, or 0 where each sample has one ID.
+      gains: Weights: one for each entry, or one for each sample if only the combiner
+        needs one, or 0.
+      row_bytes: Of one row on the wire.
+      gradient_bytes: Of the gradient of one sample on the wire.
+      key_bytes: Of a row's number, or of an ID of a growing table.
+    """
+    return {
+        "enqueue": key_bytes * rows + _WORD * (entries + lengths + gains),
+        "lookup": rows_served * row_bytes,
+        "update": samples * gradient_bytes,
+    }
+
+
+def whole_table_bytes(
+    *,
+    entries: float,
+    samples: float,
+    samples_served: float,
+    lengths: float,
+    gains: float,
+    activation_bytes: int,
+    key_bytes: int = _WORD,
+) -> dict[str, float]:
+    """Bytes of a step to other processes, for a table that lives whole in one.
+
+    >>> whole_table_bytes(
+    ...     entries=20, samples=10, samples_served=0, lengths=0, gains=0,
+    ...     activation_bytes=32,
+    ... )
+    {'enqueue': 80, 'lookup': 0, 'update': 320}
+
+    Args:
+      entries: IDs that this process sends to the owner.
+      samples: Samples that this process sends to the owner.
+      samples_served: Samples of others, of the owner; 0 of the others.
+      lengths: Samples, or 0 where all have the same number of IDs.
+      gains: As for `divided_table_bytes`.
+      activation_bytes: Of an activation, and of a gradient, on the wire.
+      key_bytes: As for `divided_table_bytes`.
+    """
+    return {
+        "enqueue": key_bytes * entries + _WORD * (lengths + gains),
+        "lookup": samples_served * activation_bytes,
+        "update": samples * activation_bytes,
+    }
 
 
 class _Memory:

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tpu_embedding.layout.partition import IdPartition
+from tpu_embedding.layout.placement import IdPartition
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.vocabulary import (
     CLOCK,
