@@ -14,6 +14,7 @@ from tpu_embedding import errors
 from tpu_embedding.compat.interop import columns, spec_conversion
 from tpu_embedding.compat.interop.parameters import check_parameters
 from tpu_embedding.compat.interop.table_config import FeatureConfig, TableConfig
+from tpu_embedding.embedding import TPUEmbedding
 
 PARTITION_STRATEGIES = ("div", "mod")
 _DICTS = ("feature_to_config_dict", "table_to_config_dict")
@@ -205,16 +206,53 @@ class EmbeddingConfigSpec(collections.namedtuple("EmbeddingConfigSpec", _FIELDS)
         """
         return spec_conversion.adapt(self, global_step, invalid_ids=invalid_ids)
 
-    def to_tpu_embedding(self, global_step: Any = None, **options: Any) -> Any:
+    def to_tpu_embedding(
+        self,
+        global_step: Any = None,
+        *,
+        invalid_ids: str | None = None,
+        **options: Any,
+    ) -> TPUEmbedding:
         """Returns a `tpu_embedding.TPUEmbedding` of the spec.
+
+        Weights are a second argument of its `enqueue`: see `AdaptedSpec.weights`.
 
         Args:
           global_step: What the learning rate functions get: a variable, or None for
             the number of updates already applied.
-          **options: Keyword arguments of TPUEmbedding. `invalid_ids` is the rule of
-            all of the spec's tables, which have none of their own.
+          invalid_ids: The policy of all of the spec's tables, which have none of their
+            own. None: "error".
+          **options: Keyword arguments of TPUEmbedding.
+
+        Raises:
+          NotImplementedError: If columns, or options of the spec, have no place there.
+          TypeError: As `adapt`.
+          ValueError: As `adapt`.
         """
-        return spec_conversion.to_tpu_embedding(self, global_step, **options)
+        rule = "error" if invalid_ids is None else invalid_ids
+        adapted = self.adapt(global_step, invalid_ids=rule)
+        if adapted.other_columns:
+            raise NotImplementedError(
+                f"Columns {errors.quoted(c.name for c in adapted.other_columns)} have "
+                "no TPU embedding table and cannot be converted into a TPUEmbedding. "
+                "Pass their features to the model itself and leave the columns out of "
+                "the spec, or take the parts with `spec.adapt()`."
+            )
+        if adapted.gradient_multiplier is not None:
+            raise NotImplementedError(
+                "`experimental_gradient_multiplier_fn` cannot be converted into a "
+                "TPUEmbedding. Take the parts with `spec.adapt()` and pass "
+                "`adapted.scale(gradients, step)` to apply_gradients."
+            )
+        if self.profile_data_directory:  # An empty path counts as none.
+            raise NotImplementedError(
+                "`profile_data_directory` cannot be converted into a TPUEmbedding. "
+                "Give batches to an estimator.EmbeddingProfiler(spec), or leave the "
+                "option at None; no number depends on it."
+            )
+        return TPUEmbedding(
+            adapted.feature_config, adapted.optimizer, adapted.pipelined, **options
+        )
 
     def embedding_columns(self) -> list[columns.EmbeddingColumn]:
         """The columns that have TPU embedding tables."""

@@ -18,7 +18,6 @@ from tpu_embedding.compat.interop import columns, optimizer_conversion
 from tpu_embedding.compat.interop import table_config as v1
 from tpu_embedding.compat.interop.parameters import check_parameters
 from tpu_embedding.config import FeatureConfig, TableConfig, check_invalid_ids
-from tpu_embedding.embedding import TPUEmbedding
 from tpu_embedding.engines.rates import returned_number
 from tpu_embedding.optimizers import Optimizer
 from tpu_embedding.optimizers.tpu_v2_v4 import updates_so_far
@@ -210,40 +209,6 @@ def adapt(
         pipelined=spec.pipeline_execution_with_tensor_core,
         partition_strategy=spec.partition_strategy,
         other_columns=tuple(spec.other_columns()),
-    )
-
-
-def to_tpu_embedding(
-    spec: Any, global_step: Any, *, invalid_ids: str | None = None, **options: Any
-) -> TPUEmbedding:
-    """A TPUEmbedding with the spec's tables, features and optimizers.
-
-    Weights are a second argument of enqueue there, and no feature: see
-    `AdaptedSpec.weights`.
-    """
-    rule = "error" if invalid_ids is None else invalid_ids
-    adapted = adapt(spec, global_step, invalid_ids=rule)
-    if adapted.other_columns:
-        raise NotImplementedError(
-            f"Columns {errors.quoted(c.name for c in adapted.other_columns)} have no "
-            "TPU embedding table and cannot be converted into a TPUEmbedding. Pass "
-            "their features to the model itself and leave the columns out of the spec, "
-            "or take the parts with `spec.adapt()`."
-        )
-    if adapted.gradient_multiplier is not None:
-        raise NotImplementedError(
-            "`experimental_gradient_multiplier_fn` cannot be converted into a "
-            "TPUEmbedding. Take the parts with `spec.adapt()` and pass "
-            "`adapted.scale(gradients, step)` to apply_gradients."
-        )
-    if spec.profile_data_directory:  # An empty path counts as none.
-        raise NotImplementedError(
-            "`profile_data_directory` cannot be converted into a TPUEmbedding. Give "
-            "batches to an estimator.EmbeddingProfiler(spec), or leave the option at "
-            "None; no number depends on it."
-        )
-    return TPUEmbedding(
-        adapted.feature_config, adapted.optimizer, adapted.pipelined, **options
     )
 
 
