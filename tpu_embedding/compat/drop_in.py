@@ -409,9 +409,7 @@ class _Estimator(types.ModuleType):
                 "and the hooks of tf.compat.v1.train in tf.estimator."
             )
         package = "interop" if part == "tpu.experimental" else "estimator"
-        value = getattr(
-            importlib.import_module(f"tpu_embedding.compat.{package}"), name
-        )
+        value = getattr(importlib.import_module(f"tpu_embedding.{package}"), name)
         if name == "RunConfig":
             value = _without_cluster(value)
         setattr(self, name, value)
@@ -431,7 +429,7 @@ def _without_cluster(run_config: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _replace_estimator() -> Iterator[str]:
-    from tpu_embedding.compat import interop
+    from tpu_embedding import interop
 
     for module in _modules("tpu.experimental"):
         for name in interop.__all__:
