@@ -15,6 +15,7 @@ import tensorflow as tf
 
 import tpu_embedding as te
 from tpu_embedding.__main__ import main
+from tpu_embedding.commands import programs
 from tpu_embedding.compat import drop_in
 from tpu_embedding.keras.keras_api import keras_api
 
@@ -392,4 +393,4 @@ def test_scripts_that_need_tf_keras(text: str, expected: bool, tmp_path: pathlib
     (tmp_path / "package" / "wrong.py").write_text("print 1")
     script = tmp_path / "script.py"
     script.write_text(text)
-    assert drop_in.needs_tf_keras(script) is expected
+    assert programs.needs_tf_keras(script) is expected

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tpu_embedding.commands.run import prepare
+from tpu_embedding.commands.programs import prepare
 
 _WAYS = {"plain": "as it is", "rows": "by rows"}
 _SEED = 1

@@ -8,16 +8,13 @@ called.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import dataclasses
 import functools
 import importlib
 import importlib.abc
 import importlib.machinery
-import importlib.metadata
 import importlib.util
-import pathlib
 import re
 import sys
 import types
@@ -32,9 +29,6 @@ from tpu_embedding import tpu_generations
 _TFRS_LAYER = "tensorflow_recommenders.layers.embedding.tpu_embedding_layer"
 _TFRS_UNIFIED = "tensorflow_recommenders.layers.feature_multiplexing.unified_embedding"
 _LOADERS = ("keras.src.saving.saving_lib", "tf_keras.src.saving.saving_lib")
-_NEEDS_TF_KERAS = ("tf_keras", "tensorflow_recommenders")
-_ONLY_IN_TF_KERAS = ("DenseFeatures", "SequenceFeatures")  # Keras 3 has removed them.
-_SETS_TF_KERAS = re.compile(r"os\.environ\['TF_USE_LEGACY_KERAS'\] = '(1|[Tt]rue)'")
 _PLACES = re.compile(r"host|(mirrored|v[234]|v5e|v5p|v6e|7x):([1-9]\d*)")
 # The roots of TensorFlow's API: `tensorflow`, and its copies for compatibility.
 _ROOTS = ("", "compat.v1.", "compat.v2.")
@@ -577,68 +571,3 @@ def _modules(path: str, roots: Sequence[str] = _ROOTS) -> Iterator[Any]:
         yield module
         if imported is not module:  # Was imported before.
             yield imported
-
-
-def needs_tf_keras(script: pathlib.Path, folder: pathlib.Path | None = None) -> bool:
-    """Whether a script imports tf_keras or TFRS, itself or through what it imports.
-
-    Also whether it names a class that only tf_keras has. Reads the script, the modules
-    in `folder` or beside it, and the requirements of the packages that they import;
-    runs nothing.
-    """
-    folder = folder or script.resolve().parent
-    seen, waiting = set[pathlib.Path](), [script]
-    packages = set[str]()
-    while waiting:
-        path = waiting.pop()
-        if path in seen:
-            continue
-        seen.add(path)
-        try:
-            tree = ast.parse(path.read_bytes(), str(path))
-        except (SyntaxError, ValueError):
-            if path == script:
-                raise
-            continue  # The program may never import it.
-        if _names_of_tf_keras(tree):
-            return True
-        for level, module in _imports(tree):
-            if level == 0:
-                packages.add(module.partition(".")[0])
-            package = path.resolve().parents[level - 1] if level else folder
-            local = package.joinpath(*module.split("."))
-            candidates = [local.with_suffix(".py"), local / "__init__.py"]
-            candidates += [local.parent.with_suffix(".py")]
-            waiting += [candidate for candidate in candidates if candidate.is_file()]
-    if packages & set(_NEEDS_TF_KERAS):
-        return True
-    distributions = importlib.metadata.packages_distributions()
-    names = {name for package in packages for name in distributions.get(package, ())}
-    return any(
-        re.match(r"(tf[-_]keras|tensorflow[-_]recommenders)\b", requirement)
-        for name in names - {"tensorflow", "tensorflow-cpu", "tpu_embedding"}
-        for requirement in importlib.metadata.requires(name) or ()
-        if "extra ==" not in requirement
-    )
-
-
-def _names_of_tf_keras(tree: ast.Module) -> bool:
-    return any(
-        (isinstance(node, ast.Attribute) and node.attr in _ONLY_IN_TF_KERAS)
-        or (
-            isinstance(node, ast.Assign) and _SETS_TF_KERAS.fullmatch(ast.unparse(node))
-        )
-        for node in ast.walk(tree)
-    )
-
-
-def _imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """The modules that are imported, with the number of dots before each."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((0, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            prefix = f"{node.module}." if node.module else ""
-            if node.module:
-                yield node.level, node.module
-            yield from ((node.level, f"{prefix}{alias.name}") for alias in node.names)
