@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from tpu_embedding.distribution import Topology
-from tpu_embedding.engines.base import (
+from tpu_embedding.engines.base import Engine
+from tpu_embedding.engines.calls import (
     Call,
     EmbeddingOptions,
-    Engine,
     EngineOptions,
     Prepared,
     StepQueue,

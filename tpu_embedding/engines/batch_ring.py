@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tpu_embedding.engines.base import QUEUE_CAPACITY
+from tpu_embedding.engines.calls import QUEUE_CAPACITY
 from tpu_embedding.lookup.graph_checks import refuse
 
 _FULL = (

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding.engines.base import QUEUE_CAPACITY, Call, EngineOptions
+from tpu_embedding.engines.calls import QUEUE_CAPACITY, Call, EngineOptions
 from tpu_embedding.engines.cpu_base import StackedBatches
 from tpu_embedding.engines.host.waiting import waiting_records
 from tpu_embedding.inputs import IdBatch, op_inputs

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tpu_embedding.config import DTYPES
-from tpu_embedding.engines.base import Call, Engine, EngineOptions, Prepared
+from tpu_embedding.engines.base import Engine
+from tpu_embedding.engines.calls import Call, EngineOptions, Prepared
 from tpu_embedding.engines.cpu_base import refuse_tpu_options
 from tpu_embedding.engines.host.batches import HostBatches, plan_record
 from tpu_embedding.engines.host.part import TablePart

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tpu_embedding.engines.base import Call, EngineOptions
+from tpu_embedding.engines.calls import Call, EngineOptions
 from tpu_embedding.engines.host.waiting import PartWaits, idle_of
 from tpu_embedding.engines.rates import Rates
 from tpu_embedding.engines.telemetry import Counts, TableCounts

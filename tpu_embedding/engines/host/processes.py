@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tpu_embedding.distribution import ProcessTopology
 from tpu_embedding.engines import fingerprint
-from tpu_embedding.engines.base import EngineOptions
+from tpu_embedding.engines.calls import EngineOptions
 from tpu_embedding.engines.host.batches import plan_record
 from tpu_embedding.engines.host.engine import HostEngine
 from tpu_embedding.engines.host.part import TablePart

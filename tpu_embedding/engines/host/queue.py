@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from tpu_embedding.engines.base import QUEUE_CAPACITY, Call, Prepared, StepQueue
+from tpu_embedding.engines.calls import QUEUE_CAPACITY, Call, Prepared, StepQueue
 from tpu_embedding.engines.host.transport import CollectiveCall
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tpu_embedding.config import DistributedOptions
 from tpu_embedding.distribution import ServerTopology
-from tpu_embedding.engines.base import EngineOptions, Prepared
+from tpu_embedding.engines.calls import EngineOptions, Prepared
 from tpu_embedding.engines.host.batches import plan_record
 from tpu_embedding.engines.host.engine import HostEngine, Routed
 from tpu_embedding.engines.host.part import TablePart

@@ -11,15 +11,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding.engines.base import (
-    Call,
-    Engine,
-    EngineOptions,
-    Prepared,
-    StepQueue,
-    TracedTicket,
-)
+from tpu_embedding.engines.base import Engine, TracedTicket
 from tpu_embedding.engines.batch_ring import BatchRing, pack, unpack
+from tpu_embedding.engines.calls import Call, EngineOptions, Prepared, StepQueue
 from tpu_embedding.engines.cpu_base import StackedBatches, refuse_tpu_options
 from tpu_embedding.engines.portable.combiners import (
     CombinerInputs,

@@ -14,13 +14,8 @@ from tpu_embedding import errors
 from tpu_embedding.combiners import CustomCombiner
 from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.distribution import Topology, TPUTopology, outside_of_replicas
-from tpu_embedding.engines.base import (
-    Call,
-    Engine,
-    EngineOptions,
-    Prepared,
-    TracedTicket,
-)
+from tpu_embedding.engines.base import Engine, TracedTicket
+from tpu_embedding.engines.calls import Call, EngineOptions, Prepared
 from tpu_embedding.engines.rates import Rates
 from tpu_embedding.engines.sparse_core import host_to_device, ops
 from tpu_embedding.engines.sparse_core.custom import CustomFunctions, functions_of

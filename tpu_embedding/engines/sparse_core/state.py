@@ -16,7 +16,7 @@ import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
 from tpu_embedding.combiners import CustomCombiner
-from tpu_embedding.engines.base import EngineOptions
+from tpu_embedding.engines.calls import EngineOptions
 from tpu_embedding.layout.partition import TableLayout
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.layout.stacking import Layout, Stack

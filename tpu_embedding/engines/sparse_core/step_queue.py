@@ -15,8 +15,8 @@ import tensorflow as tf
 
 from tpu_embedding.distribution import TPUTopology, outside_of_replicas
 from tpu_embedding.engines import errors
-from tpu_embedding.engines.base import Call, Prepared, StepQueue
 from tpu_embedding.engines.batch_ring import BatchRing, pack, unpack
+from tpu_embedding.engines.calls import Call, Prepared, StepQueue
 from tpu_embedding.layout.csr import PreprocessedFeatures
 
 

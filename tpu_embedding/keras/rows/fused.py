@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tpu_embedding import distribution
 from tpu_embedding.config import FeatureConfig, TableConfig
-from tpu_embedding.engines.base import EngineOptions
+from tpu_embedding.engines.calls import EngineOptions
 from tpu_embedding.engines.host.batches import HostBatches, plan_record
 from tpu_embedding.engines.rates import evaluate_rate
 from tpu_embedding.inputs import IdBatch, InputKind
