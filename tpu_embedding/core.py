@@ -14,18 +14,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tpu_embedding import distribution, engines, errors
+from tpu_embedding import errors
 from tpu_embedding.checkpoint.stored import EngineTables
 from tpu_embedding.config import DistributedOptions
 from tpu_embedding.distribution import Topology
-from tpu_embedding.engines import (
-    Call,
-    EmbeddingOptions,
-    Engine,
-    EngineOptions,
-    Prepared,
-)
-from tpu_embedding.engines.base import TableStore
+from tpu_embedding.engines.base import Engine, TableStore
+from tpu_embedding.engines.calls import Call, EmbeddingOptions, EngineOptions, Prepared
 from tpu_embedding.engines.process_group import calling
 from tpu_embedding.engines.telemetry import Counts
 from tpu_embedding.inputs import IdBatch, InputKind
@@ -53,8 +47,6 @@ do_not_convert = tf.autograph.experimental.do_not_convert
 class Core(EngineTables):
     """Tables, slots and lookups over flat lists of features, in plan order.
 
-    The engine's class is chosen once, by the strategy that is active.
-
     Attributes:
       options: The options of the engine.
       topology: The strategy's replicas and devices.
@@ -71,7 +63,8 @@ class Core(EngineTables):
         structure: FeatureStructure,
         options: EmbeddingOptions,
         *,
-        topology: Topology | None = None,
+        topology: Topology,
+        engine_class: type[Engine],
         hands_out_stacks: bool = False,
         on_created: Callable[[TableStore], None] | None = None,
         made_by: str,
@@ -82,7 +75,8 @@ class Core(EngineTables):
           plan: The tables and features.
           structure: Of the features.
           options: The options of the engine.
-          topology: The topology of the active strategy; None: ask for it.
+          topology: Of the strategy that is active.
+          engine_class: What `engines.choose` returned for both.
           hands_out_stacks: Whether the class hands out stacks, also those of engines
             that store none.
           on_created: Called with the engine that was created.
@@ -96,8 +90,7 @@ class Core(EngineTables):
         self.plan, self.structure = plan, structure
         self._hands_out_stacks = hands_out_stacks
         self._on_created = on_created
-        self.topology = topology or distribution.current()
-        self.engine_class = engines.choose(self.topology, plan)
+        self.topology, self.engine_class = topology, engine_class
         self.output_shapes = OutputShapes(plan.features)
         self.options = options
         self.check_numerics = options.check_numerics

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from tpu_embedding import distribution, engines
 from tpu_embedding.checkpoint.trackable import TrackableTables
 from tpu_embedding.core import Core, do_not_convert
 from tpu_embedding.distribution import Topology
@@ -59,10 +60,13 @@ class EmbeddingBase(TrackableTables):
             growing=True,
         )
         self._structure = FeatureStructure(feature_config, plan.features)
+        topology = distribution.current()
         self.core = Core(
             plan,
             self._structure,
             options,
+            topology=topology,
+            engine_class=engines.choose(topology, plan),
             hands_out_stacks=self._hands_out_stacks,
             on_created=self._track_state,
             made_by=type(self).__name__,

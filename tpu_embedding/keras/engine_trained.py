@@ -141,7 +141,7 @@ class EngineTrainedTables:
             distributed=DistributedOptions() if distributed is None else distributed,
             batch_size=batch_size,
         )
-        engine = engines.choose(topology, features.plan)
+        self._engine_class = engine = engines.choose(topology, features.plan)
         self.core: Any = None
         shapes = self._output_shapes(None)
         if None not in shapes or not (engine.stores_stacks or engine.needs_shapes):
@@ -449,6 +449,7 @@ class EngineTrainedTables:
             structure,
             self._options,
             topology=self._topology,
+            engine_class=self._engine_class,
             made_by="keras.TPUEmbedding",
         )
         core.set_batch_size(size)
