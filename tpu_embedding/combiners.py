@@ -62,10 +62,9 @@ class CustomCombiner:
     def __post_init__(self) -> None:
         for argument, smallest in (("max_valency", 1), ("num_weights", 0)):
             value = getattr(self, argument)
-            if not isinstance(value, int) or isinstance(value, bool):
+            if not errors.is_int(value):
                 raise errors.argument_type(argument, value, "an int")
-            if value < smallest:
-                raise errors.argument_int(argument, value, smallest=smallest)
+            errors.check_int(argument, value, smallest)
         if not callable(self.combiner_computation):
             raise errors.argument_type(
                 "combiner_computation", self.combiner_computation, "a callable"

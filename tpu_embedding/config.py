@@ -132,7 +132,7 @@ class QuantizationConfig:
     upper: float
 
     def __post_init__(self) -> None:
-        if not _is_int(self.num_buckets):
+        if not errors.is_int(self.num_buckets):
             raise errors.argument_type("num_buckets", self.num_buckets, "an int")
         if self.num_buckets < 2:
             raise errors.argument_value("num_buckets", self.num_buckets, ">= 2")
@@ -212,8 +212,7 @@ class TableConfig(_ChangeableUntilUsed):
         self.vocabulary_size = _plain(self.vocabulary_size)
         self.dim = _plain(self.dim)
         for argument, size in (("vocabulary_size", self.max_rows), ("dim", self.dim)):
-            if not _is_int(size) or size < 1:
-                raise errors.argument_int(argument, size, smallest=1)
+            errors.check_int(argument, size, 1)
         named = self.initializer is None or isinstance(self.initializer, str)
         if not named and not callable(self.initializer):
             raise errors.argument_value(
@@ -385,8 +384,7 @@ class FeatureConfig(_ChangeableUntilUsed):
                 table,
                 "a TableConfig, of this package or of tf.tpu.experimental.embedding",
             )
-        if not _is_int(length) or length < 0:
-            raise errors.argument_int("max_sequence_length", length, smallest=0)
+        errors.check_int("max_sequence_length", length, 0)
         if not isinstance(self.validate_weights_and_indices, bool):
             raise errors.argument_value(
                 "validate_weights_and_indices",
@@ -461,10 +459,7 @@ class DistributedOptions:
             raise errors.argument_value(
                 "wire_dtype", self.wire_dtype, '"float32" or "bfloat16"'
             )
-        if not _is_int(self.timeout_seconds) or self.timeout_seconds < 1:
-            raise errors.argument_int(
-                "timeout_seconds", self.timeout_seconds, smallest=1
-            )
+        errors.check_int("timeout_seconds", self.timeout_seconds, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -551,12 +546,6 @@ def check_invalid_ids(value: object) -> None:
         raise errors.argument_value("invalid_ids", value, f"one of {INVALID_IDS}")
 
 
-def _is_int(value: object) -> bool:
-    # As in TensorFlow, NumPy's integers are not accepted, but by TableConfig; a bool
-    # would be a mistake.
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _limits(argument: str, limits: object) -> dict[str, int]:
     """Copies the limits: the user may change the dict later."""
     if not isinstance(limits, Mapping) or not all(isinstance(k, str) for k in limits):
@@ -617,10 +606,10 @@ def _dtype_name(dtype: Any) -> str:
     return name
 
 
-def _check_seed(seed: object, dtype: str) -> None:
+def _check_seed(seed: Any, dtype: str) -> None:
     if seed is None:
         return
-    if not isinstance(seed, int) or isinstance(seed, bool):
+    if not errors.is_int(seed):
         raise errors.argument_type("rounding_seed", seed, "an int or None")
     if not 0 <= seed <= _MAX_SEED:
         raise errors.argument_value("rounding_seed", seed, "from 0 to 2**63 - 1")
@@ -671,7 +660,7 @@ def _shape(shape: Any) -> _OutputShape | None:
     plain = _plain(shape)
     axes = plain if isinstance(plain, (list, tuple)) else (plain,)
     axes = tuple(_plain(axis) for axis in axes)
-    if not all(axis is None or _is_int(axis) for axis in axes):
+    if not all(axis is None or errors.is_int(axis) for axis in axes):
         raise errors.argument_type("output_shape", shape, "a sequence of ints or None")
     if any(axis is not None and axis < 0 for axis in axes):
         raise errors.argument_value("output_shape", shape, "without negative axes")

@@ -48,10 +48,18 @@ def check_flag(argument: str, value: object) -> None:
         raise argument_type(argument, value, "a bool")
 
 
-def check_int(argument: str, value: object, least: int) -> None:
-    """Raises ValueError unless `value` is an int of at least `least`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise argument_value(argument, value, f"an int >= {least}")
+def is_int(value: object) -> bool:
+    """Whether a value is an int, and as in TensorFlow none of NumPy. A bool is none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_int(argument: str, value: Any, least: int, most: int | None = None) -> None:
+    """Raises ValueError unless `value` is an int from `least` on, up to `most`."""
+    if not is_int(value):
+        raise argument_int(argument, value, smallest=least)
+    if value < least or (most is not None and value > most):
+        allowed = f">= {least}" if most is None else f"from {least} to {most}"
+        raise argument_value(argument, value, f"an int {allowed}")
 
 
 def check_path(path: str) -> None:

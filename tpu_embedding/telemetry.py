@@ -89,9 +89,8 @@ class Telemetry:
             on the portable engine, in a Keras layer with `trainable_tables=True`, and
             for a model with te.keras.Embedding.
         """
-        for argument, value, smallest in (("every", every, 1), ("hottest", hottest, 0)):
-            if type(value) is not int or value < smallest:
-                raise errors.argument_int(argument, value, smallest)
+        errors.check_int("every", every, 1)
+        errors.check_int("hottest", hottest, 0)
         core = getattr(embedding, "core", None) or tables_of_weights(embedding)
         if not hasattr(core, "start_counting"):
             raise errors.argument_type(

@@ -73,7 +73,7 @@ class ConstructorArguments:
         `older` has the positional arguments beyond the third.
         """
         arguments, extra = self, tuple(older)
-        if isinstance(self.optimizer, int) and not isinstance(self.optimizer, bool):
+        if errors.is_int(self.optimizer):
             older, extra = extra[:2], extra[2:]
             if self.batch_size is not None:
                 extra = (*extra, f"batch_size={self.batch_size}")
@@ -103,8 +103,8 @@ class ConstructorArguments:
 
 def check_batch_size(argument: str, size: Any) -> None:
     """Raises ValueError unless a batch size is None or an int >= 1."""
-    if size is not None and (type(size) is not int or size < 1):
-        raise errors.argument_int(argument, size, smallest=1)
+    if size is not None:
+        errors.check_int(argument, size, 1)
 
 
 def convert_sparse_core(config: Any) -> SparseCoreEmbeddingConfig:

@@ -81,15 +81,15 @@ class GrowingVocabulary:
     seed: int = dataclasses.field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        _check_int("max_rows", self.max_rows, 1, _MOST_ROWS)
-        _check_int("min_count", self.min_count, 1, _MAX_SEED)
-        _check_int("seed", self.seed, 0, _MAX_SEED)
+        errors.check_int("max_rows", self.max_rows, 1, _MOST_ROWS)
+        errors.check_int("min_count", self.min_count, 1, _MAX_SEED)
+        errors.check_int("seed", self.seed, 0, _MAX_SEED)
         if self.max_candidates is not None:
-            _check_int("max_candidates", self.max_candidates, 1, _MOST_ROWS)
+            errors.check_int("max_candidates", self.max_candidates, 1, _MOST_ROWS)
         if self.min_rows is not None:
-            _check_int("min_rows", self.min_rows, 0, self.max_rows)
+            errors.check_int("min_rows", self.min_rows, 0, self.max_rows)
         if self.max_age is not None:
-            _check_int("max_age", self.max_age, 1, _MAX_SEED)
+            errors.check_int("max_age", self.max_age, 1, _MAX_SEED)
         if not isinstance(self.clock, bool):
             raise errors.argument_value("clock", self.clock, "a bool")
         if self.eviction not in EVICTIONS:
@@ -187,9 +187,9 @@ class Hashing:
     salt: int = 0
 
     def __post_init__(self) -> None:
-        _check_int("num_rows", self.num_rows, 1, 2**31 - 1)
-        _check_int("hashes", self.hashes, 1, _MOST_HASHES)
-        _check_int("salt", self.salt, 0, _MAX_SEED)
+        errors.check_int("num_rows", self.num_rows, 1, 2**31 - 1)
+        errors.check_int("hashes", self.hashes, 1, _MOST_HASHES)
+        errors.check_int("salt", self.salt, 0, _MAX_SEED)
         if self.combine not in COMBINES:
             raise errors.argument_value("combine", self.combine, f"one of {COMBINES}")
 
@@ -266,11 +266,3 @@ class VocabularyContents(NamedTuple):
             return np.full(ids.shape, -1)
         places = np.searchsorted(self.ids, ids).clip(max=len(self.ids) - 1)
         return np.where(self.ids[places] == ids, self.rows[places], -1)
-
-
-def _check_int(argument: str, value: object, least: int, most: int) -> None:
-    """Raises ValueError unless `value` is an int in [least, most]."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise errors.argument_int(argument, value, smallest=least)
-    if not least <= value <= most:
-        raise errors.argument_value(argument, value, f"an int from {least} to {most}")

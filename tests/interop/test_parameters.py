@@ -132,7 +132,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: I.TableConfig(0, 2),
         "Argument `vocabulary_size` must be an int >= 1. Received: 0.",
     ),
-    "vocabulary type": (lambda: I.TableConfig(8.0, 2), "Received: 8.0."),
+    "vocabulary type": (lambda: I.TableConfig(8.0, 2), "Received: 8.0 of type float."),
     "dimension": (lambda: I.TableConfig(8, -1), "`dimension` must be an int >= 1"),
     "initializer": (lambda: I.TableConfig(8, 2, 1.0), "`initializer` must be None or"),
     "combiner": (lambda: I.TableConfig(8, 2, combiner="max"), "`combiner` must be"),
@@ -156,7 +156,10 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: I.FeatureConfig("t", -1),
         "Argument `max_sequence_length` must be an int >= 0. Received: -1.",
     ),
-    "length type": (lambda: I.FeatureConfig("t", None), "Received: None."),
+    "length type": (
+        lambda: I.FeatureConfig("t", None),
+        "Received: None of type NoneType.",
+    ),
 }
 
 

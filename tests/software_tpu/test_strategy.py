@@ -42,8 +42,8 @@ def test_it_says_which_hardware_it_is():
     ("arguments", "expected"),
     [
         ({"generation": "v9"}, "v9"),
-        ({"num_devices": 0}, "`num_devices` must be an integer > 0. Received: 0"),
-        ({"num_devices": "2"}, "`num_devices` must be an integer > 0. Received: '2'"),
+        ({"num_devices": 0}, "`num_devices` must be an int >= 1. Received: 0"),
+        ({"num_devices": "2"}, "`num_devices` must be an int >= 1. Received: '2'"),
         ({"meeting_timeout": 0}, "`meeting_timeout` must be .* > 0. Received: 0"),
         (
             {"generation": "v4", "num_devices": 4, "cores_per_replica": 3},

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding.errors import argument_int
+from tpu_embedding.errors import check_int
 from tpu_embedding.keras.keras_api import keras_api
 from tpu_embedding.keras.layer import TPUEmbedding
 from tpu_embedding.telemetry import Telemetry
@@ -53,12 +53,9 @@ class TelemetryCallback(keras_api.Callback):
             an int >= 1.
         """
         super().__init__()
-        given = {"every": every}
+        check_int("every", every, 1)
         if write_every is not None:
-            given["write_every"] = write_every
-        for argument, value in given.items():
-            if type(value) is not int or value < 1:
-                raise argument_int(argument, value, 1)
+            check_int("write_every", write_every, 1)
         self._log_dir = os.fspath(log_dir)
         self._every, self._write_every = every, write_every
         self._telemetry: dict[str, Telemetry] = {}

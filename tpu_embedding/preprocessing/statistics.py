@@ -66,8 +66,7 @@ class Hardware:
             ("num_tpu_chips", self.num_devices),
             ("num_sc_per_chip", self.sparse_cores_per_device),
         ):
-            if type(number) is not int or number < 1:
-                raise errors.argument_int(argument, number, smallest=1)
+            errors.check_int(argument, number, 1)
 
 
 @tf.autograph.experimental.do_not_convert  # Converting it takes time for nothing.

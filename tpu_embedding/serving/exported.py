@@ -11,6 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tpu_embedding import errors
 from tpu_embedding.checkpoint.stored import (
     SavesTables,
     StoredTables,
@@ -79,10 +80,7 @@ class ModelOptions:
                 "`dense_inputs` go to the model, and there is none. Pass `model`, or "
                 "leave them out."
             )
-        if not isinstance(self.most_samples, int) or self.most_samples < 1:
-            raise ValueError(
-                f"`most_samples` must be an int >= 1. Received: {self.most_samples!r}."
-            )
+        errors.check_int("most_samples", self.most_samples, 1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ import tensorflow as tf
 from tensorflow.core.protobuf.tpu import topology_pb2
 from tensorflow.python.distribute import mirrored_strategy, values
 
-from tpu_embedding import tpu_generations
+from tpu_embedding import errors, tpu_generations
 from tpu_embedding.testing import library, replicas
 
 
@@ -75,11 +75,7 @@ class SoftwareTPUStrategy(TPUStrategyOfCPUs):
             cannot be loaded, or TensorFlow has its own kernels for v2, v3 and v4.
         """
         chosen = tpu_generations.generation(generation)
-        if type(num_devices) is not int or num_devices < 1:
-            raise ValueError(
-                "Argument `num_devices` must be an integer > 0. Received: "
-                f"{num_devices!r}."
-            )
+        errors.check_int("num_devices", num_devices, 1)
         if not (0 < meeting_timeout < math.inf):
             raise ValueError(
                 "Argument `meeting_timeout` must be a number of seconds > 0. "

@@ -392,7 +392,7 @@ class TPUEstimator:
             required = self._use_tpu and mode == ModeKeys.TRAIN
             if size is None and not required:
                 continue
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            if not errors.is_int(size) or size < 1:
                 raise ValueError(
                     f"Argument `{names[mode]}_batch_size` must be an int >= 1 with "
                     f"use_tpu=True. Received: {size!r}."
