@@ -113,7 +113,7 @@ class HostBatches:
                 ],
                 gains=[tf.cast(s.sorted_gains, tf.float32) for s in stacks],
                 shapes=shapes,
-                refusals=[features.refusal] if tf.is_tensor(features.refusal) else [],
+                refusal=features.refusal if tf.is_tensor(features.refusal) else "",
                 plan=self._record,
                 training=for_update and self._groups,
             )

@@ -75,12 +75,11 @@ REGISTER_OP("TpuEmbeddingFromStacks")
     .Input("token_ids: token_types")
     .Input("gains: num_stacks * float")
     .Input("shapes: num_features * int64")
-    .Input("refusals: num_refusals * string")
+    .Input("refusal: string")
     .Output("batch: variant")
     .Attr("num_stacks: int >= 1")
     .Attr("token_types: list({int32, int64}) >= 1")
     .Attr("num_features: int >= 1")
-    .Attr("num_refusals: int >= 0")
     .Attr("plan: string")
     .Attr("training: bool")
     .SetIsStateful()  // Only so that its variant is not folded into a constant.
@@ -90,7 +89,7 @@ Undoes TpuEmbeddingToStacks. Nothing in the inputs is trusted; errors in values
 are raised by the op that takes the batch.
 
 shapes: for each feature its output shape, or [number of samples].
-refusals: at most one, from TpuEmbeddingToStacks.
+refusal: as of TpuEmbeddingToStacks.
 training: whether the batch is for an update.
 )doc");
 
@@ -290,13 +289,10 @@ class FromStacksOp : public tensorflow::OpKernel {
 
  private:
   static absl::Status Refused(OpKernelContext* context) {
-    OpInputList refusals;
-    TF_RETURN_IF_ERROR(context->input_list("refusals", &refusals));
-    for (const Tensor& refusal : refusals) {
-      TF_RETURN_IF_ERROR(CheckScalar("refusal", refusal));
-      TF_RETURN_IF_ERROR(FromRefusal(refusal.scalar<tensorflow::tstring>()()));
-    }
-    return absl::OkStatus();
+    const Tensor* refusal = nullptr;
+    TF_RETURN_IF_ERROR(context->input("refusal", &refusal));
+    TF_RETURN_IF_ERROR(CheckScalar("refusal", *refusal));
+    return FromRefusal(refusal->scalar<tensorflow::tstring>()());
   }
 
   absl::Status Read(OpKernelContext* context, PreparedBatch* batch) const {
