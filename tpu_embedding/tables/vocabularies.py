@@ -180,13 +180,13 @@ class QueueVocabulary(StoredVocabulary):
         with tf.device(self._device):
             self._ops.tpu_embedding_load_vocabulary(
                 queue=self._queue,
-                snapshot=[state[name] for name in PARTS],
                 arrays=[v.handle for v in self.arrays.values()],
                 values=[
                     tf.constant(state[name], variable.dtype)
                     for name, variable in self.arrays.items()
                 ],
                 table=self._spec.index,
+                **{name: state[name] for name in PARTS},
             )
 
 

@@ -56,10 +56,15 @@ values: of each of the arrays the row of each id, and then the shared row, if it
 
 REGISTER_OP("TpuEmbeddingLoadVocabulary")
     .Input("queue: resource")
-    .Input("snapshot: num_parts * int64")
+    .Input("ids: int64")
+    .Input("rows: int64")
+    .Input("hits: int64")
+    .Input("last_updates: int64")
+    .Input("candidates: int64")
+    .Input("candidate_hits: int64")
+    .Input("state: int64")
     .Input("arrays: num_arrays * resource")
     .Input("values: types")
-    .Attr("num_parts: int >= 1")
     .Attr("num_arrays: int >= 1")
     .Attr("types: list({float, bfloat16, uint8}) >= 1")
     .Attr("table: int >= 0")
@@ -68,9 +73,8 @@ REGISTER_OP("TpuEmbeddingLoadVocabulary")
     .Doc(R"doc(
 Replaces the vocabulary and the rows of a growing table, or changes nothing.
 
-snapshot: the outputs of TpuEmbeddingSaveVocabulary, in their order.
 arrays: the variables of the table and of its slots.
-values: as TpuEmbeddingSaveVocabulary gives them.
+ids ... state, values: as TpuEmbeddingSaveVocabulary gives them.
 )doc");
 
 REGISTER_OP("TpuEmbeddingEvict")
@@ -101,7 +105,7 @@ ids: [n].
 rows: [n, dim].
 )doc");
 
-// The parts of a snapshot in the order of the op's outputs.
+// The parts of a snapshot in the order of the ops.
 std::array<std::vector<int64_t>*, 7> PartsOf(VocabularySnapshot* snapshot) {
   return {&snapshot->ids,        &snapshot->rows,
           &snapshot->hits,       &snapshot->last_updates,
@@ -164,15 +168,12 @@ class LoadVocabularyOp : public VocabularyOp {
 
   absl::Status Run(OpKernelContext* context, const StepQueueResource& resource,
                    GrowingTable* growing) override {
-    OpInputList parts, values;
-    TF_RETURN_IF_ERROR(context->input_list("snapshot", &parts));
+    OpInputList values;
     TF_RETURN_IF_ERROR(context->input_list("values", &values));
     VocabularySnapshot snapshot;
-    TF_RETURN_IF_ERROR(
-        CheckLength("snapshot", parts.size(), PartsOf(&snapshot).size()));
-    int next = 0;
+    int next = 1;  // After the queue.
     for (std::vector<int64_t>* part : PartsOf(&snapshot)) {
-      const auto numbers = parts[next++].flat<int64_t>();
+      const auto numbers = context->input(next++).flat<int64_t>();
       part->assign(numbers.data(), numbers.data() + numbers.size());
     }
     std::vector<Variable> variables;
