@@ -137,7 +137,8 @@ def test_what_is_exported_comes_after_what_is_pending() -> None:
     pipelined, twin = make_pair()
     for embedding in (pipelined, twin):
         models.train(embedding)
-    current = pipelined.core.current_tables().items()
+    pipelined.core.refresh()
+    current = pipelined.core.tables().items()
     tables = {name: table.rows["parameters"].numpy() for name, table in current}
     for name, arrays in models.values(twin).items():
         np.testing.assert_array_equal(tables[name], arrays["parameters"])

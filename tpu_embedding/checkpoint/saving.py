@@ -105,7 +105,7 @@ def save(
 
     # Before what is pending is applied: it is counted, and a later step is noticed.
     updates = updates_now()
-    core.current_tables()
+    core.refresh()
     stored = core.checkpoint_tables().items()
     tables = {name: _logical_table(table) for name, table in stored}
     live = core.growing()
@@ -239,7 +239,7 @@ def restore(
             source.path,
             ", ".join(lacking),
         )
-    core.current_tables()  # What is pending comes before what is restored.
+    core.refresh()  # What is pending comes before what is restored.
     with in_all_processes(group):
         job.run(progress)
         core.load_checkpoint_rows()

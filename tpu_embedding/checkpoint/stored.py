@@ -55,9 +55,9 @@ class StoredTables(abc.ABC):
         Their values may be old; changes nothing, but makes the tables.
         """
 
-    def current_tables(self) -> dict[str, Table]:
-        """`tables` with today's values, after the pending update."""
-        return self.tables()
+    def refresh(self) -> None:
+        """Gives `tables` their newest values, after the pending update."""
+        return  # Most rows are the tables themselves.
 
     def growing(self) -> dict[str, Vocabulary]:
         """The vocabularies of growing tables by name."""
@@ -75,8 +75,8 @@ class StoredTables(abc.ABC):
         return {name: dict(table.rows) for name, table in tables if table.rows}
 
     def checkpoint_rows(self) -> dict[str, dict[str, MutableTableRows]]:
-        """`checkpoint_targets` with today's values, after the pending update."""
-        self.current_tables()
+        """`checkpoint_targets` with their newest values, after the pending update."""
+        self.refresh()
         return self.checkpoint_targets()
 
     def checkpoint_updates(self) -> tf.Variable | None:
@@ -189,12 +189,11 @@ class EngineTables(StoredTables):
     def tables(self) -> dict[str, Table]:
         return self.create_engine().tables()
 
-    def current_tables(self) -> dict[str, Table]:
+    def refresh(self) -> None:
         self.create_engine().retrieve()
-        return self.tables()
 
     def checkpoint_tables(self) -> dict[str, Table]:
-        self.create_engine()
+        tables = self.tables()
         for table in self.plan.tables:
             combiner = table.config.custom_combiner
             if combiner is not None and combiner.num_weights:
@@ -203,7 +202,7 @@ class EngineTables(StoredTables):
                     "the weights of a CustomCombiner. Use tf.train.Checkpoint, which "
                     "saves them too."
                 )
-        return self.tables()
+        return tables
 
     def load_checkpoint_rows(self) -> None:
         self.create_engine().load()

@@ -142,7 +142,7 @@ class _Conversion:
         self._parts.append(part)
         if len(self._parts) > 1:
             return
-        self._tables.core.current_tables()  # Now they are written.
+        self._tables.core.refresh()  # Now they are written.
         self._job.run(NoProgress())
         self._tables.core.load_checkpoint_rows()
         # The status of the restore counts these as matched.

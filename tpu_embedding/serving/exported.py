@@ -290,7 +290,8 @@ def _read_dict(tables: Any, feature_config: Any, invalid_ids: Any) -> Exported:
 
 def _sources(tables: StoredTables) -> list[Source]:
     found = []
-    for table in tables.current_tables().values():
+    tables.refresh()
+    for table in tables.tables().values():
         rows, ids = table.ids.served()
         found.append(Source(table.spec.name, rows, ids))
     return found

@@ -107,18 +107,14 @@ class ModelTables(WeightTables):
             for spec in self.plan.tables
         }
 
-    def current_tables(self) -> dict[str, Table]:
-        self._flush()
-        return self.tables()
+    def refresh(self) -> None:
+        for waiting in self._waiting():
+            waiting.flush()
 
     def _waiting(self) -> list[Any]:
         parts = [p for layer in self.layers for p in components(layer.embeddings)]
         found = [getattr(part, "waiting", None) for part in parts]
         return [waiting for waiting in found if waiting is not None]
-
-    def _flush(self) -> None:
-        for waiting in self._waiting():
-            waiting.flush()
 
     def checkpoint_updates(self) -> Any:
         """Returns the variable of the optimizer's iterations."""
