@@ -455,7 +455,7 @@ class Core(EngineTables):
             raise errors.argument_type(
                 "clock", clock, "an integer or an integer scalar tensor"
             )
-        return tf.cast(time, tf.int64)
+        return tf.ensure_shape(tf.cast(time, tf.int64), [])
 
     def _check_gradient(self, feature: int, gradient: Any) -> tf.Tensor | None:
         if gradient is None:

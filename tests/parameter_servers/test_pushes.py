@@ -64,9 +64,9 @@ def test_a_push_that_reached_one_server_is_completed() -> None:
     )
     step = tf.function(step_of(served))
     _, second = served.core.engine._parts
-    number = [tf.constant([7, 1, 1], tf.int64)]
+    number = tf.constant([7, 1, 1], tf.int64)
     with (
-        mock.patch.object(served.core.engine._transport, "pushes", return_value=number),
+        mock.patch.object(served.core.engine._transport, "push", return_value=number),
         mock.patch.object(second, "receive_gradients", side_effect=ConnectionError),
         pytest.raises(ConnectionError),  # As if the worker had died here.
     ):

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import tensorflow as tf
 from absl import logging
 
@@ -112,17 +113,17 @@ class Topology:
             return None  # Outside of all scopes TensorFlow has a context, too.
         return tf.distribute.get_replica_context()
 
-    def runs(self) -> list[tf.Tensor]:
-        """What tells this run of strategy.run from others: a number, outside 0.
+    def runs(self) -> np.ndarray:
+        """What tells this run of strategy.run from others: int64 [1], outside 0.
 
-        Nothing where kernels can tell (inside, in graphs), or need not (one replica).
+        [0] where kernels can tell (inside, in graphs), or need not (one replica).
         """
         if self.num_replicas == 1:
-            return []
+            return library.NO_NUMBER
         context = self.run_context()
         if context is not None and not tf.executing_eagerly():
-            return []
-        return [tf.constant(_run_number(context), tf.int64)]
+            return library.NO_NUMBER
+        return _run_number(context)
 
     def can_synchronize(self) -> bool:
         """Whether `with_all_replicas` can be called in this replica.
@@ -258,11 +259,11 @@ class ProcessTopology(Topology):
     def all_replicas(self) -> int:
         return self.num_replicas * len(self.processes)
 
-    def runs(self) -> list[tf.Tensor]:
+    def runs(self) -> np.ndarray:
         """See `Topology.runs`: of the one replica of this process; none in graphs."""
         if not tf.executing_eagerly():
-            return []
-        return [tf.constant(_run_number(self.run_context()), tf.int64)]
+            return library.NO_NUMBER
+        return _run_number(self.run_context())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -384,9 +385,10 @@ def current() -> Topology:
     return _without_tpu(strategy, _choose_engine)
 
 
-def _run_number(context: Any) -> int:
+def _run_number(context: Any) -> np.ndarray:
     """The number of the run of a replica context, 0 outside of strategy.run."""
-    return 0 if context is None else _RUNS.setdefault(context, next(_RUN_NUMBERS))
+    number = 0 if context is None else _RUNS.setdefault(context, next(_RUN_NUMBERS))
+    return np.array([number], np.int64)
 
 
 def without_engine() -> Topology:

@@ -16,6 +16,7 @@ from tpu_embedding.layout.csr import PreprocessedFeatures
 from tpu_embedding.layout.output_shapes import OutputShapes, Shape
 from tpu_embedding.layout.plan import Plan
 from tpu_embedding.layout.stacking import Layout
+from tpu_embedding.ops import library
 
 QUEUE_CAPACITY = 64  # batches of one replica that may wait
 
@@ -97,9 +98,9 @@ class Call:
     clock: tf.Tensor | None = None
 
     @property
-    def clocks(self) -> list[tf.Tensor]:
-        """The clock for ops, if there is one."""
-        return [] if self.clock is None else [self.clock]
+    def clock_or_none(self) -> Any:
+        """The clock as ops take it: empty if there is none."""
+        return library.NO_NUMBER if self.clock is None else self.clock
 
 
 class Prepared(NamedTuple):

@@ -95,7 +95,7 @@ class Channel:
         self._newest: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._threads = _Threads()
         self._threads.current().made_channel = True
-        self._enqueued: tuple[tf.Tensor, threading.Thread] | None = None
+        self._enqueued: tuple[np.ndarray, threading.Thread] | None = None
 
     def exchange(
         self,
@@ -131,7 +131,7 @@ class Channel:
             received = self._ops.tpu_embedding_exchange(
                 channel=self._handle,
                 queues=self.queues,
-                runs=runs + self._ended_run(),
+                runs=self._with_ended_run(runs),
                 messages=messages,
                 refusal=refusal,
                 call=call or _CALL.get(),
@@ -146,7 +146,7 @@ class Channel:
             self._threads.current().looks_up = True
             self._enqueued = None
         elif phase == "enqueue":
-            self._enqueued = (runs[0], threading.current_thread())
+            self._enqueued = (runs, threading.current_thread())
         return received
 
     def _lane(self, phase: str) -> str:
@@ -195,14 +195,14 @@ class Channel:
         newest = [graph.get_operation_by_name(name)] if name else []
         return tf.control_dependencies(newest)
 
-    def _ended_run(self) -> list[tf.Tensor]:
-        """The run of strategy.run that an exception ended after its eager enqueue."""
+    def _with_ended_run(self, runs: np.ndarray) -> np.ndarray:
+        """Adds the run of strategy.run that an exception ended after its enqueue."""
         if self._enqueued is None or not tf.executing_eagerly():
-            return []
+            return runs
         run, thread = self._enqueued
         # What TensorFlow's threads of replicas set at their end.
         ended = not thread.is_alive() and not getattr(thread, "done", True)
-        return [run] if ended else []
+        return np.append(runs, run) if ended else runs
 
     @contextlib.contextmanager
     def refusing(self, phase: str) -> Iterator[None]:

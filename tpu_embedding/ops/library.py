@@ -16,8 +16,11 @@ import re
 import sys
 import types
 
+import numpy as np
 import tensorflow as tf
 
+# What ops take where a number is optional; TensorFlow converts a list in 25 us.
+NO_NUMBER = np.zeros(0, np.int64)
 # cc/kernels/version.cc writes this text into the library.
 _MARKER = re.compile(rb"tpu_embedding built for TensorFlow ([^\0]+)\0")
 # What wheels have libraries for (tools/build_wheel.py).

@@ -309,19 +309,19 @@ class HostEngine(Engine):
                 gradients=[g for g in gradients if g is not None],
                 rates=self._rates_to_send() if transport.is_owner else nothing,
                 growing=growing,
-                clocks=call.clocks,
+                clock=call.clock_or_none,
                 num_messages=transport.size,
                 has_gradient=[g is not None for g in gradients],
             )
         received = transport.to_owners(_UPDATE, sent.messages, sent.refusal)
-        pushes = transport.pushes()
+        push = transport.push()
         refused: tf.errors.OpError | None = None
         for k, (part, messages) in enumerate(zip(self._parts, received, strict=True)):
             with tf.device(part.device):
                 rates = nothing if transport.is_owner else part.rates.evaluate()
             batches = [routed.parts[k]] if routed else []
             try:
-                part.apply(part.receive_gradients(batches, messages, rates, pushes))
+                part.apply(part.receive_gradients(batches, messages, rates, push))
             except tf.errors.OpError as error:
                 # Of servers each rejects alone. In a graph nothing is raised here.
                 refused = refused or error

@@ -143,7 +143,7 @@ class TablePart:
                 gradients=[g for g in gradients if g is not None],
                 rates=self.rates.evaluate() if is_last else tf.zeros([self.rates.size]),
                 counters=self._counters,
-                clocks=call.clocks if is_last else [],
+                clock=call.clock_or_none if is_last else library.NO_NUMBER,
                 has_gradient=[g is not None for g in gradients],
                 replica=call.replica,
             )
@@ -195,7 +195,7 @@ class TablePart:
         batches: Sequence[tf.Tensor],
         received: Sequence[tf.Tensor],
         rates: tf.Tensor,
-        pushes: Sequence[tf.Tensor],
+        push: Any,
     ) -> tf.Tensor:
         """Submits the gradients of all senders; whether updates are due."""
         with tf.device(self.device):
@@ -205,7 +205,7 @@ class TablePart:
                 received=received,
                 rates=rates,
                 counters=self._counters,
-                pushes=pushes,
+                push=push,
             )
 
     def apply(self, apply_now: tf.Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf
 
@@ -64,8 +64,8 @@ class Transport(Protocol):
         """Sends the answer of one of those parts; what has arrived here from it."""
         ...
 
-    def pushes(self) -> list[tf.Tensor]:
-        """The number of this push, where one may come twice."""
+    def push(self) -> Any:
+        """The number of this push, where one may come twice; else it is empty."""
         ...
 
 
@@ -91,9 +91,9 @@ class Processes:
             collective.phase, messages, refusal, collective.name, collective.role
         )
 
-    def pushes(self) -> list[tf.Tensor]:
-        """See `Transport.pushes`: a step of a job is made once."""
-        return []
+    def push(self) -> Any:
+        """See `Transport.push`: a step of a job is made once."""
+        return library.NO_NUMBER
 
 
 class Servers:
@@ -117,8 +117,8 @@ class Servers:
         del collective, refusal
         return messages
 
-    def pushes(self) -> list[tf.Tensor]:
-        """See `Transport.pushes`: read where the function runs, on the worker."""
+    def push(self) -> Any:
+        """See `Transport.push`: read where the function runs, on the worker."""
         if tf.executing_eagerly():
-            return []
-        return [library.load().tpu_embedding_current_push().push]
+            return library.NO_NUMBER
+        return library.load().tpu_embedding_current_push().push

@@ -36,13 +36,12 @@ using tensorflow::shape_inference::InferenceContext;
 REGISTER_OP("TpuEmbeddingExchange")
     .Input("channel: resource")
     .Input("queues: num_queues * resource")
-    .Input("runs: num_runs * int64")
+    .Input("runs: int64")
     .Input("messages: num_processes * uint8")
     .Input("refusal: string")
     .Input("call: string")
     .Output("received: num_processes * uint8")
     .Attr("num_queues: int >= 0")
-    .Attr("num_runs: int >= 0")
     .Attr("num_processes: int >= 1")
     .Attr("phase: string")
     .Attr("lane: string")
@@ -63,7 +62,7 @@ wait for them.
 
 queues: none, or the step queue of this process: steps that are refused, or that
   some process has left, are noted there or discarded.
-runs: none in graphs; eagerly a number of this run of strategy.run, 0 outside;
+runs: [0] in graphs; eagerly a number of this run of strategy.run, 0 outside;
   after it, where there is one, a run that an exception has ended.
 messages: for each process, of multiples of 64 bytes. That for this process
   itself is returned as it is.
@@ -181,7 +180,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   }
 
   absl::Status Read() {
-    tensorflow::OpInputList messages, queues, runs;
+    tensorflow::OpInputList messages, queues;
     TF_RETURN_IF_ERROR(context_->input_list("queues", &queues));
     if (queues.size() > 0) {
       TF_RETURN_IF_ERROR(CheckScalar("queues", queues[0]));
@@ -189,12 +188,10 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
           context_, queues[0].scalar<tensorflow::ResourceHandle>()(), &queue_));
     }
     TF_RETURN_IF_ERROR(ReadRun(context_, &run_));
-    TF_RETURN_IF_ERROR(context_->input_list("runs", &runs));
-    if (runs.size() > 1) {
-      TF_RETURN_IF_ERROR(CheckScalar("runs", runs[1]));
-      ended_ = runs[1].flat<int64_t>()(0);
-    }
-    is_traced_ = runs.size() == 0;
+    const Tensor* runs = nullptr;
+    TF_RETURN_IF_ERROR(context_->input("runs", &runs));
+    if (runs->NumElements() > 1) ended_ = runs->flat<int64_t>()(1);
+    is_traced_ = runs->NumElements() == 0;
     TF_RETURN_IF_ERROR(context_->input_list("messages", &messages));
     TF_RETURN_IF_ERROR(CheckLength("messages", messages.size(), size()));
     const Tensor *refusal = nullptr, *call = nullptr;

@@ -32,14 +32,13 @@ REGISTER_OP("TpuEmbeddingLookup")
     .Input("queue: resource")
     .Input("batches: num_batches * variant")
     .Input("arrays: num_arrays * resource")
-    .Input("runs: num_runs * int64")
+    .Input("runs: int64")
     .Output("activations: num_features * float")
     .Output("looked_up: variant")
     .Output("apply_now: bool")
     .Attr("num_batches: int >= 0")
     .Attr("num_arrays: int >= 1")
     .Attr("num_features: int >= 1")
-    .Attr("num_runs: int >= 0")
     .Attr("output_shapes: list(shape)")
     .Attr("replica: int")
     .SetIsStateful()
@@ -57,7 +56,7 @@ batches: one batch, whose gradients may or may not follow by TpuEmbeddingUpdate,
   for `replica`, which then owes its gradients if it is for training.
 arrays: the variables of the tables, and then the slots of all tables, if rows of
   any wait for their gradients.
-runs: none in strategy.run in a graph; eagerly a number of this run; 0 outside.
+runs: [0] in strategy.run in a graph; eagerly a number of this run; 0 outside.
 activations: for each feature [its output shape..., dim].
 looked_up: for TpuEmbeddingUpdate, once, if a batch was given.
 apply_now: whether updates are due, the queue's next step being looked up in all

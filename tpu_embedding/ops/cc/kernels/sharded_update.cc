@@ -34,12 +34,11 @@ REGISTER_OP("TpuEmbeddingSendGradients")
     .Input("gradients: num_gradients * float")
     .Input("rates: float")
     .Input("growing: num_growing * resource")
-    .Input("clocks: num_clocks * int64")
+    .Input("clock: int64")
     .Output("messages: num_messages * uint8")
     .Output("refusal: string")
     .Attr("num_queues: int >= 0")
     .Attr("num_growing: int >= 0")
-    .Attr("num_clocks: int >= 0")
     .Attr("num_batches: int >= 0")
     .Attr("num_gradients: int >= 0")
     .Attr("num_messages: int >= 1")
@@ -56,7 +55,7 @@ gradients, has_gradient: as of TpuEmbeddingUpdate.
 rates: [num_tables]; those of process 0 count. A worker has none.
 growing: none, or the queue with this process's part of the tables, if a table
   grows: a full one refuses the update in all processes.
-clocks: the clock of the user, or none.
+clock: of the user, a scalar; or [0].
 messages: for each owner, to be received by TpuEmbeddingReceiveGradients.
 refusal: for TpuEmbeddingExchange.
 )doc");
@@ -67,12 +66,11 @@ REGISTER_OP("TpuEmbeddingReceiveGradients")
     .Input("received: num_received * uint8")
     .Input("rates: float")
     .Input("counters: num_counters * resource")
-    .Input("pushes: num_pushes * int64")
+    .Input("push: int64")
     .Output("apply_now: bool")
     .Attr("num_batches: int >= 0")
     .Attr("num_received: int >= 1")
     .Attr("num_counters: int >= 0")
-    .Attr("num_pushes: int >= 0")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::ScalarShape)
     .Doc(R"doc(
@@ -83,8 +81,8 @@ batches: the batch, from TpuEmbeddingServe or TpuEmbeddingReceiveBatch; or none:
 received: the messages of TpuEmbeddingSendGradients to this owner, by sender.
 rates: [num_tables] of a server. Processes have none: they were sent.
 counters, apply_now: as of TpuEmbeddingUpdate.
-pushes: none, or what TpuEmbeddingCurrentPush gave, if `batches` has one. A push
-  that was taken before is dropped: nothing changes, and it is not counted.
+push: [0], or what TpuEmbeddingCurrentPush gave, if there is a batch. A push that
+  was taken before is dropped: nothing changes, and it is not counted.
 )doc");
 
 // The message to one owner: for each feature of the tables that it has, a byte,
@@ -325,13 +323,11 @@ class ReceiveGradientsOp : public tensorflow::OpKernel {
 
   static absl::Status ReadPush(OpKernelContext* context,
                                std::optional<Push>* push) {
-    OpInputList pushes;
-    TF_RETURN_IF_ERROR(context->input_list("pushes", &pushes));
-    if (pushes.size() == 0 || pushes[0].NumElements() == 0) {
-      return absl::OkStatus();
-    }
-    TF_RETURN_IF_ERROR(CheckLength("push", pushes[0].NumElements(), 3));
-    const auto values = pushes[0].flat<int64_t>();
+    const Tensor* input = nullptr;
+    TF_RETURN_IF_ERROR(context->input("push", &input));
+    if (input->NumElements() == 0) return absl::OkStatus();
+    TF_RETURN_IF_ERROR(CheckLength("push", input->NumElements(), 3));
+    const auto values = input->flat<int64_t>();
     *push = Push{values(0), values(1), values(2)};
     return absl::OkStatus();
   }

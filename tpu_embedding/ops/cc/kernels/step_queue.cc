@@ -33,10 +33,9 @@ plan: the record of the embedding (engines/host/batches.py).
 REGISTER_OP("TpuEmbeddingEnqueue")
     .Input("queue: resource")
     .Input("batches: num_batches * variant")
-    .Input("runs: num_runs * int64")
+    .Input("runs: int64")
     .Output("apply_now: bool")
     .Attr("num_batches: int >= 1")
-    .Attr("num_runs: int >= 0")
     .Attr("replica: int")
     .Attr("training: bool")
     .SetIsStateful()
@@ -45,7 +44,7 @@ REGISTER_OP("TpuEmbeddingEnqueue")
 Queues the batch of one replica, or the batches of all.
 
 batches: one for `replica`, or one for each replica, which all enter or none.
-runs: none in strategy.run in a graph; eagerly a number of this run; 0 outside.
+runs: [0] in strategy.run in a graph; eagerly a number of this run; 0 outside.
 apply_now: whether updates are due, as they are before an evaluation.
 training: whether gradients will be applied for this step.
 )doc");

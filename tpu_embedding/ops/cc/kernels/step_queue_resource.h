@@ -177,14 +177,14 @@ inline absl::Status AdvanceClock(const StepQueueResource& resource,
   return absl::OkStatus();
 }
 
-// The clock of the input list "clocks"; 0 of none.
+// The number in the input "clock"; 0 if it is empty.
 inline absl::Status ReadClock(tensorflow::OpKernelContext* context,
                               int64_t* clock) {
-  tensorflow::OpInputList clocks;
-  TF_RETURN_IF_ERROR(context->input_list("clocks", &clocks));
-  if (clocks.size() == 0) return absl::OkStatus();
-  TF_RETURN_IF_ERROR(CheckScalar("clocks", clocks[0]));
-  *clock = clocks[0].flat<int64_t>()(0);
+  const tensorflow::Tensor* input = nullptr;
+  TF_RETURN_IF_ERROR(context->input("clock", &input));
+  if (input->NumElements() == 0) return absl::OkStatus();
+  TF_RETURN_IF_ERROR(CheckScalar("clock", *input));
+  *clock = input->scalar<int64_t>()();
   if (0 <= *clock && *clock < std::numeric_limits<int64_t>::max()) {
     return absl::OkStatus();
   }
@@ -213,20 +213,19 @@ inline absl::Status LookUpGrowing(const StepQueueResource& resource, int table,
   return absl::InvalidArgumentError("A malformed graph: no growing table.");
 }
 
-// What tells this run of strategy.run from others: the input list "runs", or
-// where it is empty the run of the tf.function that the op is in; never
-// kOutside for that.
+// What tells this run of strategy.run from others: the input "runs", or where
+// it is empty the run of the tf.function that the op is in; never kOutside for
+// that.
 inline absl::Status ReadRun(tensorflow::OpKernelContext* context,
                             int64_t* run) {
-  tensorflow::OpInputList runs;
-  TF_RETURN_IF_ERROR(context->input_list("runs", &runs));
-  if (runs.size() == 0) {
+  const tensorflow::Tensor* runs = nullptr;
+  TF_RETURN_IF_ERROR(context->input("runs", &runs));
+  if (runs->NumElements() == 0) {
     *run = context->step_id();
     if (*run == BatchQueue::kOutside) *run = -1;
     return absl::OkStatus();
   }
-  TF_RETURN_IF_ERROR(CheckScalar("runs", runs[0]));
-  *run = runs[0].flat<int64_t>()(0);
+  *run = runs->flat<int64_t>()(0);
   return absl::OkStatus();
 }
 

@@ -28,12 +28,11 @@ REGISTER_OP("TpuEmbeddingUpdate")
     .Input("gradients: num_gradients * float")
     .Input("rates: float")
     .Input("counters: num_counters * resource")
-    .Input("clocks: num_clocks * int64")
+    .Input("clock: int64")
     .Output("apply_now: bool")
     .Attr("num_batches: int >= 0")
     .Attr("num_gradients: int >= 0")
     .Attr("num_counters: int >= 0")
-    .Attr("num_clocks: int >= 0")
     .Attr("has_gradient: list(bool)")
     .Attr("replica: int")
     .SetIsStateful()
@@ -48,7 +47,7 @@ gradients: of the activations, for the features that have one.
 rates: [num_tables], the learning rates from the last replica, zeros from the
   others.
 counters: none, or the number of updates, which grows when one is complete.
-clocks: the clock of the user from the last replica, or none.
+clock: of the user, a scalar from the last replica; or [0].
 apply_now: whether updates are due.
 has_gradient: by feature; one without counts as zeros.
 )doc");
