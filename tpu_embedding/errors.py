@@ -6,7 +6,7 @@ Each function returns the exception: `raise errors.argument_type(...)`.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeGuard
 
 
 def type_name(value: object) -> str:
@@ -48,7 +48,7 @@ def check_flag(argument: str, value: object) -> None:
         raise argument_type(argument, value, "a bool")
 
 
-def is_int(value: object) -> bool:
+def is_int(value: object) -> TypeGuard[int]:
     """Whether a value is an int, and as in TensorFlow none of NumPy. A bool is none."""
     return isinstance(value, int) and not isinstance(value, bool)
 
