@@ -38,13 +38,13 @@ absl::Status GetDoubles(const Record& record, const char* name,
   return absl::OkStatus();
 }
 
-// The tables of an op, locked, and what waits in them.
-struct LockedTables {
-  WaitingTables waiting;
-  std::vector<Variable> variables;  // the tables, then the slots
+// The table of an op, locked, and what waits in it.
+struct LockedTable {
+  WaitingTables waiting;            // of one table
+  std::vector<Variable> variables;  // the table, then its slots
   std::unique_ptr<ReadLocks> read_locks;
   std::unique_ptr<WriteLocks> write_locks;
-  std::vector<TableView> views;
+  TableView view;
 
   absl::Status LookUp(OpKernelContext* context,
                       const std::vector<IdleRule>& rules, bool writes) {
@@ -58,37 +58,45 @@ struct LockedTables {
     } else {
       read_locks = std::make_unique<ReadLocks>(variables);
     }
-    return MakeViews(rules);
+    return MakeView(rules[0].fades.size());
   }
 
  private:
-  absl::Status MakeViews(const std::vector<IdleRule>& rules) {
-    size_t next = rules.size();
-    for (size_t t = 0; t < rules.size(); ++t) {
-      TableView& view = views.emplace_back();
-      Tensor* const table = variables[t]->tensor();
-      if (table->dtype() != tensorflow::DT_FLOAT) {
+  absl::Status MakeView(size_t num_slots) {
+    Tensor* const table = variables[0]->tensor();
+    if (table->dtype() != tensorflow::DT_FLOAT) {
+      return absl::InvalidArgumentError(
+          "A malformed graph: a table whose rows wait is not of float32.");
+    }
+    view.parameters = static_cast<float*>(table->data());
+    view.num_rows = table->dim_size(0);
+    view.dim = table->dim_size(1);
+    TF_RETURN_IF_ERROR(
+        CheckLength("sinces", waiting[0].num_rows(), view.num_rows));
+    for (size_t k = 1; k <= num_slots; ++k) {
+      if (k >= variables.size() ||
+          variables[k]->tensor()->dtype() != tensorflow::DT_FLOAT ||
+          variables[k]->tensor()->shape() != table->shape()) {
         return absl::InvalidArgumentError(
-            "A malformed graph: a table whose rows wait is not of float32.");
+            "A slot is missing or is not of the shape of its table. Do not "
+            "change the shape of a slot.");
       }
-      view.parameters = static_cast<float*>(table->data());
-      view.num_rows = table->dim_size(0);
-      view.dim = table->dim_size(1);
-      TF_RETURN_IF_ERROR(
-          CheckLength("sinces", waiting[t].num_rows(), view.num_rows));
-      for (size_t k = 0; k < rules[t].fades.size(); ++k, ++next) {
-        if (next >= variables.size() ||
-            variables[next]->tensor()->dtype() != tensorflow::DT_FLOAT ||
-            variables[next]->tensor()->shape() != table->shape()) {
-          return absl::InvalidArgumentError(
-              "A slot is missing or is not of the shape of its table. Do not "
-              "change the shape of a slot.");
-        }
-        view.slots.push_back(variables[next]->tensor()->flat<float>().data());
-      }
+      view.slots.push_back(variables[k]->tensor()->flat<float>().data());
     }
     return absl::OkStatus();
   }
+};
+
+// An op of one table, whose rule is in the attribute `idle`.
+class WaitingOp : public tensorflow::OpKernel {
+ public:
+  explicit WaitingOp(OpKernelConstruction* context) : OpKernel(context) {
+    OP_REQUIRES_OK(context, ReadIdleRules(context, &rules_));
+    OP_REQUIRES_OK(context, CheckLength("idle", rules_.size(), 1));
+  }
+
+ protected:
+  std::vector<IdleRule> rules_;  // of the table
 };
 
 // The rows that an input names, each in [0, num_rows).
@@ -142,20 +150,19 @@ idle: a record whose `rules` say what a step without a gradient does.
   No list of strings: eager calls of ops with other lists share a kernel.
 )doc");
 
-class CaughtUpRowsOp : public tensorflow::OpKernel {
+class CaughtUpRowsOp : public WaitingOp {
  public:
-  explicit CaughtUpRowsOp(OpKernelConstruction* context) : OpKernel(context) {
-    OP_REQUIRES_OK(context, ReadIdleRules(context, &rules_));
-    OP_REQUIRES_OK(context, CheckLength("idle", rules_.size(), 1));
+  explicit CaughtUpRowsOp(OpKernelConstruction* context) : WaitingOp(context) {
+    if (!context->status().ok()) return;
     OP_REQUIRES_OK(context, context->GetAttr("num_outputs", &num_outputs_));
     const int most = 1 + rules_[0].fades.size();
     OP_REQUIRES_OK(context, CheckIndices("outputs", {num_outputs_ - 1}, most));
   }
 
   void Compute(OpKernelContext* context) override {
-    LockedTables tables;
-    OP_REQUIRES_OK(context, tables.LookUp(context, rules_, false));
-    const TableView& view = tables.views[0];
+    LockedTable table;
+    OP_REQUIRES_OK(context, table.LookUp(context, rules_, false));
+    const TableView& view = table.view;
     const Tensor& rows = context->input(context->num_inputs() - 1);
     std::vector<int64_t> numbers;
     OP_REQUIRES_OK(context,
@@ -170,7 +177,7 @@ class CaughtUpRowsOp : public tensorflow::OpKernel {
       OP_REQUIRES_OK(context, context->allocate_output(i, shape, &output));
       outputs.push_back(output->flat<float>().data());
     }
-    Read(WorkerPool(context), view, tables.waiting[0], numbers, outputs);
+    Read(WorkerPool(context), view, table.waiting[0], numbers, outputs);
   }
 
  private:
@@ -218,7 +225,6 @@ class CaughtUpRowsOp : public tensorflow::OpKernel {
                     outputs.size() > 1 ? slots_out.data() : nullptr);
   }
 
-  std::vector<IdleRule> rules_;
   int num_outputs_ = 1;
 };
 
@@ -238,21 +244,18 @@ arrays, clocks, sinces, histories, idle: as for
   TpuEmbeddingCaughtUpRows.
 )doc");
 
-class CatchUpOp : public tensorflow::OpKernel {
+class CatchUpOp : public WaitingOp {
  public:
-  explicit CatchUpOp(OpKernelConstruction* context) : OpKernel(context) {
-    OP_REQUIRES_OK(context, ReadIdleRules(context, &rules_));
-    OP_REQUIRES_OK(context, CheckLength("idle", rules_.size(), 1));
-  }
+  using WaitingOp::WaitingOp;
 
   void Compute(OpKernelContext* context) override {
     bool waits = false;
     OP_REQUIRES_OK(context, AnyWaits(context, &waits));
     if (!waits) return;
-    LockedTables tables;
-    OP_REQUIRES_OK(context, tables.LookUp(context, rules_, true));
-    if (tables.waiting[0].none_waits()) return;
-    CatchUpAll(WorkerPool(context), tables.views[0], &tables.waiting[0]);
+    LockedTable table;
+    OP_REQUIRES_OK(context, table.LookUp(context, rules_, true));
+    if (table.waiting[0].none_waits()) return;
+    CatchUpAll(WorkerPool(context), table.view, &table.waiting[0]);
   }
 
  private:
@@ -263,8 +266,6 @@ class CatchUpOp : public tensorflow::OpKernel {
     *waits = !waiting[0].none_waits();
     return absl::OkStatus();
   }
-
-  std::vector<IdleRule> rules_;
 };
 
 REGISTER_OP("TpuEmbeddingAdvance")
@@ -287,31 +288,28 @@ steps: [1, 3]: weight, note and shrinkage of the step.
 updated_all: whether the step has updated all rows.
 )doc");
 
-class AdvanceOp : public tensorflow::OpKernel {
+class AdvanceOp : public WaitingOp {
  public:
-  explicit AdvanceOp(OpKernelConstruction* context) : OpKernel(context) {
-    OP_REQUIRES_OK(context, ReadIdleRules(context, &rules_));
-    OP_REQUIRES_OK(context, CheckLength("idle", rules_.size(), 1));
+  explicit AdvanceOp(OpKernelConstruction* context) : WaitingOp(context) {
     OP_REQUIRES_OK(context, context->GetAttr("updated_all", &updated_all_));
   }
 
   void Compute(OpKernelContext* context) override {
-    LockedTables tables;
+    LockedTable table;
     const Tensor& steps = context->input(context->num_inputs() - 1);
     OP_REQUIRES_OK(context, CheckLength("steps", steps.NumElements(), 3));
-    OP_REQUIRES_OK(context, tables.LookUp(context, rules_, true));
-    WaitingRows& waiting = tables.waiting[0];
+    OP_REQUIRES_OK(context, table.LookUp(context, rules_, true));
+    WaitingRows& waiting = table.waiting[0];
     if (updated_all_) {
       const double* const step = steps.flat<double>().data();
       waiting.Advance(step[0], step[1], step[2]);
       waiting.Restart();
     } else {
-      AdvanceTable(WorkerPool(context), steps, 0, tables.views[0], &waiting);
+      AdvanceTable(WorkerPool(context), steps, 0, table.view, &waiting);
     }
   }
 
  private:
-  std::vector<IdleRule> rules_;
   bool updated_all_ = false;
 };
 
