@@ -1,7 +1,6 @@
 """From an EmbeddingConfigSpec to the classes of this library.
 
 Every option of the spec is converted, or raises an error that names it.
-`optimizer_conversion.py` has the table of optimizers.
 """
 
 from __future__ import annotations
@@ -13,16 +12,34 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding import errors
-from tpu_embedding.compat.interop import columns, optimizer_conversion
+from tpu_embedding import errors, optimizers
+from tpu_embedding.compat.interop import columns
+from tpu_embedding.compat.interop import parameters as old
 from tpu_embedding.compat.interop import table_config as v1
-from tpu_embedding.compat.interop.parameters import check_parameters
 from tpu_embedding.config import FeatureConfig, TableConfig, check_invalid_ids
 from tpu_embedding.engines.rates import returned_number
 from tpu_embedding.optimizers import Optimizer
 from tpu_embedding.optimizers.tpu_v2_v4 import updates_so_far
 
 _MULTIPLIER = "experimental_gradient_multiplier_fn"
+_OPTIMIZERS: dict[type, type[Optimizer]] = {
+    old.StochasticGradientDescentParameters: optimizers.SGD,
+    old.AdagradParameters: optimizers.Adagrad,
+    old.AdagradMomentumParameters: optimizers.AdagradMomentum,
+    old.AdamParameters: optimizers.Adam,
+    old.FtrlParameters: optimizers.FTRL,
+    old.MomentumParameters: optimizers.Momentum,
+    old.RMSPropParameters: optimizers.RMSProp,
+    old.ProximalAdagradParameters: optimizers.ProximalAdagrad,
+    old.ProximalYogiParameters: optimizers.ProximalYogi,
+    old.FrequencyEstimatorParameters: optimizers.FrequencyEstimator,
+}
+# Our arguments, by the names that they have in *Parameters where ours lack those.
+_RENAMED = {
+    "beta1": "beta_1",
+    "beta2": "beta_2",
+    "initial_accumulator": "initial_accumulator_value",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,7 +248,7 @@ class _Optimizers:
         if shared is not None and any(
             table.optimization_parameters is None for table in tables
         ):
-            check_parameters(shared)
+            old.check_parameters(shared)
             self.common = self._convert("EmbeddingConfigSpec", shared)
 
     def of_table(self, key: str, table: v1.TableConfig) -> Optimizer | None:
@@ -246,18 +263,16 @@ class _Optimizers:
             )
         if table.learning_rate_fn is not None:
             rate = self._rate(table.learning_rate_fn)
-            return optimizer_conversion.with_rate(f"Table {key!r}", own, rate)
+            return _with_rate(f"Table {key!r}", own, rate)
         if table.learning_rate is not None:
-            return optimizer_conversion.with_rate(
-                f"Table {key!r}", own, table.learning_rate
-            )
+            return _with_rate(f"Table {key!r}", own, table.learning_rate)
         return None if own is self.common else own
 
     def _convert(self, where: str, parameters: Any) -> Optimizer:
-        optimizer = optimizer_conversion.to_optimizer(where, parameters, self._limit)
+        optimizer = _to_optimizer(where, parameters, self._limit)
         if optimizer.learning_rate is updates_so_far and self._step is not None:
             rate = self._rate(updates_so_far)
-            return optimizer_conversion.with_rate(where, optimizer, rate)
+            return _with_rate(where, optimizer, rate)
         return optimizer
 
     def _rate(self, function: Callable[[Any], Any]) -> StepRate | VariableRate:
@@ -269,6 +284,58 @@ class _Optimizers:
                 else VariableRate(function, self._step)
             )
         return self._rates[id(function)]
+
+
+def _to_optimizer(
+    where: str, parameters: old.OptimizationParameters, clipping_limit: float | None
+) -> Optimizer:
+    """The optimizer of the same rule; errors name `where` its parameters are."""
+    cls: Any = _OPTIMIZERS[type(parameters)]
+    given: Any = parameters
+    known = {field.name for field in dataclasses.fields(cls)}
+    arguments: dict[str, Any] = {}
+    for field in dataclasses.fields(given):
+        # The rate that FrequencyEstimatorParameters has is unused: it is the step.
+        if field.init and not field.name.startswith("clip_gradient_"):
+            ours = field.name if field.name in known else _RENAMED[field.name]
+            arguments[ours] = getattr(parameters, field.name)
+    # TensorFlow 1 took an accumulator of 0 for FTRL as it was.
+    if arguments.get("allow_zero_accumulator") is False:
+        zero = arguments["initial_accumulator_value"] == 0
+        arguments["allow_zero_accumulator"] = zero
+    clipvalue = _clipvalue(where, parameters, clipping_limit)
+    try:
+        return cls(clipvalue=clipvalue, **arguments)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{where}, {type(parameters).__name__}: {error}") from error
+
+
+def _with_rate(where: str, optimizer: Optimizer, rate: optimizers.Rate) -> Optimizer:
+    """The optimizer at a table's own rate; errors say `where` it is."""
+    try:
+        return dataclasses.replace(optimizer, learning_rate=rate)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{where}, {type(optimizer).__name__}: {error}") from error
+
+
+def _clipvalue(
+    where: str, parameters: old.OptimizationParameters, limit: float | None
+) -> optimizers.ClipValue | None:
+    lower, upper = parameters.clip_gradient_min, parameters.clip_gradient_max
+    own = None if lower is None and upper is None else (lower, upper)
+    if limit is None:
+        return own
+    if own is not None:
+        raise ValueError(
+            f"{where}: `clipping_limit` of the spec and clip_gradient_min/max of the "
+            "optimization parameters limit the same gradient. Give one of them."
+        )
+    if not parameters.use_gradient_accumulation:
+        raise ValueError(
+            f"{where}: `clipping_limit` limits the summed gradient of a row, so it "
+            "needs `use_gradient_accumulation=True` in the optimization parameters."
+        )
+    return limit
 
 
 def _check_keys(
