@@ -10,7 +10,7 @@ import tensorflow as tf
 from cpu_engines import EACH_ENGINE
 
 import tpu_embedding as te
-from tpu_embedding.tables import memory
+from tpu_embedding.tables import variables
 
 BATCH = {"film": tf.constant([1, 2])}
 GRADIENTS = {"film": tf.ones([2, 2])}
@@ -68,7 +68,7 @@ def test_an_initializer_without_dtype() -> None:
 def test_tables_that_do_not_fit(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """16 GiB of table and twice that of slots, and no byte of it is taken."""
     monkeypatch.setenv("TPU_EMBEDDING_ENGINE", engine)
-    monkeypatch.setattr(memory, "available_bytes", lambda root: 40 * 2**30)
+    monkeypatch.setattr(variables, "available_bytes", lambda root: 40 * 2**30)
     called = []
     embedding = make(te.Adam(0.1), lambda shape, dtype: called.append(shape), 2**31 - 1)
     with pytest.raises(tf.errors.ResourceExhaustedError) as raised:
@@ -88,8 +88,8 @@ def test_tables_that_do_not_fit(engine: str, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_this_machine_says_what_is_free() -> None:
     with pytest.raises(tf.errors.ResourceExhaustedError, match="and 3 more"):
-        memory.require_memory(dict.fromkeys("abcdefg", 2**50))
-    memory.require_memory({"a": 8})
+        variables.require_memory(dict.fromkeys("abcdefg", 2**50))
+    variables.require_memory({"a": 8})
 
 
 MEMINFO = "MemTotal: 900 kB\nMemAvailable:   300 kB\nSwapFree:     100 kB\n"
@@ -133,4 +133,4 @@ def test_what_is_free(
         file = tmp_path / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(content)
-    assert memory.available_bytes(tmp_path) == available
+    assert variables.available_bytes(tmp_path) == available
