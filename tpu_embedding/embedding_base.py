@@ -52,12 +52,7 @@ class EmbeddingBase(TrackableTables):
         """
         converted = convert_features(feature_config, invalid_ids)
         plan = make_plan(
-            converted.paths,
-            converted.features,
-            converted.keys,
-            convert_optimizer(optimizer),
-            custom=custom,
-            growing=True,
+            *converted, convert_optimizer(optimizer), custom=custom, growing=True
         )
         self._structure = FeatureStructure(feature_config, plan.features)
         topology = distribution.current()

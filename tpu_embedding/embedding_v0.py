@@ -81,12 +81,7 @@ class TPUEmbeddingV0(RestoresLayouts):
         """
         errors.check_flag("check_numerics", check_numerics)
         converted = convert_features(feature_config, invalid_ids)
-        self._plan: Plan = make_plan(
-            converted.paths,
-            converted.features,
-            converted.keys,
-            convert_optimizer(optimizer),
-        )
+        self._plan: Plan = make_plan(*converted, convert_optimizer(optimizer))
         self._structure = FeatureStructure(feature_config, self._plan.features)
         refuse_layouts("plain", self._plan)
         require_dtypes(self._plan, ("float32",), "TPUEmbeddingV0")

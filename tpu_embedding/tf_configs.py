@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -35,9 +35,10 @@ _OPTIMIZERS: dict[type, Callable[..., optimizers.Optimizer]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class ConvertedFeatures:
+class ConvertedFeatures(NamedTuple):
     """A feature configuration, flattened and in the classes of this package.
+
+    These are the first arguments of `make_plan`.
 
     Attributes:
       paths: The place of each feature in the user's structure, such as "user/0".

@@ -42,9 +42,7 @@ def convert_features(
         feature_config, invalid_ids, convert_optimizer
     )
     fallback = convert_optimizer(optimizer, "the whole embedding")
-    plan = make_plan(
-        converted.paths, converted.features, converted.keys, fallback, growing=True
-    )
+    plan = make_plan(*converted, fallback, growing=True)
     tf_configs.freeze_configs(feature_config)
     return Features(FeatureStructure(feature_config, plan.features), plan, fallback)
 

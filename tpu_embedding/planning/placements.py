@@ -122,14 +122,7 @@ def plan(
     _check_numbers(batch_size, machine_bytes, sample_batches, processes)
     feature_config, optimizer = _of_model(feature_config, optimizer)
     converted = convert_features(feature_config)
-    own = make_plan(
-        converted.paths,
-        converted.features,
-        converted.keys,
-        convert_optimizer(optimizer),
-        custom=True,
-        growing=True,
-    )
+    own = make_plan(*converted, convert_optimizer(optimizer), custom=True, growing=True)
     counts = None
     if sample is not None:
         batches = _read(feature_config, own, itertools.islice(sample, sample_batches))

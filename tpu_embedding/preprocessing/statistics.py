@@ -83,13 +83,7 @@ def requirements(
     feature.
     """
     converted = convert_features(feature_config)
-    plan = make_plan(
-        converted.paths,
-        converted.features,
-        converted.keys,
-        convert_optimizer(optimizer),
-        custom=True,
-    )
+    plan = make_plan(*converted, convert_optimizer(optimizer), custom=True)
     partitioning = _unlimited(plan, hardware, config)
     shapes = OutputShapes(plan.features)
     structure = FeatureStructure(feature_config, plan.features)

@@ -81,14 +81,7 @@ def plan_of(
     converted: ConvertedFeatures, optimizer: Any = None, *, growing: bool = False
 ) -> Plan:
     """The plan of a converted configuration."""
-    return make_plan(
-        converted.paths,
-        converted.features,
-        converted.keys,
-        optimizer,
-        custom=True,
-        growing=growing,
-    )
+    return make_plan(*converted, optimizer, custom=True, growing=growing)
 
 
 def features_at(plan: Plan, paths: Sequence[str]) -> list[FeatureSpec]:

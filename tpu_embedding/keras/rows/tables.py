@@ -55,7 +55,7 @@ class ModelTables(WeightTables):
                 "Tables are found by the names of their layers: give each its `name`."
             )
         converted = convert_features(features, None)
-        self.plan = make_plan(converted.paths, converted.features, converted.keys, None)
+        self.plan = make_plan(*converted, None)
         self.structure = FeatureStructure(features, self.plan.features)
         self.feature_config = features
 
