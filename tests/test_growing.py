@@ -525,6 +525,12 @@ def test_rows_age_by_the_clock_of_the_user(kind: Any, tmp_path: pathlib.Path) ->
             step(embedding, tf.constant([3]), clock)
         if kind is te.TPUEmbedding:
             embedding.reset()
+    shapes = [tf.TensorSpec([1], tf.int64), tf.TensorSpec(None, tf.int64)]
+    with pytest.raises(
+        tf.errors.InvalidArgumentError, match=r"Shape of tensor .*\[0\]"
+    ):
+        tf.function(traced.python_function, shapes)([3], tf.zeros([0], tf.int64))
+    embedding.reset()
     assert np.array_equal(embedding.embedding_tables[films].numpy(), before)
     paths = (
         te.checkpoint.save(embedding, tmp_path / "ours"),
