@@ -12,6 +12,7 @@ import resource
 import signal
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -25,7 +26,7 @@ from reference import growing
 from steps import train_on
 
 import tpu_embedding as te
-from tpu_embedding.checkpoint import growing_tables
+from tpu_embedding.checkpoint import growing_tables, writing
 from tpu_embedding.cluster_config import STATUS_VARIABLE
 from tpu_embedding.layout.placement import IdPartition
 from tpu_embedding.tables import rows as table_rows
@@ -297,6 +298,32 @@ def state_of(embedding: Any, films: Any) -> Any:
         for id_, row, hits, last in zip(*found[:4], strict=True)
     }
     return of_ids, found[4:]
+
+
+def export_by_blocks(strategy: Any, path: str) -> float:
+    """Exports 60,000 rows of 64 numbers by blocks of 256 KiB.
+
+    Returns:
+      The most that Python held at once, as a share of the table.
+    """
+    rows = 60_000
+    films = te.TableConfig(
+        te.GrowingVocabulary(rows), 64, "ones", name="films", placement="rows"
+    )
+    with strategy.scope():
+        embedding = te.TPUEmbedding({"film": te.FeatureConfig(films)}, te.SGD(0.5))
+    own = np.arange(5 * rows // 6)[rank(strategy) :: strategy.num_replicas_in_sync]
+    step(embedding, own)
+    tracemalloc.start()
+    with (
+        mock.patch.object(table_rows, "SLICE_BYTES", 1 << 18),
+        mock.patch.object(writing, "_MIN_PART_BYTES", 1 << 20),
+    ):
+        report = te.serving.export(embedding, path, signatures=["dense"])
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert report.tables[0].rows == 5 * rows // 6 + 1
+    return most / report.tables[0].bytes_before
 
 
 def global_batch(number: int) -> np.ndarray:

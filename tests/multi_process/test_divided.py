@@ -97,6 +97,12 @@ def test_a_table_is_saved_by_blocks(two: Job, tmp_path: pathlib.Path) -> None:
         assert divided.BLOCK_BYTES / 4 < most <= divided.BLOCK_BYTES
 
 
+def test_a_table_is_exported_by_blocks(two: Job, tmp_path: pathlib.Path) -> None:
+    """The first process also holds the ids, and what it writes into a file."""
+    for share in two.run("divided.export_by_blocks", str(tmp_path / "model")):
+        assert share < 0.75  # Without blocks it is above 2.
+
+
 @pytest.mark.parametrize(
     ("steps", "seconds"),
     [(40, 0.0), pytest.param(2000, 1.0, marks=pytest.mark.third_tier)],

@@ -288,7 +288,7 @@ def save_state(
     for name, variable in variables.items():
         _save(variable, _key(name), store)
     for name, ids in growing.items():
-        for part, array in ids.read().items():
+        for part, array in ids.read_in_turn():
             _save(array, _key(f"{name}/{part}"), store)
 
 

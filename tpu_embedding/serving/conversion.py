@@ -62,8 +62,8 @@ class Source:
     Attributes:
       name: Name of the table, for messages.
       rows: Values of the table.
-      ids: Of a growing table the id of each row, int64 [V - 1]; the last row is what
-        other ids look up.
+      ids: Of a growing table the id of each row, int64 [V - 1], in the process that
+        writes; the last row is what other ids look up.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Source:
     @property
     def known(self) -> Source:
         """The rows that are those of ids: of a growing table all but the last."""
-        return self if self.ids is None else self._some(0, len(self.ids))
+        return self if self.ids is None else self._some(0, self.shape[0] - 1)
 
     @property
     def last(self) -> Source:
@@ -96,9 +96,11 @@ class Source:
     def slices(self, start: int, stop: int) -> Iterator[tuple[int, np.ndarray]]:
         """Yields (first row, float32 rows) for the rows [start, stop)."""
         step = max(1, SLICE_BYTES // (4 * self.shape[1]))
-        for begin in range(start, stop, step):
-            rows = self.rows.read(begin, min(begin + step, stop))
-            yield begin, rows.astype(np.float32, copy=False)
+        for first in range(start, stop, self.rows.slice_rows):
+            rows = self.rows.read(first, min(first + self.rows.slice_rows, stop))
+            for begin in range(0, len(rows), step):
+                values = rows[begin : begin + step]
+                yield first + begin, values.astype(np.float32, copy=False)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -184,6 +186,7 @@ class Conversion:
         """The converted table in pieces of about `size` bytes, by key of the parts."""
         rows, dim = self._source.shape
         step = max(1, size // self._table.row_bytes(dim))
+        step -= step % min(step, self._source.rows.slice_rows)  # They are read whole.
         for begin in range(0, rows, step):
             arrays = self._convert(begin, min(begin + step, rows))
             for name, array in arrays.items():

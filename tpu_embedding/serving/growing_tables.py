@@ -242,7 +242,7 @@ def exported_table(
 ) -> ServedGrowingTable:
     """A growing table whose rows are exported as `stored`."""
     assert source.ids is not None
-    size = tf.constant(len(source.ids), tf.int64)
+    size = tf.constant(source.shape[0] - 1, tf.int64)
     table = ServedGrowingTable(spec, stored, lambda: size)
     table.row_of.assign(source.ids)
     return table
@@ -285,6 +285,9 @@ class RestoredGrowingTable(StoredVocabulary):
         size = len(self._known["ids"]) + num_shared(self._spec.growth, self._known)
         arrays = {name: self.arrays[name].numpy()[:size] for name in names}
         return {**self._known, **arrays}
+
+    def places(self, known: Mapping[str, np.ndarray]) -> np.ndarray:
+        return np.arange(len(known["ids"]) + num_shared(self._spec.growth, known))
 
     def write(self, state: Mapping[str, np.ndarray]) -> None:
         rows = {**state, **served_rows(self._spec, state)}

@@ -289,12 +289,12 @@ class MergedOrder:
     def cuts(self, places: Sequence[int], step: int) -> list[list[int]]:
         """By place how many entries of each part come before it.
 
-        A collective call unless all places are known. The first one finds every
-        multiple of `step`, too.
+        A collective call unless all places are known. It finds every `step`-th place
+        from the first one on, too.
         """
         if not self._cuts.keys() >= {*places}:
-            wanted = {*places, *range(0, self.length, step)} - self._cuts.keys()
-            self._find(np.array(sorted(wanted)))
+            wanted = {*places, *range(places[0], self.length, max(1, step))}
+            self._find(np.array(sorted(wanted - self._cuts.keys())))
         return [self._cuts[place] for place in places]
 
     def _find(self, places: np.ndarray) -> None:
@@ -356,7 +356,7 @@ class MergedRows(TableRows):
         call = f"{order.call}, {self._name}, rows {start} to {stop}"
         cuts = [
             slice(*cut)
-            for cut in zip(*order.cuts((start, stop), self.slice_rows), strict=True)
+            for cut in zip(*order.cuts((start, stop), stop - start), strict=True)
         ]
         keys = [k[cut] for k, cut in zip(order.keys, cuts, strict=True)]
         values = order.reach.call(

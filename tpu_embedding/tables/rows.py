@@ -212,6 +212,10 @@ class RowsOfParts(MutableTableRows):
         super().__init__(shape, parts[0].dtype)
         self._parts, self._runs, self.initial_value = parts, runs, initial_value
 
+    @property
+    def group(self) -> ProcessGroup | None:
+        return self._parts[0].group
+
     def read(self, start: int, stop: int) -> np.ndarray:
         values = np.empty((stop - start, self.shape[1]), self.dtype)
         for run in self._runs(start, stop):
@@ -243,7 +247,7 @@ class RowsOfParts(MutableTableRows):
 
 
 def joined(
-    parts: Sequence[MutableTableRows], initial_value: InitialValue = None
+    parts: Sequence[TableRows], initial_value: InitialValue = None
 ) -> RowsOfParts:
     """The matrix of parts that are one below the other, e.g. those of all devices."""
     starts = [0, *itertools.accumulate(part.shape[0] for part in parts)]

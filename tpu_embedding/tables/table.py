@@ -87,7 +87,8 @@ class Identity:
     def served(self) -> tuple[TableRows, np.ndarray | None]:
         """What is exported: rows, and of a growing table the ids of all but the last.
 
-        Other ids look up the last row then.
+        Other ids look up the last row then. Of the processes of a job only the first
+        one gets the ids.
         """
         return self.rows[PARAMETERS], None
 

@@ -23,6 +23,7 @@ from tpu_embedding.tables.rows import (
     MutableTableRows,
     ProcessGroup,
     TableRows,
+    joined,
 )
 from tpu_embedding.tables.vocabulary_parts import (
     PLACES,
@@ -65,11 +66,9 @@ class Changed:
     shared: TableRows | None = None
 
 
-def array_rows(
-    stored: Mapping[str, np.ndarray], group: ProcessGroup | None = None
-) -> TableRows:
+def array_rows(stored: Mapping[str, np.ndarray]) -> TableRows:
     """The rows of a table that arrays store, by name."""
-    arrays = {name: ArrayRows(array, group) for name, array in stored.items()}
+    arrays = {name: ArrayRows(array) for name, array in stored.items()}
     return joined_codes(arrays)[PARAMETERS]
 
 
@@ -92,6 +91,13 @@ class StoredVocabulary(abc.ABC):
 
         By "parameters" and slot name the rows of the ids in ascending order, and then
         the row that ids share, if it is there; the ids and what is known of them.
+        """
+
+    @abc.abstractmethod
+    def places(self, known: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Where the rows that `read` returns are in the arrays, in its order.
+
+        `known` is what it returned.
         """
 
     @abc.abstractmethod
@@ -175,6 +181,11 @@ class QueueVocabulary(StoredVocabulary):
         values = dict(zip(names, saved.values, strict=True))
         parts = {name: getattr(saved, name) for name in PARTS}
         return {name: value.numpy() for name, value in (parts | values).items()}
+
+    def places(self, known: Mapping[str, np.ndarray]) -> np.ndarray:
+        _check_heights(self._spec.name, self.arrays, known["state"][NUM_ROWS])
+        shared = num_shared(self._spec.growth, known)
+        return np.append(known["rows"], np.arange(shared))
 
     def write(self, state: Mapping[str, np.ndarray]) -> None:
         with tf.device(self._device):
@@ -268,9 +279,15 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
 
     def served(self) -> tuple[TableRows, np.ndarray | None]:
         """See `Identity.served`: as it is now."""
-        state = self.read()
-        served = served_rows(self._spec, state)
-        return array_rows(served, self.group), state["ids"]
+        arrays, known = self._blocks()
+        ids = known["ids"]
+        stored = {name: arrays[name] for name in STORED if name in arrays}
+        if arrays[PARAMETERS].shape[0] == ids.shape[0]:
+            stored = {
+                name: joined([stored[name], ArrayRows(row)])
+                for name, row in _last_row(self._spec, stored).items()
+            }
+        return joined_codes(stored)[PARAMETERS], _in_first(ids)
 
     def saved(self) -> tuple[dict[str, TableRows], dict[str, TableRows]]:
         """See `Identity.saved`: the ids as they are now, rows when they are read."""
@@ -281,22 +298,21 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
         """What stores the rows, and what is known of the ids, to be read by blocks."""
         stored, spec, none = self._stored, self._spec, np.zeros(0, np.int64)
 
-        def read() -> tuple[list[_Arrays], _Arrays]:
+        def read() -> tuple[list[_Arrays], list[np.ndarray], _Arrays]:
             arrays = stored[0].arrays.items()
             known = [part.read([]) for part in stored]
-            for part, own in zip(stored, known, strict=True):
-                _check_heights(spec.name, part.arrays, own["state"][NUM_ROWS])
-            return known, {name: read_rows(array, none) for name, array in arrays}
+            places = [p.places(own) for p, own in zip(stored, known, strict=True)]
+            none_of = {name: read_rows(array, none) for name, array in arrays}
+            return known, places, none_of
 
-        known, empty = self._reach.call(read)
+        known, numbers, empty = self._reach.call(read)
         call = f"the reading of growing table {spec.name}"
         states = [{"state": own["state"]} for own in known]
         states = self._reach.from_owners(spec.index, states, call)
         starts = np.cumsum([0, *(own["state"][NUM_ROWS] for own in states)])
-        numbers, has = [], self._reach.has(spec.index)  # Others have a shared row, too.
+        if not self._reach.has(spec.index):  # Others have a shared row, too.
+            numbers = [none] * len(stored)
         for part, own in zip(stored, known, strict=True):
-            rows_here = np.append(own["rows"], np.arange(num_shared(spec.growth, own)))
-            numbers.append(rows_here if has else none)
             own["rows"] = own["rows"] + starts[part.part[0]]
 
         def order(keys: Sequence[np.ndarray], *, in_turn: bool = False) -> MergedOrder:
@@ -358,11 +374,16 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
 
     def read(self) -> _Arrays:
         """Everything, see `StoredVocabulary.read`; outside of jobs no part changes."""
+        return dict(self.read_in_turn())
+
+    def read_in_turn(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Yields what `read` returns; in jobs each array is made when it is yielded."""
         if self.group is None:
-            return self._read(self._arrays, "growing")
+            yield from self._read(self._arrays, "growing").items()
+            return
         arrays, known = self._blocks()
-        everything = (known | arrays).items()
-        return {n: rows.numpy().reshape(rows.file_shape) for n, rows in everything}
+        for name, rows in (known | arrays).items():
+            yield name, rows.numpy().reshape(rows.file_shape)
 
     def _read(self, names: Collection[str], what: str) -> _Arrays:
         return joined_parts(
@@ -423,7 +444,7 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
             part.write(own | read(own[PLACES]))
 
     def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
-        return {name: tf.constant(value) for name, value in self.read().items()}
+        return {name: tf.constant(value) for name, value in self.read_in_turn()}
 
     def _restore_from_tensors(self, restored_tensors: Mapping[str, tf.Tensor]) -> None:
         def write(*values: tf.Tensor) -> None:
@@ -462,7 +483,20 @@ def served_rows(
     stored = {name: state[name] for name in STORED if name in state}
     if len(stored[PARAMETERS]) > len(state["ids"]):
         return stored
-    last = {n: np.zeros((1, *r.shape[1:]), r.dtype) for n, r in stored.items()}
-    if spec.growth.unknown == "shared_row":  # No update has made it yet.
-        last = first_stored(spec, tf.constant([SHARED_ID], tf.int64))
+    last = _last_row(spec, stored)
     return {name: np.concatenate([rows, last[name]]) for name, rows in stored.items()}
+
+
+def _last_row(
+    spec: TableSpec, stored: Mapping[str, np.ndarray | TableRows]
+) -> dict[str, np.ndarray]:
+    """The row after those of the ids, [1, C] by name, if no update has made one."""
+    if spec.growth.unknown == "shared_row":
+        return first_stored(spec, tf.constant([SHARED_ID], tf.int64))
+    return {name: np.zeros((1, *r.shape[1:]), r.dtype) for name, r in stored.items()}
+
+
+def _in_first(rows: TableRows) -> np.ndarray:
+    """A vector in the first process of its group; nothing in the others."""
+    parts = [rows.read_in(0, *cut).reshape(-1) for cut in rows.slices()]
+    return np.concatenate([np.zeros(0, rows.dtype), *parts])
