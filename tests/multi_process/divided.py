@@ -463,11 +463,13 @@ def fill(strategy: Any, rows: int, placement: str) -> tuple[int, list[int], list
     return grown, list(place.table_bytes), list(place.device_bytes)
 
 
-def large_steps(strategy: Any, grows: bool) -> tuple[int, int]:
+def large_steps(
+    strategy: Any, grows: bool, placement: str, dim: int, ids: int
+) -> tuple[int, int]:
     """By how many bytes three steps grew this process, and what `te.plan` says."""
-    rows, samples, ids = 200_000, 16_384, 10
+    rows, samples = 200_000, 16_384
     vocabulary = te.GrowingVocabulary(2 * rows) if grows else rows
-    films = te.TableConfig(vocabulary, 64, "ones", name="films", placement="rows")
+    films = te.TableConfig(vocabulary, dim, "ones", name="films", placement=placement)
     features = {"film": te.FeatureConfig(films)}
     with strategy.scope():
         embedding = te.TPUEmbedding(features, te.SGD(0.5))

@@ -27,6 +27,7 @@ _ENTRY = 32  # Of the host engine: the id, the prepared batch, the grouped gradi
 # Of a table that is divided over processes: the same of an id that is asked for and
 # served, with what sorts and sends it; and more of a distinct one if the table grows.
 _ROUTED_ENTRY, _GROWING_ID = 120, 180
+_SERVED_ENTRY = 24  # Of an id that another process asks the owner of a whole table for.
 _SPLIT_BYTES = 2**27  # The allocator never leaves so much of a piece unused.
 # Arrays of a table's size that an initializer has at a time, as tf.random.normal does:
 # the numbers, their product with the deviation, and the sum with the mean.
@@ -61,22 +62,23 @@ class Machines:
     def synchronous(self, count: int) -> PlannedPlacement:
         """So many processes that train together."""
         first = place_tables(self.plan, 0, count, self.options.placement)
-        traffic, wire = self.traffic(count), 0.0
-        # Owners look up and combine what others ask for: as much as they ask for.
-        place, step = Placement(0, 1, (0,) * len(self.plan.tables)), 0.0
+        traffic, wire, everyone = self.traffic(count), 0.0, 0.0
+        place, served = Placement(0, 1, (0,) * len(self.plan.tables)), [0.0] * count
         for table in self.plan.tables:
             if first.is_divided(table.index):
                 sent = self._divided_bytes(table, traffic, count, count - 1)
                 wire += sum(sent.values())
-                step += self._divided_step_bytes(table, traffic, count)
+                everyone += self._divided_step_bytes(table, traffic, count)
             else:
                 wire += self._whole_bytes(table, traffic) * (count - 1) / count
-                step += self._table_step_bytes(table, place, traffic)
+                everyone += self._table_step_bytes(table, place, traffic)
+                owner = first.owners[table.index]
+                served[owner] += self._served_bytes(table, traffic, count)
         found = self._place(
             f"{count} processes, synchronous",
             "synchronous",
             [dataclasses.replace(first, process=process) for process in range(count)],
-            [int(step)] * count,
+            [int(everyone + own) for own in served],
             wire,
         )
         return dataclasses.replace(found, unsupported=self._refusal("sharded"))
@@ -224,6 +226,17 @@ class Machines:
         entries = sum(traffic.entries[f] for f in table.features)
         size = 3 * _FLOAT * samples * table.config.dim + _ENTRY * entries
         return size * place.count(table.index, most) / most
+
+    def _served_bytes(self, table: TableSpec, traffic: Traffic, count: int) -> float:
+        """Of the owner of a whole table, for what so many processes ask for.
+
+        The activations are gone when the gradients come.
+        """
+        samples = sum(traffic.samples[f] for f in table.features)
+        entries = sum(traffic.entries[f] for f in table.features)
+        size = _FLOAT * samples * table.config.dim + _SERVED_ENTRY * entries
+        grows = table.config.vocabulary is not None
+        return count * size + grows * _GROWING_ID * traffic.distinct[table.index]
 
     def _divided_step_bytes(
         self, table: TableSpec, traffic: Traffic, count: int
