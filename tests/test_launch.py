@@ -173,6 +173,30 @@ def test_a_status_shows_what_runs(launch: Launch, tmp_path: pathlib.Path) -> Non
     assert ended(process)[0] == 143
 
 
+def test_a_status_that_cannot_be_written_ends_no_process(
+    launch: Launch, tmp_path: pathlib.Path
+) -> None:
+    folder = tmp_path / "status"
+    folder.mkdir()
+    status = folder / "line.json"
+    rest = (
+        "while not os.path.exists('end'):\n"
+        "    time.sleep(0.05)\n"
+    )  # fmt: skip
+    options = ("--status", str(status), "--status-interval", "0.1")
+    process = launch(rest, *options)
+    wait_for(status.exists)
+    folder.rename(tmp_path / "gone")
+    assert process.stderr is not None
+    assert "[launch] The status is not written: " in process.stderr.readline()
+    folder.mkdir()
+    wait_for(status.exists)
+    (tmp_path / "end").touch()
+    code, _, error = ended(process)
+    assert code == 0
+    assert error == "[launch] The status is written again.\n"
+
+
 def test_hosts_meet_fail_and_start_again_together(
     launch: Launch, free_port: int, tmp_path: pathlib.Path
 ) -> None:
@@ -233,6 +257,7 @@ def test_a_worker_of_servers_starts_again_alone(
          "1 of at least 2 hosts came"),
         (("--timeout", "5"), "`--timeout` has no effect without `--hosts`"),
         (("--status-interval", "5"), "has no effect without `--status`"),
+        (("--status", "none/line"), "in a folder that exists. Received: 'none/line'"),
         (("-m",), "No module named"),
     ],
 )  # fmt: skip

@@ -17,6 +17,7 @@ from steps import evaluate_on, train_on
 
 import tpu_embedding as te
 import tpu_embedding.keras
+from tpu_embedding.cluster_config import STATUS_VARIABLE
 from tpu_embedding.testing import SoftwareTPUStrategy
 
 # Random batches; 1,000 by `make fuzz-telemetry`.
@@ -664,3 +665,16 @@ def test_wrong_arguments():
     layer = te.keras.TPUEmbedding(config, None, trainable_tables=True)
     with pytest.raises(NotImplementedError, match="trainable_tables=True"):
         te.Telemetry(layer)
+
+
+def test_a_status_that_cannot_be_written_ends_no_training(
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    embedding = simple()
+    train(embedding, [1, 2])
+    telemetry = te.Telemetry(embedding, every=1)
+    monkeypatch.setenv(STATUS_VARIABLE, str(tmp_path / "gone" / "status"))
+    assert "steps" in telemetry.status()
+    assert "The status is not written: [Errno 2]" in caplog.text

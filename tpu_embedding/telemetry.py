@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
 from tpu_embedding import errors
 from tpu_embedding.checkpoint.stored import tables_of_weights
@@ -175,7 +176,10 @@ class Telemetry:
             found["bytes_per_step"] = (sent - bytes_sent) / max(done, 1)
             found["waited_seconds"] = list(counts.waited_seconds)
         if path := os.environ.get(STATUS_VARIABLE):
-            replace_file(path, json.dumps({"time": time.time(), **found}))
+            try:
+                replace_file(path, json.dumps({"time": time.time(), **found}))
+            except OSError as error:  # Nobody watches then, and training goes on.
+                logging.warning("The status is not written: %s.", error)
         return found
 
     def write(self, step: int, *, name: str = "embedding") -> None:

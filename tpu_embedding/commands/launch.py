@@ -76,6 +76,11 @@ class _Options:
             "--timeout", parsed.timeout, 600.0, "--hosts", needed_is_given=several
         )
         self.status, kept = parsed.status, parsed.status is not None
+        if kept and not pathlib.Path(self.status).absolute().parent.is_dir():
+            raise ValueError(
+                "`--status` names a file in a folder that exists. Received: "
+                f"{self.status!r}."
+            )
         self.status_interval = _seconds(
             "--status-interval",
             parsed.status_interval,
@@ -316,10 +321,14 @@ class _Status:
     def __init__(self, path: str | None, interval: float) -> None:
         self._path, self._interval = path, interval
         self._began, self._due = time.time(), 0.0
+        self._problem = ""
         self.start = 0
 
     def write(self, state: str, processes: Sequence[_Process] = ()) -> None:
-        """Replaces the file if the state is a new one, or the time has come."""
+        """Replaces the file if the state is a new one, or the time has come.
+
+        A file system that fails does not end the job.
+        """
         now = time.time()
         if self._path is None or (state == "running" and now < self._due):
             return
@@ -331,7 +340,14 @@ class _Status:
             "start": self.start,
             "processes": [process.status() for process in processes],
         }
-        replace_file(self._path, json.dumps(content))
+        before, self._problem = self._problem, ""
+        try:
+            replace_file(self._path, json.dumps(content))
+        except OSError as error:
+            self._problem = str(error)
+        if self._problem != before:
+            problem = self._problem and f"not written: {self._problem}"
+            _say(f"The status is {problem or 'written again'}.")
 
 
 def run(parsed: argparse.Namespace) -> int:
