@@ -235,8 +235,7 @@ class Machines:
         samples = sum(traffic.samples[f] for f in table.features)
         entries = sum(traffic.entries[f] for f in table.features)
         size = _FLOAT * samples * table.config.dim + _SERVED_ENTRY * entries
-        grows = table.config.vocabulary is not None
-        return count * size + grows * _GROWING_ID * traffic.distinct[table.index]
+        return count * size + _found_bytes(table, traffic)
 
     def _divided_step_bytes(
         self, table: TableSpec, traffic: Traffic, count: int
@@ -251,8 +250,7 @@ class Machines:
         size = 2 * _FLOAT * samples * table.config.dim
         size += max(3 * sent["lookup"], 2 * sent["update"])
         size += _ROUTED_ENTRY * sum(traffic.entries[f] for f in table.features)
-        grows = table.config.vocabulary is not None
-        return size + grows * _GROWING_ID * traffic.distinct[table.index]
+        return size + _found_bytes(table, traffic)
 
     def _wire_row_bytes(self, table: TableSpec) -> int:
         """Of a row between processes."""
@@ -406,6 +404,12 @@ def whole_table_bytes(
         "lookup": samples_served * activation_bytes,
         "update": samples * activation_bytes,
     }
+
+
+def _found_bytes(table: TableSpec, traffic: Traffic) -> float:
+    """What finds the rows of ids, where a table grows."""
+    grows = table.config.vocabulary is not None
+    return grows * _GROWING_ID * traffic.distinct[table.index]
 
 
 class _Memory:
