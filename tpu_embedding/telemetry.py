@@ -70,13 +70,16 @@ class Telemetry:
     Works with TPUEmbedding, TPUEmbeddingV2 and the Keras layer on CPUs, under
     MirroredStrategy, MultiWorkerMirroredStrategy and ParameterServerStrategy. In a job
     each process counts the rows that it holds; of servers all are counted together.
+    Works also with a Keras model with te.keras.Embedding: it counts the updates of its
+    te.keras.RowSparseOptimizer.
     """
 
     def __init__(self, embedding: Any, *, every: int = 100, hottest: int = 10) -> None:
         """Begins to count; builds the embedding if that has not happened.
 
         Args:
-          embedding: A TPUEmbedding, a TPUEmbeddingV2 or a Keras layer of this package.
+          embedding: A TPUEmbedding, a TPUEmbeddingV2, a Keras layer of this package, or
+            a model with te.keras.Embedding.
           every: Count the next update and every n-th after it. Counting takes about as
             long as the update itself and 4 bytes for each row of the tables. With 1
             every figure is exact.
@@ -87,8 +90,8 @@ class Telemetry:
           ValueError: If `every` is not an int >= 1 or `hottest` not an int >= 0, or if
             a table is called "*".
           NotImplementedError: If the engine of the embedding has no telemetry: on TPUs,
-            on the portable engine, in a Keras layer with `trainable_tables=True`, and
-            for a model with te.keras.Embedding.
+            on the portable engine, in a Keras layer with `trainable_tables=True`; and
+            for te.keras.Embedding under a strategy, or with another optimizer.
         """
         errors.check_int("every", every, 1)
         errors.check_int("hottest", hottest, 0)
@@ -256,17 +259,17 @@ class Telemetry:
         return {figure: now - before for figure, now, before in figures}
 
     def _table_values(self, table: TableCounts) -> dict[str, Any]:
-        found = {figure: getattr(table, figure) for figure in _TOTALS}
-        values: dict[str, Any] = {f: v for f, v in found.items() if v is not None}
-        if not self._core.knows_invalid_ids:
-            values.pop("invalid_ids", None)
-        return {
-            **values,
+        values = {
+            **{figure: getattr(table, figure) for figure in _TOTALS},
             "rows_touched": table.rows_touched,
             "gradient_norm": _norm(table.gradient_norms),
             "update_norm": _norm(table.update_norms),
-            "hottest_rows": [(int(row), int(ids)) for row, ids in table.hot_rows],
         }
+        if table.hot_rows is not None:
+            values["hottest_rows"] = [tuple(hot) for hot in table.hot_rows.tolist()]
+        if not self._core.knows_invalid_ids:
+            values["invalid_ids"] = None
+        return {figure: value for figure, value in values.items() if value is not None}
 
 
 def _figures_of_all(counts: Counts) -> dict[str, Figure]:
@@ -294,6 +297,8 @@ def _write_rows(tag: str, table: TableCounts, step: int, note: str) -> None:
     ):
         if len(values):
             _write(f"{tag}/{figure}", "histograms", _buckets(values), step, described)
+    if table.hot_rows is None:
+        return
     lines = ["| row | ids |", "|---|---|"]
     lines += [f"| {row} | {ids} |" for row, ids in table.hot_rows]
     _write(f"{tag}/hottest_rows", "text", "\n".join(lines), step, note)

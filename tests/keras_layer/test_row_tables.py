@@ -201,10 +201,103 @@ def test_refusals_change_nothing(tmp_path: pathlib.Path):
     assert int(model.optimizer.iterations) == 3
 
 
+WAYS = {
+    "op": lambda o: o.Adam(0.1),
+    "rows": lambda o: o.RMSprop(0.1, momentum=0.9),
+    "dense": lambda o: o.Adam(0.1, beta_1=0.9, beta_2=0.9),
+    "clipped": lambda o: o.SGD(0.1, clipnorm=1e-3),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.filterwarnings("ignore:RowSparseOptimizer updates all rows")
+def test_telemetry_counts_each_way_of_updates(way: str):
+    model, plain = (make(optimizer=WAYS[way](keras.optimizers)) for _ in range(2))
+    plain.set_weights(model.get_weights())
+    for each in (model, plain):
+        train(each)  # Traced before anything counts.
+    telemetry = te.Telemetry(model, every=2, hottest=3)
+    assert train(model, epochs=2)[0] == train(plain, epochs=2)[0]
+    if way != "clipped":
+        assert {*model.optimizer.updates_rows_by.values()} == {way}
+    read = telemetry.read()  # Of the samples 0, 2, 1.
+    assert read["*"]["steps"] == (6, True)
+    assert read["*"]["counted_steps"] == (3, True)
+    films = read["films"]
+    assert films["ids"] == films["distinct_ids"] == (9, False)
+    assert films["rows_touched"].value == 8
+    assert films["hottest_rows"].value == [(1, 2), (2, 1), (3, 1)]
+    assert {*films} == {
+        *("ids", "distinct_ids", "rows_touched", "hottest_rows"),
+        *("gradient_norm", "update_norm"),
+    }
+    train(model)
+    weights = {**arrays(model)}
+    telemetry = te.Telemetry(model, every=1)
+    model.fit([x[:1] for x in IDS], Y[:1], verbose=0)
+    changes = arrays(model)["films/parameters"] - weights["films/parameters"]
+    moved = np.arange(V) if way == "dense" else [1, 2, 3]
+    norm = np.linalg.norm(changes[moved])
+    found = telemetry.read()["films"]
+    assert found["update_norm"] == (pytest.approx(norm, 1e-4), True)
+    if way == "clipped":  # The norm is that before it is clipped.
+        assert norm <= 1e-4 * 1.01 < found["gradient_norm"].value * 0.1
+
+
+def test_telemetry_of_dense_gradients_and_of_a_second_reader(tmp_path: pathlib.Path):
+    inputs = keras.Input([3], dtype="int64")
+    rows = Embedding(V, D, embeddings_regularizer="l2", name="films")(inputs)
+    outputs = keras.layers.Dense(1)(keras.layers.Flatten()(rows))
+    model = keras.Model(inputs, outputs, name="whole")
+    model.compile(RowSparseOptimizer("adam"), "mse")
+    first = te.Telemetry(model)
+    callback = te.keras.TelemetryCallback(tmp_path, every=1)
+    model.fit(IDS[0], Y, batch_size=1, verbose=0, callbacks=[callback])
+    read = callback.read()["whole"]
+    assert read["*"]["steps"].value == 3
+    assert {*read["films"]} == {"gradient_norm", "update_norm"}
+    assert list(tmp_path.glob("events*"))
+    with pytest.raises(RuntimeError, match="does not count any more"):
+        first.read()
+
+
+def test_telemetry_of_a_loop_of_ones_own_and_of_repeated_ids():
+    layer = Embedding(te.Hashing(V, hashes=2), D, name="films")
+    optimizer = RowSparseOptimizer(keras.optimizers.SGD(0.5))
+    layer.build((None,))
+    telemetry = te.Telemetry(layer, every=1)
+
+    @tf.function
+    def step(ids: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(layer(ids))
+        gradients = tape.gradient(loss, layer.trainable_variables)
+        optimizer.apply_gradients([(gradients[0], layer.trainable_variables[0])])
+
+    for _ in range(2):
+        step(tf.constant([7, 7, 7]))
+    found = telemetry.read()["films"]
+    assert (found["ids"].value, found["rows_touched"].value) == (12, 2)
+    assert found["gradient_norm"].value == pytest.approx(3 * np.sqrt(D), 1e-6)
+    assert found["update_norm"].value == pytest.approx(1.5 * np.sqrt(D), 1e-6)
+    telemetry.stop()
+    step(tf.constant([8]))
+    again = te.Telemetry(layer, every=1)
+    step(tf.constant([8]))
+    assert again.read()["films"]["ids"] == (2, True)
+    compiled = tf.function(step, jit_compile=True)
+    with pytest.raises(NotImplementedError, match=r"embeddings.*: XLA compiles"):
+        compiled(tf.constant([[8]]))
+
+
 def test_what_is_not_carried_names_the_layer(tmp_path: pathlib.Path):
     model, words = make(), r"te\.keras\.Embedding"
-    with pytest.raises(NotImplementedError, match=f"te.Telemetry .* {words} has no en"):
-        te.Telemetry(model)
+    adamax = keras.Model(model.inputs, model.outputs)
+    adamax.compile(keras.optimizers.Adamax(), "mse")
+    with pytest.raises(
+        NotImplementedError, match=rf"with {words} is compiled with .*max"
+    ):
+        te.Telemetry(adamax)
     with pytest.raises(NotImplementedError, match=f"Deltas .* {words} has no engine"):
         te.serving.DeltaWriter(model, str(tmp_path), "replicas")
     for options in ({"deltas": True}, {"weighted": ["film"]}, {"most_samples": 7}):

@@ -13,7 +13,8 @@ class TableCounts:
     """Sums over the counted updates of one table, and the last of them.
 
     Attributes:
-      ids: Ids that were looked up.
+      ids: Ids that were looked up; None, as distinct_ids, rows_touched and hot_rows,
+        where gradients do not name the rows of a batch.
       invalid_ids: Ids that were dropped or taken modulo V; None: not known.
       samples: Samples of all features; None: not known.
       samples_without_ids: Those that no id is looked up for; None: not known.
@@ -30,13 +31,15 @@ class TableCounts:
         that were evicted; else empty.
     """
 
-    ids: int = 0
+    ids: int | None = 0
     invalid_ids: int | None = 0
     samples: int | None = 0
     samples_without_ids: int | None = 0
-    distinct_ids: int = 0
-    rows_touched: int = 0
-    hot_rows: np.ndarray = dataclasses.field(default_factory=lambda: _empty([0, 2]))
+    distinct_ids: int | None = 0
+    rows_touched: int | None = 0
+    hot_rows: np.ndarray | None = dataclasses.field(
+        default_factory=lambda: _empty([0, 2])
+    )
     rows: np.ndarray = dataclasses.field(default_factory=lambda: _empty([0]))
     row_ids: np.ndarray = dataclasses.field(default_factory=lambda: _empty([0]))
     gradient_norms: np.ndarray = dataclasses.field(

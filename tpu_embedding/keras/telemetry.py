@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from tpu_embedding.errors import check_int
 from tpu_embedding.keras.keras_api import keras_api
 from tpu_embedding.keras.layer import TPUEmbedding
+from tpu_embedding.keras.rows.embedding import Embedding
 from tpu_embedding.telemetry import Telemetry
 
 
+class _Tables(NamedTuple):
+    """The tables of all `te.keras.Embedding`s of a model, beside its other layers."""
+
+    name: str
+    core: Any
+
+
 class TelemetryCallback(keras_api.Callback):
-    """Writes the telemetry of each TPUEmbedding layer of a model for TensorBoard.
+    """Writes the telemetry of the embedding layers of a model for TensorBoard.
+
+    Of each TPUEmbedding by the name of the layer, and of all `te.keras.Embedding`s
+    together by the name of the model.
 
     >>> import tempfile
     >>> import keras
@@ -64,15 +75,15 @@ class TelemetryCallback(keras_api.Callback):
         self._batches = self._batches_before_epoch = 0
 
     def read(self) -> dict[str, dict[str, Any]]:
-        """Returns what `Telemetry.read` gives, by the name of the layer."""
+        """Returns what `Telemetry.read` gives, by the name of the layer or model."""
         return {name: each.read() for name, each in self._telemetry.items()}
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Begins to count, once for all calls of `fit`.
 
         Raises:
-          ValueError: If the model has no TPUEmbedding layer or two of one name, or if
-            the callback was used with another model.
+          ValueError: If the model has no such layer or two of one name, or if the
+            callback was used with another model.
           NotImplementedError, RuntimeError: As Telemetry.
         """
         del logs
@@ -84,13 +95,15 @@ class TelemetryCallback(keras_api.Callback):
                     "for each model."
                 )
             return
-        layers = model._flatten_layers(include_self=False)
-        found = [layer for layer in layers if isinstance(layer, TPUEmbedding)]
+        layers = list(model._flatten_layers(include_self=False))
+        found: list[Any] = [x for x in layers if isinstance(x, TPUEmbedding)]
+        if any(isinstance(layer, Embedding) for layer in layers):
+            found.append(_Tables(model.name, Embedding.core_of_model(model)))
         if not found:
             raise ValueError(
-                "TelemetryCallback found no layer of tpu_embedding.keras.TPUEmbedding "
-                "in the model. Make the layer an attribute of the model. The ids of a "
-                "te.keras.Embedding are counted by `te.plan(..., sample=...)`."
+                "TelemetryCallback found no te.keras.TPUEmbedding and no "
+                "te.keras.Embedding in the model. Make the layer an attribute of the "
+                "model."
             )
         names = [layer.name for layer in found]
         if len({*names}) < len(names):

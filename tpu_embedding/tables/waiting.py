@@ -53,6 +53,7 @@ class TableVariable(_Variable):
     """
 
     waiting: Waits | None = None  # Once an optimizer is built.
+    counter: Any = None  # Of te.Telemetry.
 
     def sparse_read(self, indices: Any, name: str | None = None) -> Any:
         """Reads rows, caught up."""

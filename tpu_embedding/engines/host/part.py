@@ -312,6 +312,7 @@ class TablePart:
         counts = TableCounts(*figures, **others)
         if self._counts_samples:
             return counts
+        assert counts.hot_rows is not None
         (hot_rows, number), placement = counts.hot_rows.T, self.marks.placement
         return dataclasses.replace(
             counts,

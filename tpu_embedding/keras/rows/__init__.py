@@ -22,6 +22,7 @@ In the first two ways the other rows of a `te.keras.Embedding` wait, unless `laz
         |  as described by
     Idle (optimizers/idle.py)          what a step without a gradient does to a row
 
+`counting.py` counts updates, whichever way they go, for `te.Telemetry`.
 `converting.py` changes models that exist, and processes, and loads models. Checkpoints
 and exports see the tables and slots of a model by `tables.py`. Files name the classes
 of Keras (`save_as` of `keras3.py` and `keras2.py`).

@@ -17,6 +17,7 @@ import tensorflow as tf
 from tpu_embedding.errors import type_name
 from tpu_embedding.keras.keras_api import keras_api, of_other_keras
 from tpu_embedding.keras.rows import fused
+from tpu_embedding.keras.rows.counting import counted
 from tpu_embedding.keras.rows.rules import SLOTS, idle_of, rule_of, step_of
 from tpu_embedding.keras.rows.variable import (
     TableVariable,
@@ -185,7 +186,7 @@ class UpdatesRows:
             return
         waiting = self._waiting(variable)
         is_sparse = isinstance(gradient, tf.IndexedSlices)
-        by_rows = is_sparse and self._steps_by_rows(variable, waiting)
+        by_rows = self.has_only_rows(gradient, variable)
         if not by_rows and (is_sparse or isinstance(variable, TableVariable)):
             self._note(variable, "dense")
         if is_sparse:
@@ -225,6 +226,11 @@ class UpdatesRows:
             raise RuntimeError(f"RowSparseOptimizer: {other_optimizer(variable.name)}")
         check_calls(variable, waiting)
         return waiting
+
+    def has_only_rows(self: Any, gradient: Any, variable: Any) -> bool:
+        """Whether a gradient names all rows of a tf.Variable that a step updates."""
+        is_sparse = isinstance(gradient, tf.IndexedSlices)
+        return is_sparse and self._steps_by_rows(variable, waiting_of(variable))
 
     def _steps_by_rows(self: Any, variable: Any, waiting: Waiting | None) -> bool:
         """Whether the rows of a gradient are all that a step has to update."""
@@ -323,7 +329,7 @@ class UpdatesRows:
                 once
                 and not decays
                 and rows.fits(rule)
-                and self._steps_by_rows(table, waiting)
+                and self.has_only_rows(gradient, table)
             ):
                 tables[n] = rows
         for waits in (True, False):
@@ -366,10 +372,10 @@ class UpdatesRows:
             self, [g.values if isinstance(g, tf.IndexedSlices) else g for g in summed]
         )
         return [
-            _Summed(values, g.indices, g.dense_shape)
-            if isinstance(g, tf.IndexedSlices)
+            _Summed(values, s.indices, s.dense_shape, g)
+            if isinstance(s, tf.IndexedSlices)
             else values
-            for g, values in zip(summed, clipped, strict=True)
+            for g, s, values in zip(gradients, summed, clipped, strict=True)
         ]
 
 
@@ -387,7 +393,14 @@ class _Applied(tf.IndexedSlices):
 
 
 class _Summed(tf.IndexedSlices):
-    """Names each row once. XLA's tf.unique of what tf.unique returned is wrong."""
+    """Names each row once. XLA's tf.unique of what tf.unique returned is wrong.
+
+    `unclipped` is the gradient that was summed, and then clipped.
+    """
+
+    def __init__(self, values: Any, rows: Any, shape: Any, unclipped: Any) -> None:
+        super().__init__(values, rows, shape)
+        self.unclipped = unclipped
 
 
 def sum_duplicates(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
@@ -396,7 +409,7 @@ def sum_duplicates(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
         return gradient
     rows, positions = tf.unique(gradient.indices)
     values = tf.math.unsorted_segment_sum(gradient.values, positions, tf.size(rows))
-    return _Summed(values, rows, gradient.dense_shape)
+    return _Summed(values, rows, gradient.dense_shape, gradient)
 
 
 def _dense(gradient: tf.IndexedSlices) -> tf.Tensor:
@@ -410,7 +423,10 @@ def _row_sparse_class(rule: Any) -> Any:
 
     def update_all(self: Any, strategy: Any, pairs: Any, *rate: Any) -> Any:
         (used,) = rate or (self.learning_rate,)  # tf_keras evaluates it before.
-        return getattr(rule, step)(self, strategy, self.update_rows(pairs, used), *rate)
+        pairs = list(pairs)
+        with counted(pairs, self.has_only_rows):
+            pairs = self.update_rows(pairs, used)
+            return getattr(rule, step)(self, strategy, pairs, *rate)
 
     members = {
         "__doc__": f"{rule.__name__} of Keras, by rows.",

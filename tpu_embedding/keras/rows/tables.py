@@ -14,13 +14,15 @@ from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint
 from tpu_embedding.checkpoint.keras_format import plain_name
 from tpu_embedding.checkpoint.stored import WeightTable, WeightTables
 from tpu_embedding.config import FeatureConfig, TableConfig
+from tpu_embedding.engines.telemetry import Counts
 from tpu_embedding.inputs import InputKind
 from tpu_embedding.keras.keras_api import keras_api
 from tpu_embedding.keras.optimizers import translate_keras_optimizer
+from tpu_embedding.keras.rows.counting import start_counting
 from tpu_embedding.keras.rows.hashed import value_dim
 from tpu_embedding.keras.rows.optimizer import CLASSES, UpdatesRows, slots_at
 from tpu_embedding.keras.rows.rules import checkpoint_names
-from tpu_embedding.keras.rows.variable import components
+from tpu_embedding.keras.rows.variable import TableVariable, components
 from tpu_embedding.layout.plan import TableSpec, make_plan
 from tpu_embedding.lookup.feature_structure import FeatureStructure
 from tpu_embedding.serving.signatures import input_name
@@ -40,6 +42,7 @@ class ModelTables(WeightTables):
     """
 
     resets_updates = False  # The iterations also belong to other layers.
+    knows_invalid_ids = False  # Keras refuses them in lookups.
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -206,14 +209,38 @@ class ModelTables(WeightTables):
             "engine. Use te.keras.TPUEmbedding, or export the model again."
         )
 
-    def start_counting(self, every: int) -> Any:
-        """Refuses te.Telemetry."""
-        del every
-        raise NotImplementedError(
-            f"te.Telemetry reads the counts of an engine, and a {_LAYER} has no "
-            "engine. Use te.keras.TPUEmbedding, or count the ids of the data set with "
-            "`te.plan(..., sample=...)`."
-        )
+    @property
+    def telemetry(self) -> Any:
+        """The te.Telemetry that counts; None once another one does."""
+        owners = [table.counter.owner for table in self._counted().values()]
+        return self._telemetry if set(owners) == {self} else None
+
+    @telemetry.setter
+    def telemetry(self, value: Any) -> None:
+        self._telemetry = value
+
+    def start_counting(self, every: int) -> Callable[[int | None], Counts]:
+        """Counts the updates of the optimizer; see `TableStore.start_counting`."""
+        optimizer = self._optimizer
+        if optimizer is not None and not isinstance(optimizer, UpdatesRows):
+            raise NotImplementedError(
+                "te.Telemetry counts the updates of te.keras.RowSparseOptimizer, and "
+                f"this model with {_LAYER} is compiled with "
+                f"{type(optimizer).__name__}. Call te.keras.convert(model) before."
+            )
+        if every and getattr(self._model, "train_function", None) is not None:
+            self._model.make_train_function(force=True)  # It is traced again.
+        return start_counting(self._counted(), every, self)
+
+    def _counted(self) -> dict[str, TableVariable]:
+        tables = {x.name: keras_api.value_of(x.embeddings) for x in self.layers}
+        for name, table in tables.items():
+            if not isinstance(table, TableVariable):
+                raise NotImplementedError(
+                    f"te.Telemetry cannot count the updates of the {_LAYER} {name!r}, "
+                    "whose table is that of a strategy or of functions of a SavedModel."
+                )
+        return tables
 
 
 # By id of a layer the table that is looked up in the place of its weight.

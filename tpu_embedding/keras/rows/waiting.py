@@ -124,11 +124,11 @@ class Waiting:
         terms = len(self._quadrature.nodes) if self._quadrature else 1
         with tf.init_scope(), tf.device(variables[0].device):
             # The number of steps, the step at which all rows were caught up, the owner.
-            self.clock = _variable(np.array([0, 0, owner], np.int64))
-            self.since = _variable(np.zeros(rows, np.int32))
+            self.clock = make_variable(np.array([0, 0, owner], np.int64))
+            self.since = make_variable(np.zeros(rows, np.int32))
             # Of each step: the logarithm of all decay factors so far, a number that the
             # rule needs, and the weights of a row that waits since then.
-            self.history = _variable(np.zeros([self.capacity, 2 + terms]))
+            self.history = make_variable(np.zeros([self.capacity, 2 + terms]))
 
     def arguments(self) -> dict[str, Any]:
         """The arguments that the ops of the library have in common."""
@@ -422,9 +422,10 @@ def _shrunk(value: tf.Tensor, moved: Any, factor: tf.Tensor) -> tf.Tensor:
     return tf.cast(exact * factor, value.dtype)
 
 
-def _variable(value: np.ndarray) -> Any:
+def make_variable(value: np.ndarray, shape: Any = None) -> Any:
+    """Creates a variable, of the shape of the value unless another one is given."""
     # Not by tf.Variable, whose creators a strategy and a tf.function replace.
-    return resource_variable_ops.ResourceVariable(value, trainable=False)
+    return resource_variable_ops.ResourceVariable(value, trainable=False, shape=shape)
 
 
 def _assign(variable: Any, value: tf.Tensor) -> None:

@@ -1,0 +1,170 @@
+"""What `te.Telemetry` reads of the rows that a RowSparseOptimizer updates.
+
+An optimizer counts by TensorFlow's ops around a step, whichever way it updates a table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tpu_embedding.engines.telemetry import Counts, TableCounts
+from tpu_embedding.keras.keras_api import keras_api
+from tpu_embedding.keras.rows.variable import waiting_of
+from tpu_embedding.keras.rows.waiting import gather, is_in_xla, make_variable
+
+_LAST = (np.int64, np.int64, np.float32, np.float32)  # As the last of TableCounts.
+
+
+class RowCounter:
+    """Counts every n-th update of a table; it stays in the functions that it is in.
+
+    Attributes:
+      owner: Whose counts these are; None: nobody counts.
+    """
+
+    owner: Any = None
+
+    def __init__(self, table: Any) -> None:
+        self._table = table
+        self._size, self._dim = (int(axis) for axis in table.shape)
+        self._knows_ids = True  # Until a dense gradient comes, which has none.
+        # How many updates are one that counts, or 0; updates; those counted; their ids
+        # and distinct ids.
+        self._totals = make_variable(np.zeros([5], np.int64))
+        self._ids_by_row = make_variable(np.zeros([0], np.int64), [None])
+        self._last = [make_variable(np.zeros([0], kind), [None]) for kind in _LAST]
+
+    def start(self, every: int, owner: Any) -> None:
+        """Forgets the counts; then counts for the owner, if `every` is not 0."""
+        self.owner = owner if every else None
+        self._totals.assign([every, 0, 0, 0, 0])
+        self._ids_by_row.assign(np.zeros([self._size if every else 0], np.int64))
+        for last in self._last:
+            last.assign(tf.zeros([0], last.dtype))
+
+    def read(self, num_hot_rows: int) -> TableCounts:
+        """Returns the counts; ids are not known if there was a dense gradient."""
+        by_row = self._ids_by_row.numpy()
+        rows = np.flatnonzero(by_row)
+        hottest = rows[np.lexsort((rows, -by_row[rows]))[:num_hot_rows]]
+        ids, distinct_ids = self._totals.numpy()[3:].tolist()
+        named, row_ids, gradient_norms, update_norms = (x.numpy() for x in self._last)
+        known = self._knows_ids
+        return TableCounts(
+            ids=ids if known else None,
+            invalid_ids=None,
+            samples=None,
+            samples_without_ids=None,
+            distinct_ids=distinct_ids if known else None,
+            rows_touched=len(rows) if known else None,
+            hot_rows=np.stack([hottest, by_row[hottest]], 1) if known else None,
+            rows=named,
+            row_ids=row_ids,
+            gradient_norms=gradient_norms,
+            update_norms=update_norms,
+        )
+
+    def steps(self) -> tuple[int, int]:
+        """Returns the number of updates, and of those that were counted."""
+        _, updates, counted, *_ = self._totals.numpy().tolist()
+        return updates, counted
+
+    def begin(self, gradient: Any, all_rows: bool) -> Callable[[], None]:
+        """Reads what an update will change; returns what counts it after that."""
+        if is_in_xla():
+            raise NotImplementedError(
+                f"te.Telemetry cannot count the updates of {self._table.name}: XLA "
+                "compiles this step. Compile the model with jit_compile=False."
+            )
+        is_sparse = isinstance(gradient, tf.IndexedSlices)
+        self._knows_ids &= is_sparse
+        table = self._table
+        every, updates, *_ = tf.unstack(self._totals.read_value())
+        is_counted = tf.equal(updates % tf.maximum(every, 1), 0) & (every > 0)
+
+        def rows() -> tf.Tensor:
+            return tf.range(self._size) if all_rows else tf.unique(gradient.indices)[0]
+
+        def caught_up() -> tf.Tensor:
+            waiting = waiting_of(table)
+            return gather(table, rows()) if waiting is None else waiting.read(rows())
+
+        def count() -> tf.Tensor:
+            named = ids = tf.zeros([0], tf.int64)
+            sums = gradient
+            if is_sparse:
+                found = tf.unique_with_counts(gradient.indices, tf.int64)
+                named, ids = tf.cast(found.y, tf.int64), found.count
+                sums = tf.math.unsorted_segment_sum(
+                    gradient.values, found.idx, tf.size(ids)
+                )
+            self._ids_by_row.scatter_add(tf.IndexedSlices(ids, named))
+            added = [0, 0, 1, tf.reduce_sum(ids), tf.size(ids, tf.int64)]
+            self._totals.assign_add(tf.stack([tf.cast(n, tf.int64) for n in added]))
+            change = gather(table, rows()) - before
+            values = (named, ids, _norms(sums), _norms(change))
+            for last, value in zip(self._last, values, strict=True):
+                last.assign(value)
+            return tf.constant(0)
+
+        before = tf.cond(
+            is_counted, caught_up, lambda: tf.zeros([0, self._dim], table.dtype)
+        )
+
+        def end() -> None:
+            tf.cond(is_counted, count, lambda: tf.constant(0))
+            self._totals.assign_add([0, tf.cast(every > 0, tf.int64), 0, 0, 0])
+
+        return end
+
+
+@contextlib.contextmanager
+def counted(
+    pairs: Sequence[tuple[Any, Any]], by_rows: Callable[[Any, Any], bool]
+) -> Iterator[None]:
+    """Counts a step of pairs of gradients and variables, where somebody wants it.
+
+    `by_rows` is told a gradient and a table; whether only rows of it are updated.
+    """
+    tables = [(g, keras_api.value_of(variable)) for g, variable in pairs]
+    ends = [
+        table.counter.begin(
+            getattr(gradient, "unclipped", gradient), not by_rows(gradient, table)
+        )
+        for gradient, table in tables
+        if getattr(table, "counter", None) is not None
+    ]
+    yield
+    for end in ends:
+        end()
+
+
+def start_counting(
+    tables: dict[str, Any], every: int, owner: Any
+) -> Callable[[int | None], Counts]:
+    """Counts every n-th update of the tables for an owner; returns what reads it."""
+    counters = {}
+    for name, table in tables.items():
+        table.counter = counters[name] = table.counter or RowCounter(table)
+        table.counter.start(every, owner)
+
+    def read(num_hot_rows: int | None) -> Counts:
+        steps = [counter.steps() for counter in counters.values()]
+        known = {} if num_hot_rows is None else counters
+        return Counts(
+            *max(steps),
+            queue_depth=0,
+            pending_updates=0,
+            tables={name: c.read(num_hot_rows or 0) for name, c in known.items()},
+        )
+
+    return read
+
+
+def _norms(values: tf.Tensor) -> tf.Tensor:
+    return tf.cast(tf.norm(tf.cast(values, tf.float64), axis=-1), tf.float32)
