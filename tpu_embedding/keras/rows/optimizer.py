@@ -44,11 +44,6 @@ _LOSS_SCALE = (
     "Leave it at None and use keras.optimizers.LossScaleOptimizer("
     "te.keras.RowSparseOptimizer(...))."
 )
-# Options of Keras that compute on all rows, and what they do.
-_OF_ALL_ROWS = {
-    "use_ema": "averages all of them",
-    "gradient_accumulation_steps": "sums dense gradients",
-}
 _STRATEGIES = (tf.distribute.OneDeviceStrategy, tf.distribute.MirroredStrategy)
 
 
@@ -166,16 +161,19 @@ class UpdatesRows:
         """
         if self.lazy:
             return None, ""
-        for name, what in _OF_ALL_ROWS.items():
-            if getattr(self, name, None):
-                return None, f"`{name}` {what}"
-        if constraint is not None:
-            return None, f"its {type(constraint).__name__} constrains all of them"
+        if getattr(self, "gradient_accumulation_steps", None):
+            return None, "`gradient_accumulation_steps` sums dense gradients"
         try:
             idle = idle_of(self, self._rule)
         except ValueError as error:
             return None, str(error)
-        return (idle if decays or not idle.changes_nothing else None), ""
+        if idle.changes_nothing and not decays:
+            return None, ""  # Keras constrains and averages rows after each step.
+        if self.use_ema:
+            return None, "`use_ema` averages all of them"
+        if constraint is not None:
+            return None, f"its {type(constraint).__name__} constrains all of them"
+        return idle, ""
 
     def _decays(self: Any, variable: Any) -> bool:
         return self.weight_decay is not None and self._use_weight_decay(variable)
@@ -464,8 +462,8 @@ def RowSparseOptimizer(inner: Any, lazy: bool = False) -> Any:  # noqa: N802
     callbacks and files are those of Keras. Clipping sees the summed gradients. Where
     rows cannot be caught up, a step updates all rows as in Keras, with one warning:
     for tables of other layers than `te.keras.Embedding`, with a `beta_2` that is
-    small beside `beta_1` (such as 0.9 for both), and with options that compute on all
-    rows: `use_ema`, `gradient_accumulation_steps`, constraints, Ftrl's l2 shrinkage.
+    small beside `beta_1` (such as 0.9 for both), with `gradient_accumulation_steps` and
+    Ftrl's l2 shrinkage, and where rows that wait move with `use_ema` and constraints.
 
     >>> import keras
     >>> optimizer = RowSparseOptimizer(keras.optimizers.Adagrad(0.1))
