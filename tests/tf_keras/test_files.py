@@ -176,6 +176,23 @@ def test_functions_of_saved_models_read_rows_that_are_caught_up(
     np.testing.assert_allclose(*found, rtol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:RowSparseOptimizer updates all rows:UserWarning")
+@pytest.mark.parametrize("combiner", [None, "sum"])
+def test_functions_around_a_converted_part_of_a_saved_model_read_its_rows(
+    combiner: str | None, tmp_path: pathlib.Path
+):
+    model = RowModel(combiner, in_model=True)
+    model(np.array([[1]]))
+    model.save(tmp_path / "model")
+    loaded = tf_keras.models.load_model(tmp_path / "model")
+    part = te.keras.convert(loaded.rows)
+    part.compile(te.keras.RowSparseOptimizer(tf_keras.optimizers.Adam(0.1)), "mse")
+    for n in (1, 2, 2, 2):
+        part.train_on_batch(np.array([[n]]), np.ones([1, 4]))
+    around = loaded(np.array([[1]]))
+    np.testing.assert_allclose(around, loaded.dense(part(np.array([[1]]))), rtol=1e-5)
+
+
 def test_rows_of_saved_models_without_functions_wait_once_converted(
     tmp_path: pathlib.Path,
 ):

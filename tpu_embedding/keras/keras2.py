@@ -184,6 +184,12 @@ def runs_functions(layer: Any) -> bool:
     return isinstance(layer, (revived.RevivedLayer, revived.RevivedNetwork))
 
 
+def is_part_of_saved_model(model: Any) -> bool:
+    """See `keras3.is_part_of_saved_model`."""
+    is_root = hasattr(model, "tensorflow_version")
+    return hasattr(model, "_serialized_attributes") and not is_root
+
+
 def index_of(optimizer: Any, variable: Any) -> int:
     """See `keras3.index_of`."""
     return optimizer._index_dict[optimizer._var_key(variable)]

@@ -239,7 +239,9 @@ def _layers(model: Any, *classes: Any) -> list[Any]:
 
 def _read_by_functions(model: Any) -> list[Any]:
     """Returns the layers in those that call functions of a SavedModel."""
-    callers = filter(keras_api.runs_functions, model._flatten_layers())
+    callers = list(filter(keras_api.runs_functions, model._flatten_layers()))
+    if keras_api.is_part_of_saved_model(model):
+        callers.append(model)
     return [part for caller in callers for part in caller._flatten_layers()]
 
 
