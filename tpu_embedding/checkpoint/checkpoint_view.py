@@ -46,7 +46,7 @@ class Vector:
 
     @classmethod
     def of(cls, rows: TableRows) -> Vector:
-        """Those that `rows` reads."""
+        """Makes a vector of the numbers that `rows` reads."""
         return cls(rows.shape[0], lambda: rows.numpy()[:, 0], rows)
 
     @property
@@ -171,12 +171,12 @@ class LogicalCheckpoint(Mapping[str, LogicalTable]):
 
 
 def is_floating(dtype: np.dtype[Any]) -> bool:
-    """Whether tables and slots may have this dtype, of either byte order."""
+    """Returns whether tables and slots may have this dtype, of either byte order."""
     return dtype.newbyteorder("=") in _DTYPES
 
 
 def update_count(path: str, value: Any) -> int:
-    """The number of updates that a file stores.
+    """Returns the number of updates that a file stores.
 
     Raises:
       tf.errors.DataLossError: If it is none.
@@ -188,7 +188,7 @@ def update_count(path: str, value: Any) -> int:
 
 
 def vector_owner(name: str) -> str:
-    """The table of which `name` is what a vocabulary or Hashing has in files, or "".
+    """Returns the table whose vocabulary or Hashing stores the vector `name`, or "".
 
     >>> vector_owner("films/ids"), vector_owner("films/accumulators")
     ('films', '')
@@ -198,12 +198,12 @@ def vector_owner(name: str) -> str:
 
 
 def hashing_name(table: str) -> str:
-    """The name of what files have of a hashed table, beside its rows."""
+    """Returns the name under which files store the Hashing of a table."""
     return checkpoint_name(table, HASHING)
 
 
 def hashing_numbers(hashing: Hashing) -> np.ndarray:
-    """What files have of it, int64 [4]."""
+    """Returns the numbers that files store for a Hashing, int64 [4]."""
     combine = COMBINES.index(hashing.combine)
     return np.array([hashing.num_rows, hashing.hashes, combine, hashing.salt], np.int64)
 
@@ -221,7 +221,7 @@ def hashing_vectors(tables: Mapping[str, Hashing | None]) -> dict[str, Vector]:
 def stored_hashing(
     path: str, table: str, vectors: Mapping[str, Vector]
 ) -> Hashing | None:
-    """Which rows an id has, if a table is hashed.
+    """Returns the Hashing that a file stores for a table, or None if it is not hashed.
 
     Raises:
       tf.errors.DataLossError: If the file has something else there.
@@ -231,7 +231,7 @@ def stored_hashing(
 
 
 def parse_hashing(path: str, numbers: Any) -> Hashing:
-    """The reverse of `hashing_numbers`; errors are those of `stored_hashing`."""
+    """Reverses `hashing_numbers`; the errors are those of `stored_hashing`."""
     try:
         num_rows, hashes, combine, salt = np.asarray(numbers).tolist()
         return Hashing(num_rows, hashes, COMBINES[combine], salt)
@@ -247,7 +247,7 @@ def group_tables(
     tables: Collection[str] = (),
     vectors: Mapping[str, Vector] | None = None,
 ) -> dict[str, LogicalTable]:
-    """Tables with their slots, from matrices named `<table>` and `<table>/<slot>`.
+    """Groups matrices named `<table>` and `<table>/<slot>` into tables with slots.
 
     A matrix `<table>/parameters` is the table `<table>`, unless `<table>` is a matrix
     too or the matrix has slots of its own: then it is a table of that full name. A
@@ -291,7 +291,7 @@ def group_tables(
 def _owner(
     name: str, matrices: Mapping[str, TableRows], tables: Collection[str]
 ) -> str | None:
-    """The table that `name` is a slot of, or None if it is a table."""
+    """Returns the table that `name` is a slot of, or None if it is a table."""
     before, slash, _ = name.rpartition("/")
     is_table = name in tables or name.endswith(_SUFFIX)
     if is_table or not slash or before not in matrices:
@@ -307,7 +307,7 @@ def choose_root(
     holders: Mapping[str, Mapping[str, LogicalTable]],
     mixed: Collection[str] = (),
 ) -> str:
-    """The object to read: the one named, else the most likely one.
+    """Chooses the object to read: the one named, else the most likely one.
 
     Args:
       path: Path of the checkpoint, for messages.

@@ -9,12 +9,12 @@ import tensorflow as tf
 
 
 def data_loss(message: str) -> tf.errors.DataLossError:
-    """A file that is missing, cut or damaged."""
+    """Makes the error of a file that is missing, cut or damaged."""
     return tf.errors.DataLossError(None, None, message)
 
 
 def corrupted(path: str, reason: str) -> tf.errors.DataLossError:
-    """A file that differs from what its writer wrote."""
+    """Makes the error of a file that differs from what its writer wrote."""
     return data_loss(
         f"The checkpoint file {path} is damaged: {reason}. Use another "
         "checkpoint, e.g. one that tf.train.CheckpointManager kept."
@@ -23,7 +23,7 @@ def corrupted(path: str, reason: str) -> tf.errors.DataLossError:
 
 @contextlib.contextmanager
 def parsing(path: str) -> Iterator[None]:
-    """Names the file in whatever its parser raises.
+    """Converts the errors of a parser into one that names the file.
 
     NumPy, h5py, zipfile and json have no one type of error for a file that is damaged.
 
@@ -40,7 +40,7 @@ def parsing(path: str) -> Iterator[None]:
 
 
 def not_found(path: str) -> tf.errors.NotFoundError:
-    """A path without a checkpoint."""
+    """Makes the error of a path without a checkpoint."""
     return tf.errors.NotFoundError(
         None,
         None,
@@ -51,7 +51,7 @@ def not_found(path: str) -> tf.errors.NotFoundError:
 
 
 def exists(path: str) -> tf.errors.AlreadyExistsError:
-    """A checkpoint that a save would have to delete first."""
+    """Makes the error of a checkpoint that a save would have to delete first."""
     return tf.errors.AlreadyExistsError(
         None,
         None,
@@ -62,7 +62,7 @@ def exists(path: str) -> tf.errors.AlreadyExistsError:
 
 
 def changed_while_saved(array: str) -> tf.errors.AbortedError:
-    """Another thread has written to a table between two readings of a save."""
+    """Makes the error of a table that another thread changed during a save."""
     return tf.errors.AbortedError(
         None,
         None,
@@ -74,7 +74,7 @@ def changed_while_saved(array: str) -> tf.errors.AbortedError:
 
 
 def not_an_embedding(value: object) -> TypeError:
-    """An object without tables that `checkpoint` can read and write."""
+    """Makes the error of an object without tables that `checkpoint` can use."""
     return TypeError(
         "checkpoint.save, checkpoint.restore and `assign` of imported tables take a "
         "TPUEmbedding or a TPUEmbeddingV2; the first two also a te.keras.TPUEmbedding, "
@@ -85,7 +85,7 @@ def not_an_embedding(value: object) -> TypeError:
 
 
 def deep_copy(what: str) -> TypeError:
-    """A deep copy of tables, which are variables of this process and strategy."""
+    """Makes the error of a deep copy: tables belong to this process and strategy."""
     return TypeError(
         f"A {what} cannot be copied deeply. Make another one of the same configuration "
         "and copy the tables: tpu_embedding.checkpoint.save and restore, or "
@@ -94,7 +94,7 @@ def deep_copy(what: str) -> TypeError:
 
 
 def no_tables(path: str) -> ValueError:
-    """A checkpoint without embedding tables."""
+    """Makes the error of a checkpoint without embedding tables."""
     return ValueError(
         f"No embedding tables are found in {path}: no object in it has variables of "
         "rank 2. Look at the names in it with tf.train.list_variables."
@@ -102,5 +102,5 @@ def no_tables(path: str) -> ValueError:
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """A shape as in messages: [11, 3]."""
+    """Returns a shape as messages have it, e.g. [11, 3]."""
     return "[" + ", ".join(str(axis) for axis in shape) + "]"

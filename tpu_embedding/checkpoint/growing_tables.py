@@ -84,7 +84,7 @@ class Growth:
         return [name for name in wanted if name in self.target.parts]
 
     def parts(self) -> list[dict[str, np.ndarray]]:
-        """What the parts here will be, for `run`: everything is checked.
+        """Checks everything and returns what the parts here will be, for `run`.
 
         Raises:
           ValueError: If the table does not fit, or what is stored contradicts itself.
@@ -153,7 +153,7 @@ class Growth:
             rows.verify()
 
     def _rows(self, places: np.ndarray) -> dict[str, np.ndarray]:
-        """The rows at places by name of the array; the first shared row is the last."""
+        """Returns rows by array name; places past the end get the first shared row."""
         arrays: dict[str, np.ndarray] = {}
         for name, start, width in self._of_target():
             if name not in self._stored:
@@ -172,7 +172,7 @@ class Growth:
     def _conversions(
         self, name: str, rows: TableRows
     ) -> list[tuple[_Convert, TableRows]]:
-        """What makes the rows of arrays of the table, by name, of stored rows."""
+        """Returns functions from stored rows to arrays by name, each with its rows."""
         storage = self.spec.config.storage
         if name == PARAMETERS and storage.is_coded:
             if not rows.coded:
@@ -184,7 +184,7 @@ class Growth:
         return [(lambda v: {name: v.astype(dtype, copy=False)}, rows)]
 
     def _of_target(self) -> list[tuple[str, float, int]]:
-        """(name, initial value, width) of the table and its slots."""
+        """Returns (name, initial value, width) of the table and its slots."""
         dim, optimizer = self.spec.config.dim, self.spec.optimizer
         slots = optimizer.slots if optimizer else ()
         starts = first_slots(self.spec)
@@ -193,7 +193,7 @@ class Growth:
         return [(PARAMETERS, 0.0, dim), *zip(names, starts, widths, strict=True)]
 
     def _shared_row(self) -> list[tuple[str, np.ndarray]]:
-        """What the shared row starts as, [1, width] of the table and its slots."""
+        """Returns the first shared row of the table and its slots, each [1, width]."""
         first = first_stored(self.spec, tf.constant([SHARED_ID], tf.int64))
         slots = self._of_target()[1:]
         rows = [(n, np.full((1, width), v, np.float32)) for n, v, width in slots]
@@ -209,7 +209,7 @@ class Growth:
 def _read(
     rows: TableRows, places: np.ndarray, convert: _Convert
 ) -> dict[str, np.ndarray]:
-    """What `convert` makes of the rows at places, which are read by slices."""
+    """Reads the rows at places by slices, and returns what `convert` makes of them."""
     order = np.argsort(places, kind="stable")
     ascending = places[order]
     made = convert(np.zeros((0, rows.shape[1]), rows.dtype))

@@ -49,7 +49,7 @@ _TABLES = "/_default_device_embedding_layers/"
 
 
 def is_keras(path: str) -> bool:
-    """Whether a path is a file of Keras weights."""
+    """Returns whether a path is a file of Keras weights."""
     return path.endswith((_FILE, _ARCHIVE)) and not os.path.isdir(path)
 
 
@@ -111,7 +111,7 @@ class _Weights:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[Any]:
-        """The file, opened by h5py; see `errors.parsing`."""
+        """Opens the file with h5py; see `errors.parsing`."""
         import h5py  # Keras brings it; only these files need it.
 
         source = self.path if self.content is None else io.BytesIO(self.content)
@@ -119,7 +119,7 @@ class _Weights:
             yield file
 
     def numbers(self, name: str) -> np.ndarray:
-        """A dataset of integers of rank 1 as int64."""
+        """Reads a dataset of integers of rank 1 as int64."""
         with self.opened() as file:
             if file[name].dtype.kind not in "iu":
                 raise errors.corrupted(self.path, f"{name} does not hold integers")
@@ -136,7 +136,7 @@ def _unpacked(path: str, member: str) -> bytes | None:
 def _numbered(
     weights: _Weights, datasets: Sequence[tuple[str, _Dataset]]
 ) -> NumberedSlots | None:
-    """The variables of the optimizer, the inner one of a LossScaleOptimizer."""
+    """Returns the optimizer's variables, or those inside a LossScaleOptimizer."""
     found: dict[str, dict[int, tuple[str, _Dataset]]] = {}
     for name, item in datasets:
         if match := _OPTIMIZER.fullmatch(name):
@@ -159,12 +159,12 @@ def _numbered(
 
 
 def plain_name(name: str) -> str:
-    """The name of an optimizer in small letters, without the number of Keras 3."""
+    """Returns an optimizer's name in small letters, without the number of Keras 3."""
     return re.sub(r"_\d+$", "", name.lower())
 
 
 def _config(path: str) -> dict[str, Any]:
-    """The configuration of the model in a `.keras` file."""
+    """Reads the configuration of the model in a `.keras` file."""
     content = _unpacked(path, _CONFIG)
     with errors.parsing(path):
         return {} if content is None else json.loads(content)
@@ -185,7 +185,7 @@ def _named(path: str, datasets: list[tuple[str, _Dataset]]) -> None:
 
 
 def _optimizer_of(path: str) -> str:
-    """The class of the optimizer of a `.keras` file in small letters, or ""."""
+    """Returns the optimizer class of a `.keras` file in small letters, or ""."""
     with errors.parsing(path):
         found = (_config(path).get("compile_config") or {}).get("optimizer")
         while isinstance(found, dict) and "inner_optimizer" in found["config"]:
@@ -212,7 +212,7 @@ class _Dataset:
 
 
 def _datasets(weights: _Weights) -> list[tuple[str, _Dataset]]:
-    """All datasets of a file, with their paths in the file."""
+    """Returns all datasets of a file, with their paths in the file."""
     found: list[tuple[str, _Dataset]] = []
 
     def visit(name: str, item: Any) -> None:
@@ -229,7 +229,7 @@ def _datasets(weights: _Weights) -> list[tuple[str, _Dataset]]:
 
 
 def _place(name: str, item: _Dataset) -> tuple[str, str]:
-    """(path of the layer, name of the table or slot); "" for others."""
+    """Returns (path of the layer, name of the table or slot); "" for others."""
     owner, _, variable = name.rpartition("/vars/")
     layer, of_keras_rs, _ = f"/{owner}".partition(_TABLES)
     if of_keras_rs:

@@ -39,7 +39,7 @@ _MAX_FILES = 100_000  # Below a folder: a larger one, as "/", holds no tables.
 
 
 def is_numpy(path: str) -> bool:
-    """Whether a path is a file or folder of NumPy arrays."""
+    """Returns whether a path is a file or folder of NumPy arrays."""
     if os.path.isdir(path):
         # The folder of a training run may well have arrays of its own somewhere.
         if tf.train.latest_checkpoint(path):
@@ -170,7 +170,7 @@ def _write(
 
 
 def _checksums_of(path: str) -> dict[str, int]:
-    """The CRC-32 of each file of a folder, or of one file, where they are stored."""
+    """Returns the stored CRC-32 of each file of a folder, or of one file, by path."""
     if os.path.isdir(path):
         return _checksums(pathlib.Path(path))
     file = pathlib.Path(path)
@@ -182,7 +182,7 @@ def _checksums_of(path: str) -> dict[str, int]:
 
 
 def _checksums(path: pathlib.Path) -> dict[str, int]:
-    """The CRC-32 of each file of a folder, by path."""
+    """Reads the CRC-32 of each file of a folder, by path."""
     manifest = path / _CHECKSUMS
     if not manifest.exists():
         return {}
@@ -201,7 +201,7 @@ class _File:
         self.path, self._load, self._checksum = path, load, checksum
 
     def array(self) -> np.ndarray:
-        """The array; the first call reads the file and compares its CRC-32."""
+        """Returns the array; the first call reads the file and compares its CRC-32."""
         if self._checksum is not None:
             checksum = 0
             with open(self.path, "rb") as stream:
@@ -213,7 +213,7 @@ class _File:
         return _loaded(self.path, self._load)
 
     def numbers(self) -> np.ndarray:
-        """The array as int64, in memory."""
+        """Returns the array as int64, in memory."""
         return np.array(self.array(), np.int64)
 
 
@@ -233,7 +233,7 @@ class _LoadedRows(TableRows):
 
 
 def _arrays(path: str) -> Iterator[tuple[str, str, Callable[[], np.ndarray]]]:
-    """(name, file, how to load it) of each array."""
+    """Yields (name, file, how to load it) of each array."""
     if os.path.isdir(path):
         folder = pathlib.Path(path)
         for file in sorted(_files(path)):
@@ -247,7 +247,7 @@ def _arrays(path: str) -> Iterator[tuple[str, str, Callable[[], np.ndarray]]]:
 
 
 def _files(path: str) -> Iterator[pathlib.Path]:
-    """The files of arrays below a folder."""
+    """Yields the files of arrays below a folder."""
     seen = 0
     for folder, _, names in os.walk(path):
         seen += 1 + len(names)
@@ -265,7 +265,7 @@ def _mapped(path: str) -> Any:
 
 
 def _archive(path: str, name: str | None) -> Any:
-    """An array of an `.npz` file, or the names of all for None."""
+    """Reads an array of an `.npz` file; for None returns the names of all arrays."""
     with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as archive:
         return archive.files if name is None else archive[name]
 

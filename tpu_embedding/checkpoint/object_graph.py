@@ -55,7 +55,7 @@ class SavedObject:
 def read_objects(
     path: str, record: bytes | None, stored: Collection[str]
 ) -> dict[str, SavedObject]:
-    """All objects by their shortest path, the root first.
+    """Returns all objects by their shortest path, the root first.
 
     A checkpoint without a graph, of tf.compat.v1.train.Saver, is one object whose
     children are its tensors.
@@ -120,7 +120,7 @@ def read_objects(
 
 
 def variable_key(path: str, name: str, part: str = _ATTRIBUTE) -> str:
-    """Key of a variable that is the child `name` of the object at `path`.
+    """Returns the key of a variable that is the child `name` of the object at `path`.
 
     Args:
       path: Path of the object.
@@ -135,7 +135,7 @@ def variable_key(path: str, name: str, part: str = _ATTRIBUTE) -> str:
 def make_graph(
     path: str, keys: Mapping[str, str], parts: Mapping[str, Mapping[str, str]]
 ) -> bytes:
-    """The graph of a checkpoint with one object that has variables as children.
+    """Makes the graph of a checkpoint with one object whose children are variables.
 
     Args:
       path: Path of the object, e.g. "embedding"; "" is the root.
@@ -164,7 +164,7 @@ def _value_key(node: Any) -> str:
 
 
 def _parts(node: Any) -> dict[str, str]:
-    """The tensors of a growing table by name; none of another object."""
+    """Returns the tensors of a growing table by name; none of another object."""
     found = {a.name: a.checkpoint_key for a in node.attributes}
     return found if "ids" in found else {}
 

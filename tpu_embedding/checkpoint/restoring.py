@@ -30,7 +30,7 @@ class _Copy:
     places: np.ndarray | None = None  # By row of the target that of the source, or -1.
 
     def stored(self) -> list[_Copy]:
-        """The copies of what stores both: of rows of int8 codes, not values."""
+        """Returns this copy, or those of the int8 codes if both sides store codes."""
         coded: Any = self.target.coded
         if not coded or not self.source.coded:
             return [self]
@@ -174,7 +174,7 @@ class Job:
         fill: Any = None,
         ids: Mapping[str, np.ndarray] | None = None,
     ) -> Job:
-        """Pairs what is stored with the arrays of an embedding.
+        """Makes the job that copies what is stored into the arrays of an embedding.
 
         Args:
           source: The checkpoint.
@@ -309,7 +309,7 @@ class Job:
 def _places(
     source: LogicalTable, ids: np.ndarray, table: str, height: int
 ) -> np.ndarray:
-    """By row of a static table the row of the checkpoint with its id, or -1.
+    """Returns for each row of a static table the stored row of its id, or -1.
 
     Raises:
       ValueError: If there are more ids than rows.

@@ -276,7 +276,7 @@ def _require(value: object, kind: type, argument: str, expected: str) -> None:
 def _chosen_ids(
     tables: Collection[str], ids: Mapping[str, Any] | None
 ) -> dict[str, np.ndarray]:
-    """`ids` as int64 vectors.
+    """Returns `ids` as int64 vectors.
 
     Raises:
       TypeError: If `ids` has the wrong type, or ids are not integers.
@@ -308,7 +308,7 @@ def _names(
     tables: Collection[str] | None,
     rename: Mapping[str, str],
 ) -> dict[str, str]:
-    """By table to restore its name in the checkpoint.
+    """Returns the name in the checkpoint of each table to restore.
 
     Raises:
       TypeError: If `tables` or `rename` has the wrong type.

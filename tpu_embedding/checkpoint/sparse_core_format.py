@@ -45,7 +45,7 @@ LAYOUTS = "_sparse_core_table_layouts"  # The name of the record in checkpoints.
 
 
 def parse_layouts(path: str, record: bytes) -> list[TableLayout]:
-    """The layout record of a checkpoint."""
+    """Parses the layout record of a checkpoint."""
     try:
         protos = _protos.SparseCoreTableLayouts.FromString(record)
     except message.DecodeError as error:
@@ -149,7 +149,7 @@ class LayoutRecord(base.Trackable):
 
 
 def other_stacks(path: str) -> ValueError:
-    """A checkpoint whose stacks are not those of an embedding on SparseCores."""
+    """Makes the error of a checkpoint with other stacks than those of an embedding."""
     return ValueError(
         f"The tables in {path} are not stacked and cut as those of this embedding on "
         "SparseCores: other tables, devices or SparseCores, or none. Use "
@@ -158,7 +158,7 @@ def other_stacks(path: str) -> ValueError:
 
 
 def same_layouts(some: Sequence[TableLayout], others: Sequence[TableLayout]) -> bool:
-    """Whether two records put every value at the same place."""
+    """Returns whether two records put every value at the same place."""
 
     def places(layouts: Sequence[TableLayout]) -> list[TableLayout]:
         # The place of a table does not depend on its number of samples.
@@ -172,7 +172,7 @@ def same_layouts(some: Sequence[TableLayout], others: Sequence[TableLayout]) -> 
 
 
 def _is_possible(layout: TableLayout) -> bool:
-    """Whether all rows of a table are in the shards, after those of other tables."""
+    """Returns whether the shards have room for a table, after the rows of others."""
     shapes = (layout.unsharded_shape, layout.unsharded_padded_shape)
     if any(len(shape) != 2 for shape in shapes) or layout.num_sparse_cores < 1:
         return False

@@ -180,7 +180,7 @@ class _Norms:
         return self._sum / self._finite if self._finite else None
 
     def buckets(self, most: int = 32) -> list[tuple[float, float, int]]:
-        """At most `most` buckets, each as wide as the others on a logarithmic scale."""
+        """Returns at most `most` buckets of equal width on a logarithmic scale."""
         if not self._buckets:
             return []
         first, last = min(self._buckets), max(self._buckets)
@@ -226,7 +226,7 @@ class _Equal:
 
 
 def _row_hashes(values: np.ndarray) -> np.ndarray:
-    """uint64 [n], a hash of the bytes of each row."""
+    """Returns a hash of the bytes of each row, uint64 [n]."""
     data = np.ascontiguousarray(values).view(np.uint8).reshape(len(values), -1)
     hashes = tf.raw_ops.Fingerprint(data=data, method="farmhash64").numpy()
     return hashes.view(np.uint64)[:, 0]
@@ -288,7 +288,7 @@ class _Dead:
 
 
 def _optimizers_with(table: LogicalTable) -> list[Optimizer]:
-    """An optimizer of each class that has the slots of a table."""
+    """Returns an optimizer of each class that has the slots of a table."""
     found = []
     for kind in OPTIMIZERS.values():
         required = {

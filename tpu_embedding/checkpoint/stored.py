@@ -50,7 +50,7 @@ class StoredTables(abc.ABC):
 
     @abc.abstractmethod
     def tables(self) -> dict[str, Table]:
-        """Each table by name; see `TableStore.tables`.
+        """Returns each table by name; see `TableStore.tables`.
 
         Their values may be old; changes nothing, but makes the tables.
         """
@@ -60,27 +60,27 @@ class StoredTables(abc.ABC):
         return  # Most rows are the tables themselves.
 
     def growing(self) -> dict[str, Vocabulary]:
-        """The vocabularies of growing tables by name."""
+        """Returns the vocabularies of growing tables by name."""
         names = [spec.name for spec in self.plan.growing]
         tables: dict[str, Any] = self.tables() if names else {}
         return {name: tables[name].ids for name in names}
 
     def checkpoint_tables(self) -> dict[str, Table]:
-        """`tables`, if `tpu_embedding.checkpoint` has a place for all of them."""
+        """Returns `tables`, if checkpoints have a place for all of them."""
         return self.tables()
 
     def checkpoint_targets(self) -> dict[str, dict[str, MutableTableRows]]:
-        """For each static table "parameters" and slots, as matrices of rows."""
+        """Returns "parameters" and slots of each static table as matrices of rows."""
         tables = self.checkpoint_tables().items()
         return {name: dict(table.rows) for name, table in tables if table.rows}
 
     def checkpoint_rows(self) -> dict[str, dict[str, MutableTableRows]]:
-        """`checkpoint_targets` with their newest values, after the pending update."""
+        """Returns `checkpoint_targets` with their values after the pending update."""
         self.refresh()
         return self.checkpoint_targets()
 
     def checkpoint_updates(self) -> tf.Variable | None:
-        """The number of updates, if a rate or bfloat16 table needs it."""
+        """Returns the number of updates, if a rate or bfloat16 table needs it."""
         return None
 
     def completed(
@@ -94,7 +94,7 @@ class StoredTables(abc.ABC):
         return source
 
     def load_checkpoint_rows(self) -> None:
-        """To be called after any of `checkpoint_rows` was written."""
+        """Loads what callers have written to any of `checkpoint_rows`."""
         return  # Most rows are the tables themselves.
 
     def changes(self, consumer: str) -> Any:
@@ -107,7 +107,7 @@ class StoredTables(abc.ABC):
         )
 
     def tables_replaced(self) -> None:
-        """To be called where tables get other values than by an update."""
+        """Notes that tables get other values than by an update."""
         return  # Only deltas follow the tables.
 
 
@@ -158,11 +158,11 @@ class EngineTables(StoredTables):
 
     @abc.abstractmethod
     def create_engine(self, *, to_restore: bool = False) -> Engine:
-        """The engine; created if it does not exist yet, perhaps to be restored."""
+        """Returns the engine, and creates it if needed, perhaps to be restored."""
 
     @abc.abstractmethod
     def can_create_engine(self) -> bool:
-        """Whether the shapes that the engine needs are known."""
+        """Returns whether the shapes that the engine needs are known."""
 
     @abc.abstractmethod
     def flush(self) -> None:
@@ -177,7 +177,7 @@ class EngineTables(StoredTables):
         """Updates the variables that are saved, if there is an engine."""
 
     def checkpoint_variables(self) -> dict[str, Any]:
-        """Tables, slots and counters by their names in checkpoints."""
+        """Returns tables, slots and counters by their names in checkpoints."""
         engine = self.create_engine()
         engine.complete()
         engine.retrieve()
@@ -234,7 +234,7 @@ class WeightTables(StoredTables):
 
     @abc.abstractmethod
     def engine_optimizer(self) -> Any:
-        """The optimizer of this package with the slots of the model's, or None.
+        """Returns this package's optimizer with the slots of the model's, or None.
 
         Raises:
           ValueError: If there is none.

@@ -88,7 +88,7 @@ class Bundle:
             raise errors.corrupted(self.index, str(error)) from error
 
     def restore(self, key: str, spec: str = "") -> Any:
-        """A tensor, or a slice of one, which may not be changed.
+        """Reads a tensor, or a slice of one, which may not be changed.
 
         Raises:
           tf.errors.DataLossError: If a file is missing or damaged.
@@ -106,7 +106,7 @@ class Bundle:
         return np.asarray(value) if value.shape.rank else value.numpy()
 
     def record(self, key: str) -> bytes:
-        """A scalar string.
+        """Reads a scalar string.
 
         Raises:
           tf.errors.DataLossError: If the tensor is none, or cannot be read.
@@ -117,7 +117,7 @@ class Bundle:
         return value
 
     def can_restore(self, key: str) -> bool:
-        """Whether RestoreV2 can read a tensor of float16 whole."""
+        """Returns whether RestoreV2 can read a tensor of float16 whole."""
         try:
             self.restore(key)
         except tf.errors.DataLossError as error:
@@ -147,7 +147,7 @@ class Bundle:
         return functools.lru_cache(_KEPT_SLICES)(self.restore)
 
     def kept_tensor(self, key: str) -> np.ndarray:
-        """`restore`, with the last tensor kept in memory."""
+        """Reads a tensor as `restore` does, and keeps the last one in memory."""
         if self._kept is None or self._kept[0] != key:
             self._kept = None  # Never two of them.
             self._kept = key, self.restore(key)
@@ -244,7 +244,7 @@ def read_tensorflow(
 
 
 def read_first_layouts(prefix: str) -> list[TableLayout] | None:
-    """The layout record of the first object that has one."""
+    """Returns the layout record of the first object that has one."""
     bundle = Bundle(prefix)
     for node in bundle.objects().values():
         if LAYOUTS in node.values:
@@ -255,7 +255,7 @@ def read_first_layouts(prefix: str) -> list[TableLayout] | None:
 def _matrices(
     bundle: Bundle, node: SavedObject, slots: Iterable[SavedSlot]
 ) -> dict[str, _BundleRows]:
-    """The variables of rank 2 by name, slots as `<variable>/<slot>`."""
+    """Returns the variables of rank 2 by name, slots as `<variable>/<slot>`."""
     names = {key: name for name, key in node.values.items()}
     keys = dict(node.values)
     for slot in slots:
@@ -273,7 +273,7 @@ def _matrices(
 
 
 def _is_coded(bundle: Bundle, keys: Mapping[str, str], name: str) -> bool:
-    """Whether a matrix has the codes of a table of int8."""
+    """Returns whether a matrix has the codes of a table of int8."""
     owners = name, name.removesuffix(f"/{PARAMETERS}")  # Of a growing table.
     known = [keys.get(checkpoint_name(owner, SCALE_OFFSET), "") for owner in owners]
     beside = known[0] or known[1]
@@ -283,7 +283,7 @@ def _is_coded(bundle: Bundle, keys: Mapping[str, str], name: str) -> bool:
 
 
 def _vectors(bundle: Bundle, node: SavedObject) -> dict[str, Vector]:
-    """What is stored of the ids of growing and hashed tables."""
+    """Returns what is stored of the ids of growing and hashed tables, by name."""
     keys = {name: key for name, key in node.values.items() if vector_owner(name)}
     for table, parts in node.parts.items():
         keys |= {f"{table}/{part}": key for part, key in parts.items()}

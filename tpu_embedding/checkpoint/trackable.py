@@ -155,7 +155,7 @@ class _Conversion:
 def _root_to_convert(
     path: str, own: Sequence[TableLayout], names: Collection[str]
 ) -> str | None:
-    """The object of a checkpoint that holds tables in another layout.
+    """Finds the object of a checkpoint that holds tables in another layout.
 
     Args:
       path: The checkpoint's prefix.
@@ -262,7 +262,7 @@ class TrackableTables(
 
 
 def _in_caller() -> bool:
-    """Whether the user's own thread calls, and eagerly.
+    """Returns whether the user's own thread calls, and eagerly.
 
     That of an asynchronous save writes copies, while training continues.
     """
@@ -332,7 +332,7 @@ def _check_growth(path: str, plan: Plan, *, converts: bool) -> None:
 def _stored_in(
     stored: Mapping[str, tf.DType], table: str, attribute: str = "VARIABLE_VALUE"
 ) -> dict[str, tf.DType]:
-    """By key of the object that holds it the dtype of each table of that name."""
+    """Returns the dtype of each table of that name by the key of its object."""
     end = f"/{escape_local_name(table)}/.ATTRIBUTES/{attribute}"
     # With a slash before it, as the object may be the root, which has no key.
     keys = {f"/{key}": dtype for key, dtype in stored.items()}

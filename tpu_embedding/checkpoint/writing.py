@@ -47,11 +47,11 @@ class Progress(Protocol):
     """Receives the number of bytes that a long task has read or written."""
 
     def start(self, task: str, total: int) -> None:
-        """A task of `total` bytes begins."""
+        """Notes that a task of `total` bytes begins."""
         ...
 
     def advance(self, count: int) -> None:
-        """`count` more bytes are done."""
+        """Notes that `count` more bytes are done."""
         ...
 
 
@@ -109,12 +109,12 @@ class Piece(NamedTuple):
 
 
 def part_bytes(total: int) -> int:
-    """The size of a part where `total` bytes are written."""
+    """Returns the size of a part where `total` bytes are written."""
     return max(_MIN_PART_BYTES, total // _MAX_PARTS)
 
 
 def slice_spec(shape: tuple[int, ...], start: int, stop: int) -> str:
-    """Rows of a matrix as SaveV2 and RestoreV2 take them; "" for all rows.
+    """Returns the slice of rows as SaveV2 and RestoreV2 take it; "" for all rows.
 
     >>> slice_spec((9, 2), 3, 5), slice_spec((9, 2), 0, 9), slice_spec((9,), 3, 5)
     ('9 2 3,2:0,2', '', '9 3,2')
@@ -213,7 +213,7 @@ def _by_key(
     layouts: Sequence[TableLayout] | None,
     updates: int | None,
 ) -> tuple[dict[str, TableRows], dict[str, Any]]:
-    """By key in the checkpoint what is written by slices, and other values.
+    """Returns what is written by slices, and other values, by key in the checkpoint.
 
     Args and errors are those of `write_tensorflow`.
     """
@@ -280,7 +280,7 @@ def _remove(scratch: str) -> None:
 
 
 def process_group(tables: Mapping[str, Mapping[str, TableRows]]) -> ProcessGroup | None:
-    """The processes that write these tables together."""
+    """Returns the processes that write these tables together."""
     return next(
         (rows.group for arrays in tables.values() for rows in arrays.values()), None
     )
@@ -354,7 +354,7 @@ def _begin(path: str, scratch: str) -> None:
 def _own_pieces(
     matrices: Mapping[str, TableRows], group: ProcessGroup | None
 ) -> Iterator[Piece]:
-    """The slices that this process writes: every n-th of n processes."""
+    """Yields the slices that this process writes: every n-th of n processes."""
     rank, size = (0, 1) if group is None else (group.rank, group.size)
     number = 0
     for key, rows in matrices.items():

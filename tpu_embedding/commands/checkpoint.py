@@ -184,7 +184,7 @@ def _read_norms(
 
 
 def _json_text(value: Any) -> str:
-    """JSON that every reader accepts: NaN and infinity, which JSON lacks, are null.
+    """Returns JSON that every reader accepts: NaN and infinity become null.
 
     >>> _json_text({"norm": float("nan"), "rows": [1]}).split()
     ['{', '"norm":', 'null,', '"rows":', '[', '1', ']', '}']
@@ -201,7 +201,7 @@ def _json_text(value: Any) -> str:
 
 
 def _table_text(header: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
-    """Lines under a header; columns of numbers are aligned to the right."""
+    """Formats lines under a header; columns of numbers are aligned to the right."""
     numbers = [
         all(isinstance(cell, (int, float, type(None))) for cell in column)
         for column in zip(*lines, strict=True)
@@ -220,7 +220,7 @@ def _cell_text(cell: Any) -> str:
 
 
 def printable(text: str) -> str:
-    r"""A name from a file as a terminal shows it: other characters are escaped.
+    r"""Returns a name from a file with unprintable characters escaped.
 
     >>> print(printable("films\n"), printable("\u202esmlif"))
     films\n \u202esmlif

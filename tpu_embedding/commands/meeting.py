@@ -106,7 +106,7 @@ class Meeting:
         self._form(came)
 
     def _form(self, came: list[tuple[str, Ports]]) -> None:
-        """Numbers the tasks of all hosts, those of this one first."""
+        """Gives tasks of all hosts numbers, this host's first, and tells the hosts."""
         self.cluster = {
             kind: [f"{host}:{port}" for host, ports in came for port in ports[kind]]
             for kind in _KINDS

@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def load_configuration(name: str) -> Configuration:
-    """The configuration of a file or an attribute."""
+    """Loads the configuration of a file or an attribute."""
     path = pathlib.Path(name)
     if path.suffix in (".yaml", ".yml"):
         raise ValueError(
@@ -103,7 +103,7 @@ def load_configuration(name: str) -> Configuration:
 
 
 def load_sample(name: str) -> Any:
-    """The batches of a data set, MODULE:ATTRIBUTE."""
+    """Loads the batches of the data set MODULE:ATTRIBUTE."""
     if pathlib.Path(name).suffix == ".npz":
         raise ValueError(
             f"`plan` does not read a sample from .npz files such as {name}. Write a "
@@ -174,7 +174,7 @@ def _entry(where: str, entry: Any) -> dict[str, Any]:
 
 
 def _optimizer(given: Any) -> optimizers.Optimizer | None:
-    """An optimizer by its name, or an object of `name` and its arguments."""
+    """Makes an optimizer from its name, or from an object of `name` and arguments."""
     if given is None:
         return None
     own = {"name": given} if isinstance(given, str) else _entry("optimizer", given)

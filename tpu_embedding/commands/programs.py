@@ -104,7 +104,7 @@ def status_of(program: Callable[[], Any]) -> int:
 
 
 def _of_program(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """A traceback from where the program begins, as Python prints it."""
+    """Returns a traceback from where the program begins, as Python prints it."""
     found, skipped = trace, (__file__, "<frozen runpy>", "runpy.py")
     while found is not None and found.tb_frame.f_code.co_filename.endswith(skipped):
         found = found.tb_next
@@ -112,7 +112,7 @@ def _of_program(trace: types.TracebackType | None) -> types.TracebackType | None
 
 
 def needs_tf_keras(script: pathlib.Path, folder: pathlib.Path | None = None) -> bool:
-    """Whether a script imports tf_keras or TFRS, itself or through what it imports.
+    """Returns whether a script imports tf_keras or TFRS, itself or through imports.
 
     Also whether it names a class that only tf_keras has. Reads the script, the modules
     in `folder` or beside it, and the requirements of the packages that they import;
@@ -165,7 +165,7 @@ def _names_of_tf_keras(tree: ast.Module) -> bool:
 
 
 def _imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """The modules that are imported, with the number of dots before each."""
+    """Yields the modules that are imported, with the number of dots before each."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((0, alias.name) for alias in node.names)

@@ -112,7 +112,7 @@ def _require_writable(path: str) -> None:
 
 
 def page_of(checkpoint: LogicalCheckpoint, tables: Sequence[TableReport]) -> str:
-    """The page, as HTML.
+    """Returns the report page, as HTML.
 
     Args:
       checkpoint: Where the tables are from.
@@ -242,7 +242,7 @@ Exact.</p></div>
 
 
 def _histogram(buckets: Sequence[tuple[float, float, int]]) -> str:
-    """Bars of one width, with ticks on both axes."""
+    """Draws bars of one width, with ticks on both axes."""
     if not buckets:
         return '<p class="note">No row has a finite norm above 0.</p>'
     width, height, left, right, bottom = 360, 190, 44, 20, 24
@@ -285,7 +285,7 @@ def _histogram(buckets: Sequence[tuple[float, float, int]]) -> str:
 def _table(
     header: Sequence[str], rows: Iterable[Sequence[Any]], numbers: Sequence[int] = ()
 ) -> str:
-    """A table; ints, and the columns in `numbers`, are aligned to the right."""
+    """Makes an HTML table; ints, and the columns in `numbers`, are aligned right."""
     rows = [list(row) for row in rows]
     right = {i for row in rows for i, cell in enumerate(row) if isinstance(cell, int)}
     right |= set(numbers)
@@ -314,12 +314,12 @@ def _facts(facts: dict[str, Any]) -> str:
 
 
 def _name(text: str) -> str:
-    """A name from a file, as HTML that keeps its direction of writing to itself."""
+    """Returns a name as HTML that keeps its direction of writing to itself."""
     return f"<bdi>{html.escape(printable(text))}</bdi>"
 
 
 def _share(count: int, total: int) -> str:
-    """A count and its share, "12 (1.2 %)"."""
+    """Formats a count and its share, "12 (1.2 %)"."""
     return f"{count:,} ({100 * count / max(total, 1):.3g} %)" if count else "0"
 
 

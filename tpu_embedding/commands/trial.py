@@ -63,7 +63,7 @@ class Run:
 
 
 def compare(plain: Run, rows: Run, wrote: Sequence[str] = ()) -> str:
-    """The table of both runs, and what was replaced or not and why.
+    """Returns the table of both runs, and what was replaced or not and why.
 
     `wrote` are the files that the first run wrote.
     """
@@ -120,7 +120,7 @@ def compare(plain: Run, rows: Run, wrote: Sequence[str] = ()) -> str:
 
 
 def _shares(notes: Sequence[tuple[str, str]]) -> dict[str, float]:
-    """By layer that was replaced its part of the values of all their tables."""
+    """Returns the share of each replaced layer in the values of all their tables."""
     sizes = {
         what: int(match[1]) * int(match[2])
         for what, why in notes
@@ -150,7 +150,7 @@ def try_script(script: str, arguments: Sequence[str], steps: int) -> int:
 
 
 def _files(script: str) -> dict[str, tuple[int, int]]:
-    """Time and size of the files beside a script and in the working directory."""
+    """Returns time and size of files beside a script and in the working directory."""
     found: dict[str, tuple[int, int]] = {}
     for top in {os.path.realpath(os.path.dirname(script) or "."), os.getcwd()}:
         for folder, folders, names in os.walk(top):

@@ -210,23 +210,23 @@ class TPUClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
         return TPUClusterResolver(tpu, **kwargs)
 
     def master(self, *args: Any, **kwargs: Any) -> str:
-        """The address for sessions: this process."""
+        """Returns the address for sessions, "" for this process."""
         del args, kwargs
         return ""
 
     get_master = master
 
     def cluster_spec(self) -> tf.train.ClusterSpec:
-        """A cluster of one worker. No process listens at its address."""
+        """Returns a cluster of one worker. No process listens at its address."""
         return tf.train.ClusterSpec({"worker": ["localhost:8470"]})
 
     def num_accelerators(self, *args: Any, **kwargs: Any) -> dict[str, int]:
-        """The number of replicas or devices, as TPU cores."""
+        """Returns the number of replicas or devices, as TPU cores."""
         del args, kwargs
         return {"TPU": _devices()}
 
     def get_tpu_system_metadata(self) -> Any:
-        """One host with the devices of `install`."""
+        """Returns the metadata of one host with the devices of `install`."""
         return tf.tpu.experimental.TPUSystemMetadata(
             _devices(), 1, _devices(), None, []
         )
@@ -321,7 +321,7 @@ def _is_software_tpu() -> bool:
 
 
 def _topology() -> Any:
-    """The devices of `install`, as `initialize_tpu_system` describes a TPU's."""
+    """Returns the devices of `install` as `initialize_tpu_system` describes a TPU's."""
     from tpu_embedding.testing.strategy import create_topology
 
     devices_per_chip = 1
@@ -474,7 +474,7 @@ class _TfrsLayer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _mended(spec: Any) -> Any:
-    """The module of UnifiedEmbedding, whose `from_config` asks for a wrong key."""
+    """Corrects a module's UnifiedEmbedding.from_config, which reads a wrong key."""
     load = spec.loader.exec_module
 
     def exec_module(module: types.ModuleType) -> None:
@@ -555,7 +555,7 @@ def _convert_loaded(module: Any) -> None:
 
 
 def _modules(path: str, roots: Sequence[str] = _ROOTS) -> Iterator[Any]:
-    """The modules of a part of TensorFlow's API.
+    """Yields the modules of a part of TensorFlow's API.
 
     `tf.tpu` and what `import tensorflow.tpu.experimental` loads differ, and the latter
     then replaces the former. From now on that import finds the same module.

@@ -35,7 +35,7 @@ class GatheredRows(TableRows):
 
 
 def rows_of(table: Any) -> TableRows:
-    """The rows of a variable, a tensor or a NumPy array."""
+    """Returns the rows of a variable, a tensor or a NumPy array."""
     return ArrayRows(table) if isinstance(table, np.ndarray) else GatheredRows(table)
 
 
@@ -131,7 +131,7 @@ class ConvertedTable(TableReader, tf.Module):
     @classmethod
     @abc.abstractmethod
     def row_bytes(cls, dim: int) -> int:
-        """Size of a row."""
+        """Returns the size of a row."""
 
     @property
     @abc.abstractmethod
@@ -140,7 +140,7 @@ class ConvertedTable(TableReader, tf.Module):
 
     @abc.abstractmethod
     def convert(self, values: np.ndarray) -> Converted:
-        """Rows [n, D] as they are stored; the parts in the order of `parts`."""
+        """Converts rows [n, D] to what is stored, in the order of `parts`."""
 
     def require_storable(self, name: str, ids: Any, values: np.ndarray) -> None:
         """Refuses values that cannot be stored.
@@ -183,7 +183,7 @@ class Conversion:
         return rows * self._table.row_bytes(self._source.shape[1])
 
     def pieces(self, keys: Mapping[str, str], size: int) -> Iterator[Piece]:
-        """The converted table in pieces of about `size` bytes, by key of the parts."""
+        """Yields the converted table in pieces of about `size` bytes, under `keys`."""
         rows, dim = self._source.shape
         step = max(1, size // self._table.row_bytes(dim))
         step -= step % min(step, self._source.rows.slice_rows)  # They are read whole.
@@ -203,7 +203,7 @@ class Conversion:
         return Piece(key, slice_spec(shape, begin, begin + len(array)), array)
 
     def report(self) -> TableReport:
-        """The errors of all pieces."""
+        """Returns the report of the table, with the errors of all pieces."""
         rows, dim = self._source.shape
         return TableReport(
             name=self._source.name,

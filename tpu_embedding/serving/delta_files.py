@@ -87,7 +87,7 @@ class BaseTable:
 
 
 def base_tables(spec: TableSpec) -> list[BaseTable]:
-    """A table as deltas have it, before an export chooses storage and sizes.
+    """Describes a table as deltas have it, before an export chooses storage and sizes.
 
     The row that ids of a growing table share is a table before it.
     """
@@ -117,7 +117,7 @@ class Base:
         return {i: table for i, table in enumerate(self.tables) if table.grows}
 
     def to_json(self) -> str:
-        """The text that the export and each delta hold."""
+        """Returns the text that the export and each delta hold."""
         fields = dataclasses.asdict(self)
         for table in fields["tables"]:
             if not table["hashing"]:
@@ -126,7 +126,7 @@ class Base:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Base:
-        """What `to_json` wrote."""
+        """Parses what `to_json` wrote."""
         fields = json.loads(text)
         return cls(fields["id"], tuple(BaseTable(**t) for t in fields["tables"]))
 
@@ -167,12 +167,12 @@ class DeltaRows(NamedTuple):
 
 
 def new_id() -> int:
-    """A random number for a base or a run, from 1 on."""
+    """Returns a random number for a base or a run, from 1 on."""
     return secrets.randbelow(2**63 - 1) + 1
 
 
 def checksum(content: bytes) -> int:
-    """FarmHash's Fingerprint64, as an int64.
+    """Returns FarmHash's Fingerprint64, as an int64.
 
     >>> checksum(b"rows")
     -792035360574078867
@@ -183,12 +183,12 @@ def checksum(content: bytes) -> int:
 
 
 def chained(before: int, added: int) -> int:
-    """The checksum of a sequence of checksums and one more."""
+    """Returns the checksum of a sequence of checksums and one more."""
     return checksum(struct.pack("<qq", before, added))
 
 
 def rows_of_block(row_bytes: int) -> int:
-    """The most rows that a block holds."""
+    """Returns the most rows that a block holds."""
     return max(1, BLOCK_BYTES // (8 + row_bytes))
 
 
@@ -233,7 +233,7 @@ def _pieces(header: Header, rows: Iterable[DeltaRows]) -> Iterator[bytes]:
 
 
 def _blocks(header: Header, rows: Iterable[DeltaRows]) -> Iterator[bytes]:
-    """All blocks but the last."""
+    """Yields all blocks but the last."""
     fields = (header.base.id, header.run, header.follows, header.sequence)
     counts = np.array([len(header.counts), *np.ravel(header.counts)], "<i8")
     text = header.base.to_json().encode()
@@ -280,7 +280,7 @@ def delta_blocks(path: str | os.PathLike[str]) -> Iterator[bytes]:
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
-    """What a delta says of itself, after all of it was checked."""
+    """Checks all of a delta, and returns its header."""
     header, total, kind = None, 0, None
     for number, block in enumerate(delta_blocks(path)):
         found = _head(block)
@@ -301,7 +301,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
 
 
 def _head(block: bytes) -> tuple[int, int, int] | None:
-    """Checksum, kind and number."""
+    """Returns the checksum, kind and number of a block, or None if it is too short."""
     return struct.unpack_from("<3q", block) if len(block) >= HEAD_BYTES else None
 
 

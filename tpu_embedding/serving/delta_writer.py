@@ -265,7 +265,7 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
         del self._core.delta_writers[self._consumer]
 
     def _new_run(self) -> int:
-        """A number that this process chose, or the first one of a job."""
+        """Returns a number that this process chose, or the first one of a job."""
         run, group = new_id(), self._changes.group
         if group is None:
             return run
@@ -291,7 +291,7 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
             )
 
     def _take(self) -> list[Changed]:
-        """What changed, by table of the base; a shared row is in every delta.
+        """Takes what changed by table of the base; a shared row is in every delta.
 
         Ids that were evicted and that the models never had are left out.
         """
@@ -314,7 +314,7 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
         return Changed(np.zeros([1], np.int64), row)
 
     def _rows_of(self, index: int, ids: np.ndarray) -> list[np.ndarray]:
-        """The rows of one table of the base, and none of the others."""
+        """Returns ids by table of the plan: those of one table, and none of others."""
         rows = [_NOTHING] * len(self._core.plan.tables)
         rows[self._numbers[index]] = ids
         return rows
@@ -336,7 +336,7 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
     def _parts(
         self, index: int, changed: Changed, start: int, stop: int
     ) -> Sequence[np.ndarray]:
-        """The rows [start, stop) of those of a table of the base, as it stores them."""
+        """Returns the changed rows [start, stop) of a table as the base stores them."""
         form, rows = self._forms[index], changed.rows
         values = rows.read(start, stop).astype(np.float32, copy=False)
         name = self._base.tables[index].name
@@ -358,7 +358,7 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
                 self._changes.mark(self._rows_of(index, ids[differs]))
 
     def _exported(self, index: int) -> Iterator[tuple[int, Changed]]:
-        """Rows of the export: the first one's number, and what they are today.
+        """Yields rows of the export: the number of the first, and their values today.
 
         Marks ids of a growing table that only one of them has.
         """
@@ -447,7 +447,7 @@ def _read_base(path: str) -> tuple[Bundle, Base]:
 def _stored_rows(
     bundle: Bundle, spec: BaseTable, form: ConvertedTable, start: int, stop: int
 ) -> list[np.ndarray]:
-    """The parts of the rows [start, stop), as the export has them."""
+    """Reads the parts of the rows [start, stop), as the export has them."""
     found = []
     for part in form.parts:
         key = variable_key(stored_place(spec), part)
@@ -458,7 +458,7 @@ def _stored_rows(
 
 
 def _stored_ids(bundle: Bundle, spec: BaseTable) -> np.ndarray:
-    """The ids of a growing table of the export, in the order of its rows."""
+    """Reads the ids of a growing table of the export, in the order of its rows."""
     place = f"{stored_place(spec).removesuffix('stored')}ids/number_of/tables/0"
     keys = np.ravel(bundle.restore(f"{place}/table/.ATTRIBUTES/table-keys"))
     apart = bundle.restore(variable_key(place, "apart")) >= 0
@@ -467,7 +467,7 @@ def _stored_ids(bundle: Bundle, spec: BaseTable) -> np.ndarray:
 
 
 def _among(ids: np.ndarray, known: np.ndarray) -> np.ndarray:
-    """Which ids are known, bool [n]; `known` ascends, and is not sorted again."""
+    """Returns whether ids are known, bool [n]; `known` must ascend."""
     if not len(known):
         return np.zeros(len(ids), bool)
     places = np.minimum(np.searchsorted(known, ids), len(known) - 1)

@@ -161,7 +161,7 @@ def _prepare_folder(
 def _stored(
     exported: Exported, storages: Sequence[str], mapped: str | os.PathLike[str] | None
 ) -> list[Any]:
-    """The tables in their storages, those of a mapped export in files of its folder."""
+    """Returns the tables in their storages, or in files of a mapped export's folder."""
     tables = []
     for spec, source, storage in zip(
         exported.plan.tables, exported.tables, storages, strict=True
@@ -184,7 +184,7 @@ def _add_functions(functions: dict[str, Any], follower: Follower) -> None:
 
 
 def _share(deltas: Any) -> float | None:
-    """The largest share of rows that one delta may change, or None for no deltas."""
+    """Returns the largest share of rows a delta may change, or None for no deltas."""
     if isinstance(deltas, bool):
         return _SHARE if deltas else None
     if not isinstance(deltas, (int, float)) or not 0 < deltas <= 1:
@@ -210,7 +210,7 @@ def _check_mapped(mapped: Any, share: float | None, path: str) -> None:
 
 
 def _parts_maker(path: str | os.PathLike[str], table: int) -> Callable[..., Any]:
-    """What makes the parts of a table that is mapped, by name, shape and dtype."""
+    """Returns a maker of the parts of a mapped table by name, shape and dtype."""
 
     def make(name: str, shape: list[int], dtype: tf.DType) -> MappedPart:
         return MappedPart(os.fspath(path), file_of(table, name), shape, dtype)
@@ -221,7 +221,7 @@ def _parts_maker(path: str | os.PathLike[str], table: int) -> Callable[..., Any]
 def _follower(
     exported: Exported, storages: Sequence[str], share: float
 ) -> tuple[Follower, list[Source]]:
-    """What applies deltas, and the sources of its tables in their order."""
+    """Returns the Follower, which applies deltas, and the sources of its tables."""
     sources, stored, specs = [], [], []
     growing: dict[str, GrowingBase] = {}
 
@@ -246,7 +246,7 @@ def _follower(
 
 
 def _storages(plan: Plan, storage: str | Mapping[Any, str]) -> list[str]:
-    """By index of the table."""
+    """Returns the storage of each table, by index."""
     names = {spec.key: spec.name for spec in plan.tables}
     if not isinstance(storage, Mapping):
         storage = dict.fromkeys(names, storage)

@@ -308,7 +308,7 @@ def _gathered(plan: Plan, tables: Mapping[Any, Any]) -> list[Source]:
 def _with_known_shapes(
     plan: Plan, inputs: InputShapes | None
 ) -> tuple[Plan, dict[str, int | None]]:
-    """With the axes that build() or batches gave to features, after the batch.
+    """Adds to features the axes after the batch that build() or batches gave them.
 
     `FeatureConfig.output_shape` goes before them, and ragged rows fill it. Of other
     shapes a ragged row is a sample: with training's inputs [B, n, 1] it has n ids.

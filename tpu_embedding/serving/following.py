@@ -39,7 +39,7 @@ STATE, APPLY = SIGNATURES = ("delta_state", "apply_delta")
 
 
 def ids_key(index: int) -> str:
-    """What `delta_state` calls the ids of a growing table of the base."""
+    """Returns the name in `delta_state` of the ids of a growing table of the base."""
     return f"ids_{index}"
 
 
@@ -114,7 +114,7 @@ class Follower:
             self.tables.append(following)
 
     def functions(self) -> dict[str, Any]:
-        """The traced functions of both signatures."""
+        """Traces the functions of both signatures."""
         block = tf.TensorSpec([], tf.string, "block")
         apply = tf.function(self._apply, [block], autograph=False)
         state = tf.function(self._read_state, [], autograph=False)
@@ -124,7 +124,7 @@ class Follower:
         }
 
     def _alone(self, act: Callable[[], dict[str, tf.Tensor]]) -> dict[str, tf.Tensor]:
-        """What a call returns that no other call of these signatures overlaps."""
+        """Calls `act` while no other call of these signatures runs."""
         name = f"tpu_embedding_deltas_{self.base.id}"
         mutex = tf.raw_ops.MutexV2(container="", shared_name=name)
         lock = tf.raw_ops.MutexLock(mutex=mutex)
@@ -468,7 +468,7 @@ class Follower:
 
 
 def _check(ok: tf.Tensor, message: str, **values: Any) -> Check:
-    """A check whose message has scalars in the places of their names."""
+    """Makes a check whose message has scalars in the places of their names."""
 
     def made() -> tf.Tensor:
         parts = []
@@ -483,7 +483,7 @@ def _check(ok: tf.Tensor, message: str, **values: Any) -> Check:
 
 
 def _ascend(variable: Any, staged: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:
-    """Whether each id is above the one before it, or above the one staged last."""
+    """Returns whether each id is above the one before it, or the last one staged."""
     last = tf.gather(variable, tf.maximum(staged - 1, 0))
     before = tf.concat([[last], keys], 0)[:-1]
     return (keys > before) | tf.equal(staged + tf.range(tf.size(keys, tf.int64)), 0)
@@ -495,7 +495,7 @@ def _done(ops: list[Any]) -> tf.Tensor:
 
 
 def _numbers(block: tf.Tensor, start: Any, count: Any) -> tf.Tensor:
-    """int64 [count], from the byte `start` of a block on."""
+    """Reads int64 [count] from the byte `start` of a block on."""
     found = tf.io.decode_raw(tf.strings.substr(block, start, 8 * count), tf.int64)
     return tf.ensure_shape(found, [count if isinstance(count, int) else None])
 
@@ -511,6 +511,6 @@ def _bytes(numbers: list[tf.Tensor]) -> tf.Tensor:
 
 
 def _checksum(content: tf.Tensor) -> tf.Tensor:
-    """As `delta_files.checksum`, of uint8 [n]."""
+    """Computes the `delta_files.checksum` of uint8 [n]."""
     found = tf.raw_ops.Fingerprint(data=content[tf.newaxis], method="farmhash64")
     return tf.bitcast(found, tf.int64)[0]

@@ -38,7 +38,7 @@ SMALL_TABLE = 4096  # One delta may change all rows of a table of up to so many.
 
 
 def most_changed(rows: int, share: float) -> int:
-    """The number of rows of a table that one delta may change.
+    """Returns the number of rows of a table that one delta may change.
 
     >>> most_changed(1000, 0.125), most_changed(1_000_000, 0.125)
     (1000, 125000)
@@ -47,12 +47,12 @@ def most_changed(rows: int, share: float) -> int:
 
 
 def most_ids(ids: int, max_rows: int) -> int:
-    """The most ids that a table may have while it takes deltas."""
+    """Returns the most ids that a table may have while it takes deltas."""
     return min(max_rows, 2 * ids + SMALL_TABLE)
 
 
 def stored_place(spec: BaseTable) -> str:
-    """Where the parts of a table are in the objects of an export."""
+    """Returns where the parts of a table are in the objects of an export."""
     shared = "ids/shared/" if spec.shared else ""
     return f"tables/{escape_local_name(spec.name)}/{shared}stored"
 
@@ -120,7 +120,7 @@ class FollowingTable(TableReader, tf.Module):
         return tf.where(known[:, tf.newaxis], values, self.ids.missing(rows))
 
     def numbered(self, keys: tf.Tensor, deleted: tf.Tensor) -> Numbered:
-        """What a delta does to the numbers of the index."""
+        """Returns what a delta does to the numbers of the index."""
         if self.ids is not None:
             return self.ids.numbered(keys, deleted)
         return Numbered(keys, tf.constant(True), list)
@@ -170,7 +170,7 @@ class FollowingIds(tf.Module):
         self._most, self._height = spec.rows, spec.height
 
     def missing(self, ids: tf.Tensor) -> tf.Tensor:
-        """What ids without a row look up, [n, D] or [1, D]."""
+        """Returns what ids without a row look up, [n, D] or [1, D]."""
         if self.shared is not None:
             return self.shared.read(tf.zeros([1], tf.int64))
         return self._missing(ids)

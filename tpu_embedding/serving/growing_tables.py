@@ -59,7 +59,7 @@ class RowOfIds(tf.Module):
             self.insert(tf.constant(ids[part], tf.int64), tf.constant(part))
 
     def __call__(self, ids: tf.Tensor) -> tf.Tensor:
-        """The row of each of int64 [n], int32; -1 of an id without one."""
+        """Returns the row of each id, int32 [n]; ids without one have -1."""
         keys = mixed_bits(ids)
         empty, deleted = tf.equal(keys, _EMPTY), tf.equal(keys, _DELETED)
         rows = tf.raw_ops.LookupTableFindV2(
@@ -71,7 +71,7 @@ class RowOfIds(tf.Module):
         return tf.where(empty, apart[0], tf.where(deleted, apart[1], rows))
 
     def ids(self) -> tf.Tensor:
-        """Those that have rows, int64 [n] in any order."""
+        """Returns the ids that have rows, int64 [n] in any order."""
         keys = tf.reshape(self.contents()[0], [-1])
         apart = tf.boolean_mask(
             tf.constant(APART, tf.int64), self.apart.read_value() >= 0
@@ -79,7 +79,7 @@ class RowOfIds(tf.Module):
         return unmixed_bits(tf.concat([keys[is_used(keys)], apart], 0))
 
     def contents(self) -> tuple[tf.Tensor, tf.Tensor]:
-        """The keys and rows of all buckets, for LookupTableImportV2."""
+        """Returns the keys and rows of all buckets, for LookupTableImportV2."""
         return tf.raw_ops.LookupTableExportV2(
             table_handle=self.table.resource_handle, Tkeys=tf.int64, Tvalues=tf.int32
         )
@@ -199,7 +199,7 @@ class ChangingRowOfIds(tf.Module):
 
 
 def is_used(keys: Any) -> Any:
-    """Whether the hash table has these keys for ids."""
+    """Returns whether the hash table has these keys for ids."""
     return (keys != _EMPTY) & (keys != _DELETED)
 
 
@@ -231,7 +231,7 @@ class ServedGrowingTable(TableReader, tf.Module):
 
 
 def missing_rows(spec: TableSpec) -> Callable[[tf.Tensor], tf.Tensor]:
-    """What ids without a row look up, [n, dim] or [1, dim], if they share none."""
+    """Returns a function of ids with no own or shared row to [n, dim] or [1, dim]."""
     if spec.growth.unknown == "initializer":
         return lambda ids: first_values_read(spec, ids)
     return lambda ids: tf.zeros([1, spec.config.dim])
@@ -240,7 +240,7 @@ def missing_rows(spec: TableSpec) -> Callable[[tf.Tensor], tf.Tensor]:
 def exported_table(
     spec: TableSpec, source: Source, stored: TableReader
 ) -> ServedGrowingTable:
-    """A growing table whose rows are exported as `stored`."""
+    """Makes a growing table whose rows are exported as `stored`."""
     assert source.ids is not None
     size = tf.constant(source.shape[0] - 1, tf.int64)
     table = ServedGrowingTable(spec, stored, lambda: size)
@@ -277,7 +277,7 @@ class RestoredGrowingTable(StoredVocabulary):
 
     @classmethod
     def alone(cls, spec: TableSpec) -> RestoredGrowingTable:
-        """One without slots, and with variables of its own."""
+        """Makes a table without slots, and with variables of its own."""
         (stored,) = create_rows(spec)
         return cls(spec, stored)
 

@@ -80,12 +80,12 @@ def serving_embedding_lookup(
 def plan_of(
     converted: ConvertedFeatures, optimizer: Any = None, *, growing: bool = False
 ) -> Plan:
-    """The plan of a converted configuration."""
+    """Makes the plan of a converted configuration."""
     return make_plan(*converted, optimizer, custom=True, growing=growing)
 
 
 def features_at(plan: Plan, paths: Sequence[str]) -> list[FeatureSpec]:
-    """The features of a plan by path.
+    """Returns the features of a plan by path.
 
     Raises:
       ValueError: If a path has no feature.
@@ -105,7 +105,7 @@ def features_at(plan: Plan, paths: Sequence[str]) -> list[FeatureSpec]:
 def find_table(
     spec: TableSpec, tables: Mapping[Any, Any], path: str, *, arrays: bool = False
 ) -> Any:
-    """The variable or tensor of a table.
+    """Returns the variable or tensor of a table.
 
     Args:
       spec: The table.

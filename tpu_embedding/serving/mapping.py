@@ -57,7 +57,7 @@ class MappedPart:
         self._path = os.path.join(os.path.abspath(export), file)
 
     def read_value(self) -> tf.Tensor:
-        """The part as a tensor, in a graph."""
+        """Returns the part as a tensor, in a graph."""
         mapped = tf.raw_ops.ImmutableConst(
             dtype=self.dtype, shape=self.shape, memory_region_name=self._path
         )
@@ -69,7 +69,7 @@ class MappedPart:
         return mapped
 
     def sparse_read(self, rows: tf.Tensor, name: str | None = None) -> tf.Tensor:
-        """Rows of the part; tf.gather calls it."""
+        """Reads rows of the part; tf.gather calls it."""
         return tf.gather(self.read_value(), rows, name=name)
 
 
@@ -96,7 +96,7 @@ class MappedTable:
 
 
 def file_of(table: int, part: str) -> str:
-    """The file of a part of a table of that index."""
+    """Returns the file of a part of the table with that index."""
     return f"{FOLDER}/{table}.{part}"
 
 
@@ -140,12 +140,12 @@ class _Checksums:
         self._rest = octets[whole:]
 
     def finish(self) -> list[int]:
-        """The checksums, with that of a last block that is shorter."""
+        """Returns the checksums, with that of a last block that is shorter."""
         return [*self._sums, crc32c(self._rest)] if self._rest else self._sums
 
 
 def crc32c(octets: bytes) -> int:
-    """The CRC-32C that TensorFlow writes behind the data of a record."""
+    """Returns the CRC-32C that TensorFlow writes behind the data of a record."""
     path = f"ram://tpu_embedding/{threading.get_ident()}"  # A file in memory.
     try:
         with tf.io.TFRecordWriter(path) as writer:
@@ -182,7 +182,7 @@ class _OpenedPart:
         _require_size(path, math.prod(shape) * dtype.size)
 
     def sparse_read(self, rows: tf.Tensor, name: str | None = None) -> tf.Tensor:
-        """Rows of the part; tf.gather calls it."""
+        """Reads rows of the part; tf.gather calls it."""
         ids = tf.cast(rows, tf.int64)
         return library.load().tpu_embedding_file_rows(ids, name=name, **self._file)
 
@@ -190,7 +190,7 @@ class _OpenedPart:
 def open_tables(
     path: str | os.PathLike[str], specs: Sequence[TableSpec], *, verify: bool
 ) -> dict[int, ConvertedTable]:
-    """Tables of an export with `mapped`, for lookups of this process; by index.
+    """Opens tables of a mapped export for lookups of this process, by index.
 
     `verify` compares their files with their checksums.
 
@@ -218,7 +218,7 @@ def open_tables(
 
 
 def _read_tables(export: str) -> dict[str, tuple[int, MappedTable]]:
-    """By name the number of each table in the names of files, and the table."""
+    """Reads the tables by name, each with its number in the names of files."""
     path = os.path.join(export, _TABLES)
     try:
         with open(path, encoding="utf-8") as file:

@@ -145,7 +145,7 @@ class _CodedTable(ConvertedTable):
     @classmethod
     @abc.abstractmethod
     def _code_bytes(cls, dim: int) -> int:
-        """Bytes for the codes of a row."""
+        """Returns the number of bytes for the codes of a row."""
 
     @classmethod
     def row_bytes(cls, dim: int) -> int:
@@ -173,7 +173,7 @@ class _CodedTable(ConvertedTable):
 
     @abc.abstractmethod
     def _unpack(self, packed: tf.Tensor) -> tf.Tensor:
-        """Bytes as codes [n, D]."""
+        """Converts bytes to codes [n, D]."""
 
 
 class Int8Table(_CodedTable):
@@ -232,7 +232,7 @@ class _UnsavedVariable(UninitializedVariable):
 
 
 def _unfilled(name: str, shape: list[int], dtype: tf.DType) -> Any:
-    """A variable whose value exists only in the files of the exported model."""
+    """Makes a variable whose value exists only in the files of the exported model."""
     del name
     return _UnsavedVariable(shape=shape, dtype=dtype, trainable=False)
 
@@ -250,7 +250,7 @@ def stored_form(
     spare: int | None = None,
     mapped: _MakePart | None = None,
 ) -> WholeTable | ConvertedTable:
-    """The form in which a table is exported.
+    """Makes the form in which a table is exported.
 
     Args:
       source: The table.
@@ -274,18 +274,18 @@ def stored_form(
 def form_of_rows(
     storage: str, rows: int, dim: int, make: _MakePart | None = None
 ) -> ConvertedTable:
-    """A table of a storage, of which lookups read rows alone."""
+    """Makes a table of a storage, of which lookups read rows alone."""
     chosen = RowsOfFloat32 if storage == "float32" else _STORAGES[storage]
     return chosen(rows, dim, make)
 
 
 def converter(storage: str, dim: int) -> ConvertedTable:
-    """A table without rows, to convert those of another one."""
+    """Makes a table without rows, which converts those of another one."""
     return _STORAGES[storage](0, dim)
 
 
 def _is_here(variable: Any) -> bool:
-    """Whether a variable is of this process, and not of a parameter server."""
+    """Returns whether a variable is of this process, not of a parameter server."""
     place, here = (
         tf.DeviceSpec.from_string(device)
         for device in (variable.device, tf.constant(0).device)

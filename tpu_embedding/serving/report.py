@@ -36,7 +36,7 @@ class TableReport:
 
 
 def unchanged(name: str, shape: tuple[int, int]) -> TableReport:
-    """Of a table that is kept as it is, in float32."""
+    """Returns the report of a table that is kept as it is, in float32."""
     size = 4 * shape[0] * shape[1]
     return TableReport(name, *shape, "float32", size, size, 0.0, 0.0, 0.0)
 
@@ -77,7 +77,7 @@ class Report:
 
 
 def _cells(table: TableReport) -> tuple[str, ...]:
-    """A table as a line of `Report`."""
+    """Returns a table as a line of `Report`."""
     return (
         table.name,
         f"{table.rows} x {table.dim}",

@@ -193,7 +193,7 @@ def _total(conversions: _Conversions) -> int:
 
 
 def _pieces(conversions: _Conversions) -> Iterator[Piece]:
-    """The rows of all tables as they are stored, a piece at a time."""
+    """Yields the rows of all tables as they are stored, a piece at a time."""
     size = part_bytes(_total(conversions)) // _PIECES
     for table, conversion, place in conversions.values():
         keys = {
@@ -218,7 +218,7 @@ def _add_tables(scratch: str, model: str, pieces: Iterator[Piece], total: int) -
 
 @contextlib.contextmanager
 def _scratch(path: str) -> Iterator[str]:
-    """A new folder within `path`, gone afterwards; so is `path` after an error."""
+    """Yields a folder within `path`, gone afterwards; so is `path` after an error."""
     scratch = f"{path}/{_SCRATCH}"
     with one_writer(path):
         require_empty(path)  # Another process may have been first.
@@ -288,7 +288,7 @@ class _Module(tf.Module):
 
 
 def _trackables(value: Any, seen: dict[int, Any] | None = None) -> Iterator[Any]:
-    """The trackable objects of a value: in containers, and those functions refer to.
+    """Yields a value's trackable objects: in containers, and what functions use.
 
     A tf.lookup table or a Keras layer in the closure or the globals of a function is
     no attribute of anything that TensorFlow would save.
@@ -316,7 +316,7 @@ def _trackables(value: Any, seen: dict[int, Any] | None = None) -> Iterator[Any]
 
 
 def _referenced(function: types.FunctionType) -> Iterator[Any]:
-    """The objects in the closure of a function, and the globals that it names."""
+    """Yields the objects in a function's closure, and the globals that it names."""
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # Not assigned yet.
             yield cell.cell_contents

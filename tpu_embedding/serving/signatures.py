@@ -78,7 +78,7 @@ class _Field:
 
 
 def input_name(path: str) -> str:
-    """A feature's path as a name that signatures allow.
+    """Returns a feature's path as a name that signatures allow.
 
     The inputs of a signature are arguments of a Python method.
 
@@ -108,7 +108,7 @@ class _Inputs:
     """
 
     def __init__(self, *, case_matters: bool = False) -> None:
-        """TensorFlow renames graph inputs whose names differ only in case."""
+        """Takes whether names may differ only in case, as graph inputs may not."""
         self.specs: dict[str, Any] = {}
         self._case_matters = case_matters
         self._taken: dict[str, tuple[str, str]] = {}  # name and source
@@ -131,7 +131,7 @@ class _Inputs:
 
 
 def _of_fields(make_field: Callable[[FeatureSpec, bool], _Field]) -> Any:
-    """A maker of signatures in which each feature has inputs of its own."""
+    """Returns a maker of signatures in which each feature has inputs of its own."""
 
     def make(options: SignatureOptions) -> Signature:
         fields = [make_field(f, f.path in options.weighted) for f in options.features]
@@ -174,7 +174,7 @@ def _dtype(feature: FeatureSpec) -> tf.DType:
 
 
 def _dense_shape(feature: FeatureSpec) -> list[int | None]:
-    """One id for each sample, or any number where the shape allows it."""
+    """Returns a shape of one id for each sample, or of any number where allowed."""
     config = feature.config
     if config.max_sequence_length:
         return [None, None]
@@ -235,7 +235,7 @@ def _ragged_field(feature: FeatureSpec, weighted: bool) -> _Field:
 
 
 def _examples_signature(options: SignatureOptions) -> Signature:
-    """Serialised tf.train.Examples: int64 lists by path, float lists of weights."""
+    """Makes the signature of tf.train.Examples: int64 ids by path, float weights."""
 
     def lists(dtype: tf.DType) -> tf.io.RaggedFeature:
         return tf.io.RaggedFeature(dtype, row_splits_dtype=tf.int64)

@@ -43,7 +43,7 @@ class TPUContext:
     current_host = 0
 
     def current_input_fn_deployment(self) -> tuple[str, int, int, int]:
-        """The device, the call of the input_fn and their number, and the replicas."""
+        """Returns the device, call number, number of calls, and number of replicas."""
         return "/device:CPU:0", self.current_host, self.num_hosts, self.num_replicas
 
     def __getattr__(self, name: str) -> Any:

@@ -119,7 +119,7 @@ def receive(serving_input_receiver_fn: Callable[[], Any]) -> ServingInputReceive
 
 
 def signatures(receiver: ServingInputReceiver, spec: Any) -> dict[str, Any]:
-    """The SignatureDefs of a model, by name; one of them is the default."""
+    """Returns the SignatureDefs of a model, by name; one of them is the default."""
     inputs = _named(receiver.receiver_tensors)
     outputs: dict[str, Any] = dict(spec.export_outputs or {DEFAULT_SIGNATURE: None})
     if outputs.get(DEFAULT_SIGNATURE, 1) is None:
@@ -168,7 +168,7 @@ def write(
 
 
 def new_folder(base: str | os.PathLike[str]) -> str:
-    """A folder below `base` that is called by the time in seconds and is not there."""
+    """Returns a path below `base`, named by the time in seconds, that is not there."""
     stamp = int(time.time())
     while tf.io.gfile.exists(os.path.join(base, str(stamp))):
         stamp += 1

@@ -132,7 +132,7 @@ class _Variables(private_tensorflow.StateManager):
         return variable
 
     def get_variable(self, feature_column: Any, name: str) -> tf.Variable:
-        """The variable that was made."""
+        """Returns the variable that was made."""
         return self._variables[feature_column, name]
 
     def add_resource(self, feature_column: Any, name: str, resource: Any) -> None:
@@ -140,7 +140,7 @@ class _Variables(private_tensorflow.StateManager):
         self._resources[feature_column, name] = resource
 
     def has_resource(self, feature_column: Any, name: str) -> bool:
-        """Whether it was kept."""
+        """Returns whether a resource was kept."""
         return (feature_column, name) in self._resources
 
     def get_resource(self, feature_column: Any, name: str) -> Any:

@@ -76,7 +76,7 @@ class Graph:
     own_saver: bool = False
 
     def scaffold(self) -> Any:
-        """The Scaffold of the session, with a Saver that names the tables."""
+        """Returns the Scaffold of the session, with a Saver that names the tables."""
         config_saver = self.spec.scaffold is not None and self.spec.scaffold.saver
         if self.tables is not None and config_saver:
             logging.warning(
@@ -116,7 +116,7 @@ class Graph:
 
 
 def call_input_fn(input_fn: Callable[..., Any], mode: Mode) -> tuple[Any, Any]:
-    """(features, labels) of the next batch; labels are None where there are none."""
+    """Returns the (features, labels) of the next batch; labels may be None."""
     with tf.device("/cpu:0"):
         found = _call(input_fn, mode, {})
         if isinstance(found, tf.data.Dataset):
@@ -154,7 +154,7 @@ def build(
 
 
 def ignored_options(embedding_spec: Any) -> list[str]:
-    """The options of a spec that have no effect with use_tpu=False."""
+    """Returns the options of a spec that have no effect with use_tpu=False."""
     defaults = (None, False, "")
     return [o for o in _TPU_OPTIONS if getattr(embedding_spec, o) not in defaults]
 
@@ -185,7 +185,7 @@ def _call_model_fn(
 
 @contextlib.contextmanager
 def _fresh_keras_names() -> Iterator[None]:
-    """Numbers unnamed Keras 3 layers from the beginning, as each new graph must.
+    """Starts the numbers of unnamed Keras 3 layers anew, as each new graph must.
 
     Keras counts names in a process: without this the `dense` of training would be the
     `dense_1` of evaluation, which no checkpoint has.
@@ -229,7 +229,7 @@ def _call(function: Callable[..., Any], mode: Mode, given: Mapping[str, Any]) ->
 
 
 def _with_saver(graph: Graph, config: RunConfig) -> Graph:
-    """The graph, with the Saver that a Scaffold without one takes."""
+    """Returns the graph with the Saver that a Scaffold without one takes."""
     keys = _v1.GraphKeys
     if not _v1.get_collection(keys.SAVERS) and not (
         graph.spec.scaffold and graph.spec.scaffold.saver

@@ -163,7 +163,7 @@ def _checked(key: str, sparse: tf.SparseTensor) -> tf.SparseTensor:
 def _filled(
     ids: tf.SparseTensor, weights: tf.SparseTensor | None
 ) -> tuple[tf.SparseTensor, tf.SparseTensor]:
-    """Ids and weights with the entry (id 0, weight 0) in each empty row."""
+    """Returns ids and weights with the entry (id 0, weight 0) in each empty row."""
     # Room for the entry; by axis, so that TensorFlow still knows the batch size.
     rows, columns = tf.unstack(ids.dense_shape, num=2)
     shape = tf.stack([rows, tf.maximum(columns, 1)])
@@ -179,7 +179,7 @@ def _filled(
 
 
 def _lengths(ids: tf.SparseTensor, max_length: int) -> tf.Tensor:
-    """For each sample the last position that has an entry, plus 1; int64 [B]."""
+    """Returns int64 [B], each sample's last position that has an entry, plus 1."""
     ends = tf.math.unsorted_segment_max(
         ids.indices[:, 1] + 1, ids.indices[:, 0], ids.dense_shape[0]
     )
@@ -205,6 +205,6 @@ class _Positions:
         self._shape = tf.stack([ids.dense_shape[0] * max_length, columns])
 
     def of(self, values: tf.SparseTensor) -> tf.SparseTensor:
-        """Ids or weights, [samples * positions, entries]."""
+        """Returns ids or weights as [samples * positions, entries]."""
         kept = tf.boolean_mask(values.values, self._kept)
         return tf.SparseTensor(self._indices, kept, self._shape)

@@ -65,7 +65,7 @@ StateManager: Any = _feature_column.StateManager
 
 
 def feature_cache(features: Mapping[str, Any]) -> Any:
-    """The cache from which columns read their inputs."""
+    """Makes the cache from which columns read their inputs."""
     return _feature_column.FeatureTransformationCache(features)
 
 
@@ -114,7 +114,7 @@ def one_tpu_core() -> Iterator[dict[str, RecordedVariable]]:
 
 
 def saveable(variable: tf.Variable, name: str) -> Any:
-    """A saveable that stores the variable under another name."""
+    """Makes a saveable that stores the variable under another name."""
     return _saving.ResourceVariableSaveable(variable, "", name)
 
 
@@ -130,6 +130,6 @@ def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _only_replica(x: Any, group_assignment: Any = None, name: Any = None) -> Any:
-    """The sum over the replicas, of which there is one."""
+    """Returns the sum over the replicas, of which there is one."""
     del group_assignment
     return tf.identity(x, name=name)

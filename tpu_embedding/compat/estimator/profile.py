@@ -45,7 +45,7 @@ class TableStatistics:
     shard_ids: tuple[int, ...]
 
     def merged(self, other: TableStatistics) -> TableStatistics:
-        """The combined statistics, as if sampled in one run.
+        """Combines both statistics, as if they were sampled in one run.
 
         Args:
           other: Statistics of the same table and the same number of shards.
@@ -226,7 +226,7 @@ class EmbeddingProfiler:
         return TableStatistics(0, 0, 0, (0,) * self._options.num_shards)
 
     def shard_loads(self) -> dict[str, tuple[float, ...]]:
-        """The `shard_loads` of a SparseCoreEmbeddingConfig, computed from the files.
+        """Computes the `shard_loads` of a SparseCoreEmbeddingConfig from the files.
 
         The planner then turns the tables of a stack so that rows that are often asked
         for fall to different SparseCores.
@@ -248,7 +248,7 @@ class EmbeddingProfiler:
         return {table: numbers.shard_loads for table, numbers in found.items()}
 
     def _chosen(self, feature: str, numbers: np.ndarray) -> np.ndarray:
-        """Whether each example is sampled."""
+        """Returns whether each example is sampled."""
         digest = hashlib.sha256(f"{self._options.seed} {feature}".encode()).digest()
         with np.errstate(over="ignore"):
             x = numbers.astype(np.uint64) + np.frombuffer(digest[:8], np.uint64)
@@ -284,7 +284,7 @@ class EmbeddingProfiler:
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def _read(self, table: str) -> TableStatistics | None:
-        """The contents of a table's file, or None if there is no such file."""
+        """Reads a table's file, or returns None if there is no valid one."""
         path = self._paths[table]
         if not os.path.exists(path):
             return None
@@ -300,7 +300,7 @@ class EmbeddingProfiler:
 
 
 def _integers(feature: str, given: Any) -> np.ndarray:
-    """As int64; a fraction is refused, not cut."""
+    """Returns ids or examples as int64; fractions are refused, not cut."""
     values = np.asarray(given)
     if values.size and not np.issubdtype(values.dtype, np.integer):
         raise TypeError(

@@ -184,7 +184,7 @@ class WarmStartSettings:
 
 
 def warm_start_settings(value: Any) -> WarmStartSettings | None:
-    """The settings of `warm_start_from`, which may be a path."""
+    """Returns the settings of `warm_start_from`, which may be a path."""
     if value is None or isinstance(value, WarmStartSettings):
         return value
     if not isinstance(value, str):
@@ -195,7 +195,7 @@ def warm_start_settings(value: Any) -> WarmStartSettings | None:
 
 
 def is_warm_started(settings: WarmStartSettings, name: str) -> bool:
-    """Whether `settings` name a variable."""
+    """Returns whether `settings` name a variable."""
     wanted = settings.vars_to_warm_start
     patterns = [wanted] if isinstance(wanted, str) else wanted or []
     return any(re.match(pattern, name) for pattern in patterns)

@@ -57,7 +57,7 @@ def train(
 def evaluate(
     graph: Graph, checkpoint: str | None, config: RunConfig, hooks: Any, steps: Any
 ) -> dict[str, Any]:
-    """The metrics over `steps` batches, or over all of the input."""
+    """Computes the metrics over `steps` batches, or over all of the input."""
     check_restored(graph, checkpoint)
     spec = graph.spec
     metrics = dict(spec.eval_metric_ops or {})
@@ -80,7 +80,7 @@ def evaluate(
 
 
 def chosen(predictions: Any, keys: Any) -> Any:
-    """The predictions selected by `keys`; None selects all."""
+    """Returns the predictions selected by `keys`; None selects all."""
     if keys is None:
         return predictions
     names = [keys] if isinstance(keys, str) else list(keys)
@@ -112,7 +112,7 @@ def predict(
 def prediction_session(
     graph: Graph, checkpoint: str | None, config: RunConfig, hooks: Any
 ) -> Any:
-    """A session for `predict`; to be made where the graph is the default."""
+    """Makes a session for `predict`; the graph must be the default one."""
     check_restored(graph, checkpoint)
     creator = _v1.train.ChiefSessionCreator(
         graph.scaffold(),
@@ -138,7 +138,7 @@ def write_metrics(folder: str, metrics: Mapping[str, Any]) -> None:
 def _savers(
     graph: Graph, model_dir: str, config: RunConfig, scaffold: Any, given: Any
 ) -> list[Any]:
-    """The hooks that save checkpoints, after applying pending updates."""
+    """Makes the hooks that save checkpoints, after applying pending updates."""
     hooks, listeners = given
     flush = graph.tables.flush if graph.tables is not None else None
     listeners = [*([_Flush(flush)] if flush is not None else []), *(listeners or ())]
@@ -223,12 +223,12 @@ def _batch_size(values: Any) -> int:
 
 
 def event_folder(model_dir: str, name: str | None) -> str:
-    """Where the metrics of an evaluation go."""
+    """Returns the folder of the metrics of an evaluation."""
     return os.path.join(model_dir, f"eval_{name}" if name else "eval")
 
 
 def latest_checkpoint(folder: str) -> str | None:
-    """The prefix of the latest checkpoint, or None where none was written."""
+    """Returns the prefix of the latest checkpoint, or None where none was written."""
     # TensorFlow's function returns None for both, and training would start over.
     state = tf.train.get_checkpoint_state(folder)
     if state is None:
@@ -296,7 +296,7 @@ def check_restored(graph: Graph, checkpoint: str | None) -> None:
 
 
 def _own_variables(graph: Graph) -> dict[str, tf.Variable]:
-    """The model's variables by their names; without partitioned variables."""
+    """Returns the model's variables by their names, without partitioned variables."""
     tables = {id(variable) for variable in graph.table_variables.values()}
     return {
         variable.op.name: variable

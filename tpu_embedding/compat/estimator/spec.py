@@ -141,7 +141,7 @@ class TPUEstimatorSpec:
 
 
 def check_hooks(hooks: Any) -> tuple[Any, ...]:
-    """The hooks as a tuple."""
+    """Checks the hooks, and returns them as a tuple."""
     hooks = tuple(hooks or ())
     for hook in hooks:
         if not isinstance(hook, _v1.train.SessionRunHook):

@@ -83,7 +83,7 @@ class EmbeddingTables:
         self.ids: dict[str, Any] = {}
 
     def activations(self, features: Mapping[str, Any]) -> dict[str, Any]:
-        """The features for the model_fn: activations in place of ids and weights."""
+        """Returns the model_fn's features: activations in place of ids and weights."""
         combiners = {key: table.combiner for key, table in self._old_tables.items()}
         inputs = split_inputs(features, self._configs, combiners)
         if self._training:
@@ -103,7 +103,7 @@ class EmbeddingTables:
         return {**inputs.others, **shaped}
 
     def train_op(self, train_op: Any) -> tf.Operation:
-        """The model's train_op, followed by the update of the tables."""
+        """Returns the model's train_op, followed by the update of the tables."""
         for key in self._configs:
             if key not in self._gradients:
                 logging.warning(
@@ -127,7 +127,7 @@ class EmbeddingTables:
     def named_variables(
         self, recorded: Mapping[str, private_tensorflow.RecordedVariable]
     ) -> dict[str, tf.Variable]:
-        """Tables and slots by their names in checkpoints of the removed software.
+        """Returns tables and slots by their names in checkpoints of the old software.
 
         `recorded` is what columns recorded while the model_fn was called.
         """
@@ -159,7 +159,7 @@ class EmbeddingTables:
         )
 
     def _safe_features(self) -> list[str]:
-        """The features whose columns look empty samples up as row 0 on a CPU."""
+        """Returns the features whose columns look empty samples up as row 0 on CPUs."""
         return [
             column.get_feature_key_name()
             for column in self._spec.embedding_columns()
@@ -180,7 +180,7 @@ class EmbeddingTables:
         return tf.reshape(activation, [-1, length, activation.shape[-1]])
 
     def _hooked(self, key: str, activation: tf.Tensor) -> tf.Tensor:
-        """The activation, with a gradient that is kept for the update."""
+        """Returns the activation, with a gradient that is kept for the update."""
 
         @tf.custom_gradient
         def hook(dummy: Any, value: Any) -> Any:
@@ -206,7 +206,7 @@ class EmbeddingTables:
     def _names(
         self, recorded: Mapping[str, private_tensorflow.RecordedVariable]
     ) -> dict[str, str]:
-        """For each table its variable's name."""
+        """Returns the name of each table's variable."""
         if self._spec.feature_columns is None:
             return {key: key for key in self._old_tables}
         names, own = {}, {}
@@ -242,7 +242,7 @@ class EmbeddingTables:
 
 
 def _dummy(table: str) -> tf.Variable:
-    """A variable that the model's optimizer differentiates with respect to."""
+    """Makes a variable that the model's optimizer differentiates with respect to."""
     collections_ = [_v1.GraphKeys.LOCAL_VARIABLES, _v1.GraphKeys.TRAINABLE_VARIABLES]
     return _v1.get_variable(
         DUMMY_PREFIX + table,
@@ -262,7 +262,7 @@ def _make_local(hidden: Callable[[Any], bool]) -> None:
 
 
 def _function(function: Any) -> Any:
-    """As one op of the graph, in which stateful ops keep their order."""
+    """Makes a function one op of the graph, in which stateful ops keep their order."""
     return tf.function(function, autograph=False)
 
 

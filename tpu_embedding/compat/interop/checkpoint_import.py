@@ -172,7 +172,7 @@ def import_estimator_checkpoint(
 
 
 def rows_by_id(rows: np.ndarray, num_hosts: int) -> np.ndarray:
-    """Rows of a "mod" checkpoint, host after host, in the order of their ids.
+    """Sorts the rows of a "mod" checkpoint, host after host, by their ids.
 
     >>> rows_by_id(np.array([0, 2, 4, 1, 3]), num_hosts=2).tolist()
     [0, 1, 2, 3, 4]
@@ -215,7 +215,7 @@ class _NameMap:
         self._names = names
 
     def get(self, key: str, checkpoint: Bundle) -> str | None:
-        """The given name, which must be there, or None."""
+        """Returns the given name, which must be there, or None."""
         name = self._names.get(key)
         if name is not None and name not in checkpoint.shapes:
             raise _no_single_variable(key, [], checkpoint)
@@ -243,7 +243,7 @@ def _read_table(
     names: _NameMap,
     hosts: tuple[int, int],
 ) -> dict[str, np.ndarray]:
-    """The parts of one table; `hosts`: how many padded it, how many permuted it."""
+    """Reads a table's parts; `hosts` counts those that padded and that permuted it."""
     variable = names.get(table.key, checkpoint)
     variable = variable or _find(checkpoint, table.key, table.pattern)
     found = {PARAMETERS: variable}
@@ -296,7 +296,7 @@ def _no_single_variable(
 def _rows(
     table: str, name: str, value: np.ndarray, parts: Mapping[str, MutableTableRows]
 ) -> MutableTableRows:
-    """The rows that `value` goes into."""
+    """Returns the rows that `value` goes into."""
     if name not in parts:
         raise ValueError(
             f"Table {table!r}: the imported slot {name!r} has no counterpart among "

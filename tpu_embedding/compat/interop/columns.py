@@ -33,35 +33,35 @@ class EmbeddingColumn(Protocol):
         ...
 
     def get_feature_key_name(self) -> str:
-        """The key of the ids among the features."""
+        """Returns the key of the ids among the features."""
         ...
 
     def get_embedding_var_name(self) -> str:
-        """The name of the table; shared columns have one."""
+        """Returns the name of the table; shared columns have one."""
         ...
 
     def get_embedding_table_size(self) -> tuple[int, int]:
-        """(vocabulary size, dimension)."""
+        """Returns the vocabulary size and the dimension."""
         ...
 
     def get_combiner(self) -> str | None:
-        """The combiner: "sum", "mean", "sqrtn", or None for one id per sample."""
+        """Returns the combiner: "sum", "mean", "sqrtn", or None for one id a sample."""
         ...
 
     def get_initializer(self) -> Callable[..., Any]:
-        """The initializer of the table."""
+        """Returns the initializer of the table."""
         ...
 
     def get_weight_key_name(self) -> str | None:
-        """The key of the weights among the features, or None."""
+        """Returns the key of the weights among the features, or None."""
         ...
 
     def get_max_sequence_length(self) -> int:
-        """The number of positions of a sequence; 0 for a column that combines ids."""
+        """Returns a sequence's number of positions; 0 if the column combines ids."""
         ...
 
     def get_learning_rate_fn(self) -> Callable[..., Any] | None:
-        """A function of the step that returns the learning rate, or None."""
+        """Returns the function from the step to the learning rate, or None."""
         ...
 
     def is_sequence_column(self) -> bool:
@@ -70,12 +70,12 @@ class EmbeddingColumn(Protocol):
 
 
 def is_embedding_column(column: Any) -> bool:
-    """Whether the column describes a TPU embedding table."""
+    """Returns whether the column describes a TPU embedding table."""
     return isinstance(column, EmbeddingColumn)
 
 
 def is_accepted(column: Any) -> bool:
-    """Whether a spec takes the column, with a TPU table or without."""
+    """Returns whether a spec takes the column, with a TPU table or without."""
     return (
         is_embedding_column(column)
         or _has_all(column, _NUMERIC_FIELDS)
@@ -84,7 +84,7 @@ def is_accepted(column: Any) -> bool:
 
 
 def on_tensor_core(column: Any) -> bool:
-    """Whether the column asks to be looked up on the tensor core."""
+    """Returns whether the column asks to be looked up on the tensor core."""
     return _device(column) == "TPU_TENSOR_CORE"
 
 
@@ -101,19 +101,19 @@ def refuse_tensor_core(where: str, columns: Iterable[Any] | None) -> None:
 
 
 def on_cpu(column: Any) -> bool:
-    """Whether the column is for serving on a CPU only."""
+    """Returns whether the column is for serving on a CPU only."""
     return _device(column) == "CPU"
 
 
 def is_shared(column: Any) -> bool:
-    """Whether the column shares a table with others by a common name."""
+    """Returns whether the column shares a table with others by a common name."""
     return hasattr(column, "shared_embedding_column_creator") or hasattr(
         column, "shared_embedding_collection_name"
     )
 
 
 def changes_ids(column: Any) -> bool:
-    """Whether a CPU hashes the ids or looks them up; a TPU takes them as they are."""
+    """Returns whether a CPU hashes the ids or looks them up, and a TPU does not."""
     inner = column
     while hasattr(inner, "categorical_column"):  # Weights and sequences wrap one.
         inner = inner.categorical_column
@@ -121,7 +121,7 @@ def changes_ids(column: Any) -> bool:
 
 
 def table_key(column: EmbeddingColumn) -> str:
-    """The key of the column's table in `table_to_config`."""
+    """Returns the key of the column's table in `table_to_config`."""
     return TABLE_PREFIX + column.get_embedding_var_name()
 
 
@@ -174,7 +174,7 @@ def get_configs_from_feature_columns(
 
 
 def _device(column: Any) -> str:
-    """The name of the `embedding_lookup_device`, or ""."""
+    """Returns the name of the `embedding_lookup_device`, or ""."""
     device = getattr(column, "_embedding_lookup_device", None)
     return getattr(device, "name", "")
 
@@ -207,7 +207,7 @@ def _check_same(key: str, first: TableConfig, second: TableConfig) -> None:
 
 
 def _same_initializer(first: Any, second: Any) -> bool:
-    """Whether both fill a table alike; two defaults are two objects."""
+    """Returns whether both fill a table alike, even if they are two objects."""
     if first is second:
         return True
     if type(first) is not type(second) or not hasattr(first, "get_config"):
@@ -219,12 +219,12 @@ def _same_initializer(first: Any, second: Any) -> bool:
 
 
 def lost_fields(columns: list[Any] | None) -> list[Any]:
-    """For each column the fields that TensorFlow's shared columns lose when pickled."""
+    """Returns for each column the fields that pickling a shared column loses."""
     return [getattr(column, _LOST, None) for column in columns or []]
 
 
 def with_lost_fields(columns: list[Any] | None, lost: list[Any]) -> list[Any] | None:
-    """The columns, with the fields of `lost_fields` restored."""
+    """Returns the columns, with the fields of `lost_fields` restored."""
     if columns is None:
         return None
     return [

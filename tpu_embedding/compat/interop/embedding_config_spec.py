@@ -153,7 +153,7 @@ class EmbeddingConfigSpec(collections.namedtuple("EmbeddingConfigSpec", _FIELDS)
         )
 
     def _replace(self, /, **changes: Any) -> EmbeddingConfigSpec:
-        """A spec with other fields, checked like a new one.
+        """Makes a spec with other fields, checked like a new one.
 
         Raises:
           TypeError: For `tensor_core_feature_columns`, which is derived.
@@ -255,11 +255,11 @@ class EmbeddingConfigSpec(collections.namedtuple("EmbeddingConfigSpec", _FIELDS)
         )
 
     def embedding_columns(self) -> list[columns.EmbeddingColumn]:
-        """The columns that have TPU embedding tables."""
+        """Returns the columns that have TPU embedding tables."""
         return [c for c in self.feature_columns or [] if columns.is_embedding_column(c)]
 
     def other_columns(self) -> list[Any]:
-        """The columns that have none: numeric ones, and plain embedding columns."""
+        """Returns the columns without them: numeric and plain embedding columns."""
         own = self.feature_columns or []
         return [c for c in own if not columns.is_embedding_column(c)]
 
@@ -272,7 +272,7 @@ class EmbeddingConfigSpec(collections.namedtuple("EmbeddingConfigSpec", _FIELDS)
 def _unpickle(
     cls: type[EmbeddingConfigSpec], fields: tuple[Any, ...], lost: list[Any]
 ) -> EmbeddingConfigSpec:
-    """Called by `pickle` with fields that were checked before."""
+    """Makes a spec for `pickle`, of fields that were checked before."""
     return cls._make((columns.with_lost_fields(fields[0], lost), *fields[1:]))
 
 
@@ -288,7 +288,7 @@ def _from_alias(feature_columns: Any, column: Any) -> Any:
 
 
 def _is_single(feature_columns: Any) -> bool:
-    """Whether it is one column; columns are tuples, and so can be iterated over."""
+    """Returns whether it is one column; columns are tuples, so iterable themselves."""
     return isinstance(feature_columns, str) or hasattr(feature_columns, "name")
 
 

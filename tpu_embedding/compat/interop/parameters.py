@@ -65,7 +65,7 @@ class OptimizationParameters:
                 raise errors.argument_value(argument, beta, ">= 0 and < 1")
 
     def _numbers(self, *arguments: str) -> Iterator[tuple[str, float]]:
-        """Names and values of arguments, each after a check that it is a number."""
+        """Yields names and values of arguments, each checked to be a number."""
         for argument in arguments:
             value: Any = getattr(self, argument)
             if not is_number(value):
@@ -404,7 +404,7 @@ _SLOTS: dict[type, tuple[SlotSource, ...]] = {
 
 
 def slot_sources(parameters: Any) -> tuple[SlotSource, ...]:
-    """The slots of one of the *Parameters; none for None."""
+    """Returns the slots of one of the *Parameters; none for None."""
     if parameters is None:
         return ()
     check_parameters(parameters)

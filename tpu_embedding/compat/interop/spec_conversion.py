@@ -135,7 +135,7 @@ class StepRate:
     function: Callable[[Any], Any]
 
     def __call__(self, step: Any) -> Any:
-        """The rate after `step` updates."""
+        """Returns the rate after `step` updates."""
         return self.function(step)
 
 
@@ -152,7 +152,7 @@ class VariableRate:
     step: Any
 
     def __call__(self) -> Any:
-        """The rate at the step's value of the moment."""
+        """Returns the rate at the present value of the step."""
         step = self.step() if callable(self.step) else self.step
         return self.function(step)
 
@@ -252,7 +252,7 @@ class _Optimizers:
             self.common = self._convert("EmbeddingConfigSpec", shared)
 
     def of_table(self, key: str, table: v1.TableConfig) -> Optimizer | None:
-        """The table's own optimizer, or None where it has the common one."""
+        """Returns the table's own optimizer, or None where it has the common one."""
         own = self.common
         if table.optimization_parameters is not None:
             own = self._convert(f"Table {key!r}", table.optimization_parameters)
@@ -276,7 +276,7 @@ class _Optimizers:
         return optimizer
 
     def _rate(self, function: Callable[[Any], Any]) -> StepRate | VariableRate:
-        """One object for each function, which is then called once per update."""
+        """Returns one object for each function, which an update then calls once."""
         if id(function) not in self._rates:
             self._rates[id(function)] = (
                 StepRate(function)
@@ -289,7 +289,7 @@ class _Optimizers:
 def _to_optimizer(
     where: str, parameters: old.OptimizationParameters, clipping_limit: float | None
 ) -> Optimizer:
-    """The optimizer of the same rule; errors name `where` its parameters are."""
+    """Makes the optimizer of the same rule; errors name `where` its parameters are."""
     cls: Any = _OPTIMIZERS[type(parameters)]
     given: Any = parameters
     known = {field.name for field in dataclasses.fields(cls)}
@@ -311,7 +311,7 @@ def _to_optimizer(
 
 
 def _with_rate(where: str, optimizer: Optimizer, rate: optimizers.Rate) -> Optimizer:
-    """The optimizer at a table's own rate; errors say `where` it is."""
+    """Returns the optimizer at a table's own rate; errors say `where` it is."""
     try:
         return dataclasses.replace(optimizer, learning_rate=rate)  # pyright: ignore[reportArgumentType, reportCallIssue]
     except (TypeError, ValueError) as error:
@@ -371,7 +371,7 @@ def _table(
 
 
 def _initializer(initializer: Callable[..., Any] | None) -> Any:
-    """One of (shape, dtype); functions for TensorFlow 1 may take the shape alone."""
+    """Makes an initializer of (shape, dtype) of one that may take the shape alone."""
     if initializer is None:
         return None
     parameters = inspect.signature(initializer).parameters.values()
