@@ -79,7 +79,7 @@ class Topology:
         return self.num_replicas
 
     def replica(self) -> int | None:
-        """The replica that is being traced or run, or None outside of replicas.
+        """Returns the replica that is being traced or run, or None outside of replicas.
 
         Raises:
           RuntimeError: If a strategy is active that is not the embedding's own.
@@ -105,7 +105,7 @@ class Topology:
         return int(tf.get_static_value(context.replica_id_in_sync_group))
 
     def run_context(self) -> Any:
-        """The context of the replica that calls, or None outside of strategy.run.
+        """Returns the context of the calling replica, or None outside of strategy.run.
 
         Each strategy.run has contexts of its own.
         """
@@ -114,9 +114,9 @@ class Topology:
         return tf.distribute.get_replica_context()
 
     def runs(self) -> np.ndarray:
-        """What tells this run of strategy.run from others: int64 [1], outside 0.
+        """Returns a number that tells runs of strategy.run apart, 0 outside: int64 [1].
 
-        [0] where kernels can tell (inside, in graphs), or need not (one replica).
+        It is empty if kernels can tell (inside, in graphs) or need not (one replica).
         """
         if self.num_replicas == 1:
             return library.NO_NUMBER
@@ -126,7 +126,7 @@ class Topology:
         return _run_number(context)
 
     def can_synchronize(self) -> bool:
-        """Whether `with_all_replicas` can be called in this replica.
+        """Returns whether `with_all_replicas` can be called in this replica.
 
         Only MirroredStrategy calls its function once for each replica, and its replicas
         meet in the graph in which strategy.run began: not in a tf.function or a branch
@@ -152,11 +152,11 @@ class Topology:
         )
 
     def program(self) -> Any:
-        """The graph of the TPU program that is being traced, or None outside of one."""
+        """Returns the graph of the TPU program being traced, or None outside of one."""
         return None
 
     def has_feature(self, feature: str) -> bool:
-        """Whether its TPUs, if it has any, are those of an EmbeddingFeature."""
+        """Returns whether its TPUs, if it has any, are those of an EmbeddingFeature."""
         del feature
         return True
 
@@ -186,14 +186,14 @@ class Topology:
         del paths, values
 
     def _tensors(self, values: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-        """The index of each feature and each of its tensors, of all replicas."""
+        """Yields the index of each feature and each of its tensors, of all replicas."""
         for index, value in enumerate(values):
             for part in self.strategy.experimental_local_results(value):
                 for tensor in tf.nest.flatten(part, expand_composites=True):
                     yield index, tensor
 
     def find(self, device: Any) -> str:
-        """The full name of the strategy's device that a user named, maybe in part.
+        """Completes the name of a strategy's device, which a user may give in part.
 
         Raises:
           ValueError: If it is none of the strategy's.
@@ -212,7 +212,7 @@ class Topology:
         return found
 
     def replica_of(self, device: str) -> int:
-        """The replica of a device that `find` returned, without TPUs."""
+        """Returns the replica of a device that `find` returned, without TPUs."""
         return self._devices().index(device)
 
     def _devices(self) -> list[str]:
@@ -221,7 +221,7 @@ class Topology:
         return list(self.strategy.extended.worker_devices)
 
     def split(self, values: Sequence[Any]) -> list[list[Any]]:
-        """For each replica its part of each value.
+        """Returns for each replica its part of each value.
 
         A value that is not distributed goes to every replica whole.
         """
@@ -303,13 +303,13 @@ class TPUTopology(Topology):
         return self.system.on_host(function, *arguments)
 
     def of_replica(self, parts: Sequence[tf.Tensor]) -> tf.Tensor:
-        """The one of R resources on hosts that belongs to the calling replica."""
+        """Returns the one of R host resources that belongs to the calling replica."""
         replica = self.replica()
         assert replica is not None
         return self.system.of_replica(parts, replica)
 
     def barrier(self, tensors: Sequence[Any]) -> list[Any]:
-        """Control inputs that wait for `tensors` in all replicas of a program."""
+        """Makes control inputs that wait for `tensors` in all replicas of a program."""
         if self.run_context() is None:
             return list(tensors)
         return self.system.barrier(tensors, self.sum_over_replicas)
@@ -364,7 +364,7 @@ class TPUTopology(Topology):
 
 
 def current() -> Topology:
-    """The topology of the strategy whose scope is active.
+    """Returns the topology of the strategy whose scope is active.
 
     Raises:
       NotImplementedError: For strategies that no engine serves yet.
@@ -386,13 +386,13 @@ def current() -> Topology:
 
 
 def _run_number(context: Any) -> np.ndarray:
-    """The number of the run of a replica context, 0 outside of strategy.run."""
+    """Returns the number of the run of a replica context, 0 outside of strategy.run."""
     number = 0 if context is None else _RUNS.setdefault(context, next(_RUN_NUMBERS))
     return np.array([number], np.int64)
 
 
 def without_engine() -> Topology:
-    """As `current` for tables that are plain variables, under every strategy.
+    """Returns the topology for tables that are plain variables, under every strategy.
 
     Raises:
       ValueError, RuntimeError: As `current`, of TPUs.
@@ -445,7 +445,7 @@ def _of_parameter_servers(strategy: Any) -> Topology:
 
 
 def _processes(strategy: Any) -> tuple[int, tuple[str, ...]] | None:
-    """The index of this process and the CPU of each, the chief first; None for one."""
+    """Returns this process's index and the CPU of each, chief first; None if alone."""
     resolver = strategy.cluster_resolver
     jobs = resolver.cluster_spec().as_dict() if resolver else {}
     devices = tuple(
@@ -488,7 +488,7 @@ def _of_processes(
 
 
 def is_tpu() -> bool:
-    """Whether a TPU strategy's scope is active, or one that stands in for it."""
+    """Returns whether the scope of a TPU strategy, or a stand-in for one, is active."""
     strategy = tf.distribute.get_strategy()
     return isinstance(strategy, _TPU_STRATEGIES) or _is_software_tpu(strategy)
 
@@ -532,7 +532,7 @@ def _choose_engine(device: str) -> str:
 
 
 def _check_asked(engines: Sequence[str]) -> str:
-    """The engine that the environment asks for, one of `engines`, or ""."""
+    """Returns the engine that the environment asks for, one of `engines`, or ""."""
     asked = os.environ.get(ENGINE_VARIABLE, "")
     if asked and asked not in engines:
         raise ValueError(

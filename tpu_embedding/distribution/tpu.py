@@ -22,7 +22,7 @@ DESCRIBED_GENERATION = "described_generation"
 
 
 def _no_watch(ended: str) -> Callable[[], list[Any]]:
-    """TensorFlow does not report lost TPUs here."""
+    """Returns a watch of nothing: TensorFlow does not report lost TPUs here."""
     del ended
     return list
 
@@ -50,7 +50,7 @@ class TPUSystem:
 
     @classmethod
     def of(cls, strategy: Any) -> TPUSystem:
-        """Those of a strategy.
+        """Returns the TPU system of a strategy.
 
         Raises:
           RuntimeError: If they are not initialized.
@@ -101,30 +101,30 @@ class TPUSystem:
         return host.replace(device_type="TPU_SYSTEM").to_string()
 
     def holds(self, device: str) -> bool:
-        """Whether a tensor on `device` is in the memory of a TPU."""
+        """Returns whether a tensor on `device` is in the memory of a TPU."""
         return tf.DeviceSpec.from_string(device).device_type == "TPU"
 
     def host_of(self, device: str) -> str:
-        """The CPU beside a device."""
+        """Returns the CPU beside a device."""
         return _host_of(device)
 
     def host_of_program(self, replica: int) -> str:
-        """The CPU that runs the host's part of a replica's program."""
+        """Returns the CPU that runs the host's part of a replica's program."""
         return _host_of(self.devices[replica][0])
 
     def ordinal(self, device: str) -> int:
-        """The number of a device among those of its host."""
+        """Returns the number of a device among those of its host."""
         index = tf.DeviceSpec.from_string(device).device_index
         assert index is not None
         return index
 
     def replica(self, context: tf.distribute.ReplicaContext) -> int:
-        """The replica that is traced: 0, as one program stands for all."""
+        """Returns the replica that is traced: 0, as one program stands for all."""
         del context
         return 0
 
     def program(self) -> Any:
-        """The graph that is rewritten into a program, or None outside of one."""
+        """Returns the graph that becomes a program, or None outside of one."""
         found = _tpu_context()
         return None if found is None else found[0]
 
@@ -146,7 +146,7 @@ class TPUSystem:
         )(*arguments)
 
     def of_replica(self, parts: Sequence[tf.Tensor], replica: int) -> tf.Tensor:
-        """The one of R resources on hosts that belongs to the calling replica."""
+        """Returns the one of R host resources that belongs to the calling replica."""
         del replica
         found = _tpu_context()
         assert found is not None
@@ -161,7 +161,7 @@ class TPUSystem:
         return chosen
 
     def barrier(self, tensors: Sequence[Any], total: Callable[..., Any]) -> list[Any]:
-        """Control inputs that wait for `tensors` in all replicas of a program.
+        """Makes control inputs that wait for `tensors` in all replicas of a program.
 
         A real TPU needs no barrier: it writes variables at the end of a program, and
         none if the program fails. Queues on its hosts are not undone.
@@ -202,7 +202,7 @@ class SoftwareTPUSystem(TPUSystem):
         return self.hosts[0]
 
     def holds(self, device: str) -> bool:
-        """Whether `device` is a TPU, and not the host."""
+        """Returns whether `device` is a TPU, and not the host."""
         return find(device, self.all_devices) not in (None, *self.hosts)
 
     def host_of(self, device: str) -> str:
@@ -213,7 +213,7 @@ class SoftwareTPUSystem(TPUSystem):
         return self.devices[replica][0]
 
     def replica(self, context: tf.distribute.ReplicaContext) -> int:
-        """The replica that is traced; each has a program of its own."""
+        """Returns the replica that is traced; each has a program of its own."""
         return int(tf.get_static_value(context.replica_id_in_sync_group))
 
     def program(self) -> Any:
@@ -239,7 +239,7 @@ class SoftwareTPUSystem(TPUSystem):
 
 
 def is_argument(tensor: Any) -> bool:
-    """Whether a tensor comes straight from the arguments of strategy.run."""
+    """Returns whether a tensor comes straight from the arguments of strategy.run."""
     if not tf.is_symbolic_tensor(tensor):
         return False
     if tensor.op.type == "Placeholder":
@@ -264,7 +264,7 @@ def devices_of(tensor: Any) -> list[str]:
 
 
 def find(device: Any, known: Sequence[str]) -> str | None:
-    """The one of some devices that the user named, maybe in part, or None."""
+    """Returns the one of some devices that the user named, maybe in part, or None."""
     try:
         asked = tf.DeviceSpec.from_string(device)
     except (TypeError, ValueError, AttributeError):  # No name of a device.
@@ -277,7 +277,7 @@ def find(device: Any, known: Sequence[str]) -> str | None:
 
 
 def _hosts(devices: Sequence[str]) -> tuple[str, ...]:
-    """The hosts of TPU devices, in the order in which TensorFlow numbers shards."""
+    """Returns the hosts of TPU devices in the order in which shards are numbered."""
     specs = [tf.DeviceSpec.from_string(device) for device in devices]
     specs.sort(key=lambda spec: (spec.replica or 0, spec.task or 0))
     return tuple(dict.fromkeys(_host_of(spec.to_string()) for spec in specs))
@@ -289,7 +289,7 @@ def _host_of(device: str) -> str:
 
 
 def _tpu_context() -> tuple[Any, Any] | None:
-    """The graph that is rewritten into a program and the context that does so."""
+    """Returns the graph that is rewritten into a program, and the rewriting context."""
     graph: Any = tf.compat.v1.get_default_graph()
     while graph is not None:
         context = graph._get_control_flow_context()

@@ -43,7 +43,7 @@ _ENGINES: dict[str, type[Engine]] = {
 
 
 def choose(topology: Topology, plan: Plan) -> type[Engine]:
-    """The engine for a plan: the topology's, or the one that stands in for it.
+    """Returns the engine for a plan: the topology's, or the one that stands in for it.
 
     Raises:
       NotImplementedError: If the TPUs have no hardware for embeddings, or the engine

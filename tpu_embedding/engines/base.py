@@ -124,7 +124,7 @@ class Steps(abc.ABC):
     def from_tensors(
         self, features: PreprocessedFeatures, *, looked_up: bool
     ) -> Prepared:
-        """The batch of plain tensors, which may hold anything: they come from the user.
+        """Makes the batch of tensors that a user passes, which may hold anything.
 
         Args:
           features: Tensors of `Prepared`. For `update` its `output_shapes` may be
@@ -183,11 +183,11 @@ class TableStore(abc.ABC):
 
     @abc.abstractmethod
     def tables(self) -> dict[str, Table]:
-        """Each table of the plan by name: the one view of what the engine stores."""
+        """Returns all tables by name: the one view of what the engine stores."""
 
     @abc.abstractmethod
     def checkpoint_variables(self) -> dict[str, Any]:
-        """Every object to be tracked for checkpoints, by its name there.
+        """Returns every object to be tracked for checkpoints, by its name there.
 
         `UPDATES` is the number of updates already applied, where anything asks for it.
         """
@@ -214,7 +214,7 @@ class TableStore(abc.ABC):
         )
 
     def changes(self, consumer: str) -> RowChanges:
-        """The rows that change for a consumer of deltas, from its first mark on.
+        """Returns which rows change for a consumer of deltas, from its first mark on.
 
         Raises:
           NotImplementedError: If the engine does not track them.
@@ -271,7 +271,7 @@ class Engine(Steps, TableStore):
     stand_in: ClassVar[str | None] = None
 
     def __init__(self, options: EngineOptions) -> None:
-        """Subclasses create the variables; to be called in an eager context."""
+        """Keeps the options; subclasses create the variables, in an eager context."""
         self._options = options
         self._plan = options.plan
         self._device = options.topology.device
@@ -322,7 +322,7 @@ class TracedTicket:
         self.taken = False
 
     def take(self) -> Any:
-        """The content.
+        """Returns the content, once.
 
         Raises:
           tf.errors.FailedPreconditionError: If it was taken before.

@@ -40,14 +40,14 @@ _COUNTS, _OWED = -1, -2  # Keys; those of waiting batches are their numbers.
 
 
 def pack(tensors: Sequence[Any]) -> tf.Tensor:
-    """Tensors of any dtypes and shapes as one scalar variant."""
+    """Packs tensors of any dtypes and shapes into one scalar variant."""
     return tf.raw_ops.CompositeTensorVariantFromComponents(
         components=list(tensors), metadata=""
     )
 
 
 def unpack(variant: tf.Tensor, specs: Sequence[tf.TensorSpec]) -> list[tf.Tensor]:
-    """The tensors in a variant of `pack`, with the dtypes and static shapes given."""
+    """Unpacks a variant of `pack` into tensors of the given dtypes and shapes."""
     tensors = tf.raw_ops.CompositeTensorVariantToComponents(
         encoded=variant, metadata="", Tcomponents=[spec.dtype for spec in specs]
     )
@@ -110,13 +110,13 @@ class BatchRing:
         ]
 
     def with_handles(self, handles: Sequence[tf.Tensor]) -> BatchRing:
-        """The ring whose resources have these handles."""
+        """Returns a copy of the ring whose resources have these handles."""
         other = copy.copy(self)
         other.handles = list(handles)
         return other
 
     def check_room(self) -> list[Any]:
-        """Control inputs for ops that must not run if `put` would be refused."""
+        """Makes control inputs for ops that must not run if `put` would be refused."""
         return self._call(lambda counts: ([], _check_room(counts)))
 
     def put(self, batch: tf.Tensor, *, training: bool) -> list[Any]:
@@ -133,7 +133,7 @@ class BatchRing:
             return self._call(change)
 
     def check_batch(self) -> list[Any]:
-        """Control inputs for ops that must not run if `take` would be refused."""
+        """Makes control inputs for ops that must not run if `take` would be refused."""
         return self._call(
             lambda counts: ([], _check_batch(counts, self._batch(counts.taken)[0]))
         )
@@ -169,7 +169,7 @@ class BatchRing:
         return self._call(change)
 
     def owed(self) -> tf.Tensor:
-        """The batch that owes its gradients."""
+        """Returns the batch that owes its gradients, or fails if there is none."""
 
         def change(counts: _Counts) -> _Change:
             code = tf.where(self._batch(counts.taken)[0], 2, 3)
@@ -240,7 +240,7 @@ class BatchRing:
         return tf.reshape(found, [])
 
     def _batch(self, key: tf.Tensor) -> list[tf.Tensor]:
-        """Whether a batch is for training, and the batch; False if it is not there."""
+        """Returns whether a batch is there and for training, and the batch."""
         found = self._find(key, [tf.constant(False), pack([tf.zeros([])])])
         specs = [tf.TensorSpec([], tf.bool), tf.TensorSpec([], tf.variant)]
         return unpack(found, specs)

@@ -49,7 +49,7 @@ class StackedBatches:
     def by_sample(
         self, gradients: Sequence[tf.Tensor | None]
     ) -> list[tf.Tensor | None]:
-        """Gradients of activations as [samples, D]."""
+        """Reshapes gradients of activations to [samples, D]."""
         return [
             None if gradient is None else tf.reshape(gradient, [-1, dim])
             for gradient, dim in zip(gradients, self._dims, strict=True)
@@ -58,10 +58,10 @@ class StackedBatches:
     def pack(
         self, stacks: Sequence[Sequence[tf.Tensor]], shapes: Sequence[tf.Tensor]
     ) -> PreprocessedFeatures:
-        """The record of one batch.
+        """Makes the record of one batch.
 
-        For each stack row_pointers, sample ids, token ids and gains; for each feature
-        its output shape, int64 [k].
+        `stacks` has row_pointers, sample ids, token ids and gains of each stack, and
+        `shapes` has the output shape of each feature, int64 [k].
         """
         samples = [tf.cast(tf.reduce_prod(shape), tf.int32) for shape in shapes]
         return PreprocessedFeatures(
@@ -86,7 +86,7 @@ class StackedBatches:
     def samples(
         self, tables: Mapping[str, PartitionedCsrFormatTensor]
     ) -> list[tf.Tensor]:
-        """For each feature the number of its samples, an int64 scalar."""
+        """Returns for each feature the number of its samples, an int64 scalar."""
         counts: dict[int, tf.Tensor] = {}
         for k, stack in enumerate(self.layout.stacks):
             count = tf.cast(tables[stack.name].sample_count, tf.int64)

@@ -20,7 +20,7 @@ _LIBRARIES = {"tensorflow", "keras", "tf_keras"}
 
 
 def of_initializer(initializer: Any) -> str:
-    """A text of what decides the numbers of an initializer.
+    """Returns a text of what decides the numbers of an initializer.
 
     It is the same in all processes that run one program. So it has no addresses, no
     paths, and nothing of variables, files and objects of kinds that are not known: a
@@ -37,7 +37,7 @@ class _Reading:
         self._functions: set[Callable[..., Any]] = set()
 
     def called(self, value: Any, depth: int) -> str:
-        """What is known of a callable that makes the numbers."""
+        """Returns a text of what is known of a callable that makes the numbers."""
         kind = type(value).__name__
         if value is None or isinstance(value, str):
             return str(value)
@@ -95,7 +95,7 @@ class _Reading:
         return repr((code.co_code, code.co_names, code.co_varnames, constants))
 
     def _value(self, value: Any, depth: int) -> str:
-        """A value that a callable has; the name of its type if that is not known."""
+        """Describes a value that a callable has, by its type if it is not known."""
         kind = type(value).__name__
         if depth > _DEEPEST:
             return kind
@@ -132,7 +132,7 @@ def _is_of_library(named: Any) -> bool:
 
 
 def _numbers(values: list[Any] | tuple[Any, ...]) -> str | None:
-    """A long list of numbers as an array; None if it is none."""
+    """Returns a long list of numbers as the text of an array; None for others."""
     if len(values) < _MANY:
         return None
     try:

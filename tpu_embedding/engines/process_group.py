@@ -32,7 +32,7 @@ _CALL = contextvars.ContextVar("_CALL", default="")
 
 @contextlib.contextmanager
 def calling(name: str) -> Iterator[None]:
-    """Names what the user calls, for the exchanges in it that have no name."""
+    """Sets the name of what the user calls, for exchanges in it that have no name."""
     token = _CALL.set(_CALL.get() or name)
     try:
         yield
@@ -150,7 +150,7 @@ class Channel:
         return received
 
     def _lane(self, phase: str) -> str:
-        """That of the steps also for an enqueue of a thread that runs steps.
+        """Returns a call's lane, "step" also if a thread that runs steps enqueues.
 
         No other thread of this process is in a step then: the calls can be compared.
         The thread that made the embedding is one if it enqueues in strategy.run.
@@ -189,7 +189,7 @@ class Channel:
                     place.lane = "step"
 
     def after_exchange(self) -> contextlib.AbstractContextManager[Any]:
-        """In a graph, for ops that may fail: beside an exchange they end the job."""
+        """Makes ops of a graph wait for an exchange: failing beside it ends the job."""
         graph: Any = tf.compat.v1.get_default_graph()
         name = "" if tf.executing_eagerly() else self._newest.get(graph, "")
         newest = [graph.get_operation_by_name(name)] if name else []
@@ -233,7 +233,7 @@ class Channel:
             self.exchange(phase, nothing, text, role=role, lane=lane)
 
     def all_gather(self, phase: str, content: bytes, call: str = "") -> list[bytes]:
-        """What each process passed, in their order; outside of graphs."""
+        """Returns what each process passed, in order of processes; not in graphs."""
         return self.all_to_all(phase, [content] * self.size, call)
 
     def all_to_all(
@@ -304,7 +304,7 @@ class _Place:
 
 
 def _open_graphs() -> list[Any]:
-    """The graphs that are traced, from that of the caller to the outermost function."""
+    """Returns the graphs being traced, from the caller's to the outermost one."""
     graphs: list[Any] = [tf.compat.v1.get_default_graph()]
     while hasattr(graphs[-1].outer_graph, "outer_graph"):
         graphs.append(graphs[-1].outer_graph)

@@ -66,7 +66,7 @@ class Rates:
         return len(self._rates) + len(self._others)
 
     def evaluate(self) -> tf.Tensor:
-        """float32 [size]; each distinct callable is called once."""
+        """Returns the numbers, float32 [size]; calls each distinct callable once."""
         values: dict[Any, Any] = {}
         for rate in self._rates:
             if callable(rate) and id(rate) not in values:
@@ -79,7 +79,7 @@ class Rates:
         return tf.stack(found) if values else tf.constant(found, tf.float32)
 
     def of_table(self, evaluated: tf.Tensor, table: int) -> UpdateScalars:
-        """The numbers of one table, out of what `evaluate` gave."""
+        """Returns the numbers of one table, out of what `evaluate` returned."""
         start, end, stop = self._spans[table]
         return UpdateScalars(
             rate=evaluated[table],
@@ -89,13 +89,13 @@ class Rates:
 
 
 def evaluate_rate(rate: Callable[..., Any], updates: Any) -> tf.Tensor:
-    """A callable learning rate after so many updates, a float32 scalar."""
+    """Evaluates a callable learning rate after so many updates, as a float32 scalar."""
     arguments = [updates] if takes_step(rate) else []
     return _scalar("learning_rate", rate, rate(*arguments))
 
 
 def returned_number(argument: str, function: Any, value: Any) -> tf.Tensor:
-    """What a callable argument returned, as float32 of any shape."""
+    """Converts what a callable argument returned to float32 of any shape."""
     try:
         tensor = tf.convert_to_tensor(value)
     except (TypeError, ValueError) as error:
@@ -106,7 +106,7 @@ def returned_number(argument: str, function: Any, value: Any) -> tf.Tensor:
 
 
 def _scalar(argument: str, rate: Any, value: Any) -> tf.Tensor:
-    """What a callable returned, as float32."""
+    """Converts what a callable returned to a float32 scalar."""
     tensor = returned_number(argument, rate, value)
     if tensor.shape.rank != 0:
         raise errors.rate_shape(rate, tensor.shape, argument)

@@ -69,7 +69,7 @@ class _Call:
     number: tf.Tensor | None
 
     def is_visible_in(self, graph: Any) -> bool:
-        """Whether `graph` can use `looked_up`: created there or in an outer graph."""
+        """Returns whether `graph` can use `looked_up`, made in it or an outer graph."""
         if hasattr(self.activation, "numpy"):
             return True  # Created eagerly.
         while graph is not None and graph is not self.activation.graph:
@@ -158,7 +158,7 @@ class EngineTrainedTables:
         self._numbers: Any = None
 
     def can_build(self) -> bool:
-        """Whether `build` needs no shapes of inputs."""
+        """Returns whether `build` needs no shapes of inputs."""
         return self.core is not None
 
     def build(self, layer: Any, input_shapes: Any) -> None:
@@ -192,15 +192,15 @@ class EngineTrainedTables:
         keras_api.set_state(layer, self._variables)
 
     def variables(self) -> dict[str, Any]:
-        """What is saved beside growing tables, by its name in checkpoints."""
+        """Returns what is saved beside growing tables, by its name in checkpoints."""
         return dict(self._variables)
 
     def parameters(self) -> dict[str, Any]:
-        """By table the variable with its rows."""
+        """Returns by table the variable with its rows."""
         return self.core.parameters()
 
     def stored(self) -> list[Any]:
-        """What stores the up-to-date tables, for exported graphs.
+        """Returns what stores the up-to-date tables, for exported graphs.
 
         tf.Variables, and a tf.Module for each growing table.
 
@@ -219,7 +219,7 @@ class EngineTrainedTables:
         return [*variables, *(table.served for table in self._exported.values())]
 
     def _readers(self) -> dict[int, TableReader]:
-        """Tables by index, as TensorFlow's ops read them; growing ones as they are now.
+        """Returns tables by index for TensorFlow's ops, growing ones as they are now.
 
         Raises:
           NotImplementedError: If a table grows, but by `model.export`.
@@ -295,7 +295,7 @@ class EngineTrainedTables:
         )
 
     def _may_be_exported(self) -> bool:
-        """Whether a graph is traced that may be saved: with TensorFlow's ops only."""
+        """Returns whether the traced graph may be saved, so needs TensorFlow's ops."""
         if tf.executing_eagerly() or gradient_hook.is_evaluation():
             return False
         # No process has whole tables; a function that it exports has no replicas.
@@ -309,7 +309,7 @@ class EngineTrainedTables:
         activations: list[tf.Tensor],
         looked_up: Prepared,
     ) -> list[tf.Tensor]:
-        """The activations, whose gradient updates the tables."""
+        """Returns the activations, whose gradient updates the tables."""
         check_scale_is_known(self._loss_scale)
         # A TPU program is traced as a whole, so `looked_up` tells calls apart.
         in_program = self._topology.program() is not None
@@ -403,7 +403,7 @@ class EngineTrainedTables:
         return update()
 
     def _output_shapes(self, input_shapes: Any) -> list[Shape | None]:
-        """The output shape of each feature, as far as it is known."""
+        """Returns the output shape of each feature, as far as it is known."""
         features, structure = self._features.plan.features, self._features.structure
         inputs = [None] * len(features)
         if input_shapes is not None:

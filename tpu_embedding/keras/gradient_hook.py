@@ -48,7 +48,7 @@ def call_on_gradient(
 def refuse_gradient(
     placeholder: Any, activations: Sequence[tf.Tensor], reason: str
 ) -> list[tf.Tensor]:
-    """The activations; a gradient of them raises LookupError, also once exported."""
+    """Makes a gradient of the activations raise LookupError, also once exported."""
     value = tf.convert_to_tensor(placeholder)
     trap = tf.raw_ops.PreventGradient(input=value, message=reason)
     return tf.raw_ops.IdentityN(input=[*activations, trap])[:-1]
@@ -61,12 +61,12 @@ is_recording = record.could_possibly_record
 
 
 def is_evaluation() -> bool:
-    """Whether Keras evaluates or predicts, in a graph that nobody can export."""
+    """Returns whether Keras evaluates or predicts, in a graph that nobody exports."""
     return bool(_running_models("test_step", "predict_step"))
 
 
 def is_export() -> bool:
-    """Whether `model.export` of Keras traces or saves a model."""
+    """Returns whether `model.export` of Keras traces or saves a model."""
     return bool(_running_models("export"))
 
 
@@ -91,7 +91,7 @@ def _running_models(*methods: str) -> list[Any]:
 
 
 def _is_source(placeholder: Any) -> bool:
-    """Whether the gradient being computed is one with respect to `placeholder`.
+    """Returns whether the gradient being computed is with respect to `placeholder`.
 
     A tape walks back through everything that it recorded: the gradient of a score
     with respect to activations or a dense kernel passes here too, and must not train

@@ -242,5 +242,5 @@ def set_state(layer: Any, variables: Mapping[str, Any]) -> None:
 
 
 def saves_training() -> bool:
-    """Whether `model.save` writes the SavedModel, from which training goes on."""
+    """Returns whether `model.save` writes a SavedModel, from which training goes on."""
     return saved_model.in_tf_saved_model_scope()

@@ -126,18 +126,18 @@ def _quantize_any_class(
 
 
 def name_scope(layer: Any) -> Any:
-    """The context in which a layer adds its weights."""
+    """Returns the context in which a layer adds its weights."""
     return keras.name_scope(layer.name, caller=layer)
 
 
 def is_symbolic(arguments: Any) -> bool:
-    """Whether a nested structure of arguments has a KerasTensor."""
+    """Returns whether a nested structure of arguments has a KerasTensor."""
     leaves = keras.tree.flatten(arguments)
     return any(isinstance(leaf, keras.KerasTensor) for leaf in leaves)
 
 
 def is_inferring_shapes() -> bool:
-    """Whether the results of `call` are used for their shapes and dtypes only."""
+    """Returns whether results of `call` are used for their shapes and dtypes only."""
     return False  # Keras 3 calls `compute_output_spec` instead.
 
 
@@ -165,12 +165,12 @@ def symbol(value: Any) -> Symbol:
 
 
 def saved_argument(argument: Any) -> Any:
-    """An argument of a registered class, as Keras can save it in a symbolic call."""
+    """Returns an argument of a registered class as symbolic calls of Keras save it."""
     return argument
 
 
 def is_tracing_shapes() -> bool:
-    """Whether Keras traces the call for shapes only, to build a model.
+    """Returns whether Keras traces the call for shapes only, to build a model.
 
     Keras has no public function for this, nor for `is_stateless`.
     """
@@ -178,7 +178,7 @@ def is_tracing_shapes() -> bool:
 
 
 def is_stateless() -> bool:
-    """Whether the caller passes the weights, as in `stateless_call`."""
+    """Returns whether the caller passes the weights, as in `stateless_call`."""
     return in_stateless_scope() and not in_symbolic_scope()
 
 
@@ -193,30 +193,30 @@ def built_for(optimizer: Any) -> list[Any]:
 
 
 def is_built(optimizer: Any) -> bool:
-    """Whether an optimizer has its slots."""
+    """Returns whether an optimizer has its slots."""
     return hasattr(optimizer, "_trainable_variables_indices") and bool(
         optimizer._trainable_variables_indices
     )
 
 
 def is_training(layer: Any) -> bool | None:
-    """Whether the current call of a layer is for training; None if nobody said so."""
+    """Returns whether a layer's current call is for training; None if nobody said."""
     return layer._get_call_context().training
 
 
 def loads_functions() -> bool:
-    """Whether layers are made whose tables functions of a SavedModel may read."""
+    """Returns whether functions of a SavedModel may read the tables of new layers."""
     return False  # Models of tf_keras have such functions.
 
 
 def runs_functions(layer: Any) -> bool:
-    """Whether a layer calls functions of a SavedModel, which read what is stored."""
+    """Returns whether a layer calls functions of a SavedModel, which read its rows."""
     del layer
     return False
 
 
 def is_part_of_saved_model(model: Any) -> bool:
-    """Whether a loaded model has others around it, which may call functions."""
+    """Returns whether a loaded model has others around it, which may call functions."""
     del model
     return False
 

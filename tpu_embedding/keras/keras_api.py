@@ -37,7 +37,7 @@ __all__ = ["keras_api", "of_other_keras"]
 
 
 def of_other_keras(value: object) -> str:
-    """What to do with an object of the Keras that this process does not use, or ""."""
+    """Returns what to do with an object of the Keras that is not in use, or ""."""
     packages = {base.__module__.partition(".")[0] for base in type(value).__mro__}
     used = keras_api.Layer.__mro__[1].__module__.partition(".")[0]
     if "tf_keras" in packages and used == "keras":

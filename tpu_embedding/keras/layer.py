@@ -528,7 +528,7 @@ class TPUEmbedding(SavesTables, RestoresLayouts, keras_api.Layer):
         return self._built.tables.refusing(trainable=self.trainable)
 
     def _stands_alone(self, config: FeatureConfig, rank: int | None) -> bool:
-        """Whether each id of a dense input of some rank is a sample.
+        """Returns whether each id of a dense input of some rank is a sample.
 
         A scalar always is; other ids where the layer keeps the axes of dense ids,
         unless the configuration says what they are.
@@ -539,7 +539,7 @@ class TPUEmbedding(SavesTables, RestoresLayouts, keras_api.Layer):
         return rank == 0 or (self._keeps_axes() and not declared)
 
     def _keeps_axes(self) -> bool:
-        """Whether a dense input [..., k] gives [..., k, dim]; a subclass may do so."""
+        """Returns whether dense [..., k] gives [..., k, dim]; subclasses may do so."""
         return False
 
     @tf.autograph.experimental.do_not_convert
@@ -618,7 +618,7 @@ def _with_integer_ids(values: Sequence[Any]) -> list[Any]:
 
 
 def _sequence_mask(config: FeatureConfig, ids: Any) -> tf.Tensor:
-    """Which positions of a sequence have an entry, bool [B, L]."""
+    """Returns which positions of a sequence have an entry, bool [B, L]."""
     length, table = config.max_sequence_length, config.table
     flat = ids if isinstance(ids, tf.Tensor) else ids.values
     valid = tf.ones_like(flat, tf.bool)
@@ -636,7 +636,7 @@ def _sequence_mask(config: FeatureConfig, ids: Any) -> tf.Tensor:
 
 
 def _rank_of(value: Any) -> int | None:
-    """The rank of a dense input, else None."""
+    """Returns the rank of a dense input, else None."""
     return value.shape.rank if isinstance(value, tf.Tensor) else None
 
 

@@ -64,7 +64,7 @@ def check_scale_is_known(loss_scale: Any) -> None:
 
 
 def loss_scale_missing(cause: str) -> ValueError:
-    """The error for a scaled loss without `loss_scale`."""
+    """Makes the error for a scaled loss without `loss_scale`."""
     return ValueError(
         f"{cause} Keras scales the loss and unscales the gradients only after they "
         "have reached the embedding tables. Pass the layer `loss_scale`: the number, "
@@ -97,7 +97,7 @@ def unscaled(
 
 
 def _current(loss_scale: Any) -> tf.Tensor:
-    """The scale of this step, a float32 scalar."""
+    """Returns the scale of this step, a float32 scalar."""
     value: Any = loss_scale
     if callable(value) and not isinstance(value, keras_api.Optimizer):
         value = value()

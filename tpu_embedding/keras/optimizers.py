@@ -87,7 +87,7 @@ _HANDLED = ("learning_rate", "clipvalue", "name", "jit_compile", "is_legacy_opti
 
 
 def is_keras_optimizer(value: object) -> bool:
-    """Whether a value is an optimizer of Keras 3 or tf_keras."""
+    """Returns whether a value is an optimizer of Keras 3 or tf_keras."""
     package, *rest = type(value).__module__.split(".")
     return package in ("keras", "tf_keras") and "optimizers" in rest
 

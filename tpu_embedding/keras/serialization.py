@@ -256,7 +256,7 @@ def _decode_initializer(config: Any) -> Any:
 
 
 def encode_object(what: str, value: Any) -> Any:
-    """A number, bool, None, tuple or object that Keras can serialize, as JSON."""
+    """Encodes a number, bool, None, tuple or object serializable by Keras as JSON."""
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, tuple):
@@ -353,7 +353,7 @@ def load_state(
 
 
 def _converted(keys: Mapping[str, Mapping[str, str]], store: Any) -> Any:
-    """The arrays of a file, with those tables converted that are int8 here or there."""
+    """Converts those arrays of a file whose tables are int8 only here or only there."""
     arrays: Any = store
     known = {key for own in keys.values() for key in own.values()}
     for name, own in keys.items():

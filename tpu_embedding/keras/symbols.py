@@ -74,7 +74,7 @@ class Symbol:
 def output_shapes(
     plan: Plan, ids: Sequence[Symbol], weights: Sequence[Symbol | None]
 ) -> list[Shape]:
-    """The shape of the activations of each feature, after checks of its inputs."""
+    """Checks inputs and returns the shape of the activations of each feature."""
     shapes = OutputShapes(plan.features)
     found = []
     for spec, symbol, weight in zip(plan.features, ids, weights, strict=True):

@@ -31,7 +31,7 @@ class SimulatedQuantization(TableReader):
 def reader_of(
     reader: TableReader, quantization: QuantizationConfig | None
 ) -> TableReader:
-    """The reader, with simulated quantization if the table has one."""
+    """Returns the reader, with simulated quantization if the table has one."""
     if quantization is None:
         return reader
     return SimulatedQuantization(reader, quantization)
@@ -49,7 +49,7 @@ _SEGMENT_OPS = {
 
 
 def combine(selection: Selection, reader: TableReader) -> tf.Tensor:
-    """The activation of one feature, float32 [*axes, D], in as few ops as possible."""
+    """Combines the rows of a feature in as few ops as possible, float32 [*axes, D]."""
     if selection.weights is not None:
         return look_up(reader, selection.entries())
     if selection.one_each:
@@ -105,12 +105,12 @@ def _add_by_blocks(
 
 
 def _shaped(sums: tf.Tensor, shape: tf.Tensor) -> tf.Tensor:
-    """[samples, D] -> [*shape, D]."""
+    """Reshapes [samples, D] to [*shape, D]."""
     return tf.reshape(sums, tf.concat([shape, tf.shape(sums, tf.int64)[1:]], 0))
 
 
 def _quantize(values: tf.Tensor, quantization: QuantizationConfig) -> tf.Tensor:
-    """The nearest of `num_buckets` levels, in float32 as in the C++ core."""
+    """Rounds to the nearest of `num_buckets` levels, in float32 as in the C++ core."""
     lower, upper = np.float32(quantization.lower), np.float32(quantization.upper)
     step = (upper - lower) / np.float32(quantization.num_buckets - 1)
     clipped = tf.minimum(tf.maximum(values, lower), upper)
@@ -170,7 +170,7 @@ def pad(
 
 
 def combine_padded(padded: Padded, reader: TableReader) -> tf.Tensor:
-    """The activation of one feature in a TPU program, float32 [*output shape, D]."""
+    """Combines the rows of a feature in a TPU program, float32 [*output shape, D]."""
     if padded.gains is None:
         return reader.read(padded.rows)
     is_entry = padded.rows >= 0

@@ -98,7 +98,7 @@ class Selection:
         return math.prod(self.axes[1:], start=self.axes[0])
 
     def entries(self) -> Entries:
-        """With the gain of each entry."""
+        """Returns the entries, with the gain of each."""
         weights = self.weights
         if weights is None:
             weights = tf.ones_like(self.rows, tf.float32)
@@ -340,7 +340,7 @@ _MAX_COLUMNS = 2**31
 
 
 def _is_plain(feature: FeatureInput) -> bool:
-    """Whether there is a quick test: of a sparse matrix without weights."""
+    """Returns whether a quick test exists: that of a sparse matrix without weights."""
     batch = feature.batch
     return (
         batch.kind is InputKind.SPARSE
@@ -351,7 +351,7 @@ def _is_plain(feature: FeatureInput) -> bool:
 
 
 def _plain_masks(features: Sequence[_Draft]) -> list[tf.Tensor]:
-    """Bool vectors; the features are valid if all elements are true."""
+    """Returns bool vectors; the features are valid if all elements are true."""
     if not features:
         return []
     axes = [axis for f in features for axis in axes_of(f.feature)]

@@ -55,7 +55,7 @@ class FeatureLookup:
         values: Sequence[Any],
         weights: Sequence[Any],
     ) -> list[tf.Tensor]:
-        """The activations; errors are those of `serving_embedding_lookup`."""
+        """Returns the activations; errors are those of `serving_embedding_lookup`."""
         activations = []
         for chosen in self._choose(specs, values, weights):
             activation = combine(chosen.selection, self._reader(chosen.spec))
@@ -76,7 +76,7 @@ class FeatureLookup:
         weights: Sequence[Any],
         on_host: Callable[..., Any],
     ) -> list[tf.Tensor]:
-        """As a call, in a TPU program, which cannot fail and has fixed shapes.
+        """Looks features up in a TPU program, which cannot fail and has fixed shapes.
 
         The number of entries of a sample is that of the static shape of a feature. If
         it is unknown, as for ragged features, it is the largest in the batch. `on_host`
@@ -129,7 +129,7 @@ class FeatureLookup:
         ]
 
     def _positions(self, spec: FeatureSpec, batch: IdBatch) -> int:
-        """The positions of each ragged row that is one sample, else 0."""
+        """Returns how many positions each ragged row has as one sample, else 0."""
         if batch.kind is not InputKind.RAGGED:
             return 0
         positions = self.positions.get(spec.path, 0)

@@ -17,7 +17,7 @@ Change = Callable[[], list[Any]]
 
 
 def no_change() -> list[Any]:
-    """For errors before which nothing runs."""
+    """Returns no ops, for errors before which nothing runs."""
     return []
 
 
@@ -114,7 +114,7 @@ def guard(
     tensors: Sequence[tf.Tensor],
     on_failure: Change = no_change,
 ) -> list[tf.Tensor]:
-    """As `require`, but makes the checks only in a branch that runs unless `holds`.
+    """Fails as `require`, but makes the checks in a branch that runs unless `holds`.
 
     TensorFlow inlines the branches of tf.cond, so every run would have to skip the
     many ops of the checks. The branches of this op stay functions. The tensors pass
@@ -167,7 +167,7 @@ def _require_now(checks: Sequence[Check | Bound], on_failure: Change) -> None:
 def all_hold(
     checks: Sequence[Check | Bound], masks: Sequence[tf.Tensor] = ()
 ) -> tf.Tensor:
-    """Whether all checks hold and all bool vectors are true, in as few ops as possible.
+    """Returns whether all checks and bool vectors hold, in as few ops as possible.
 
     There must be at least one of them.
     """
@@ -201,7 +201,10 @@ def _failing_ops(checks: Sequence[Check | Bound], on_failure: Change) -> list[An
 def refuse(
     code: tf.Tensor, messages: Sequence[str], on_failure: Change = no_change
 ) -> list[Any]:
-    """As `require`: FailedPreconditionError, `messages[code]`, unless `code` is 0."""
+    """Raises FailedPreconditionError as `require` would, unless `code` is 0.
+
+    The message is `messages[code]`.
+    """
     if tf.executing_eagerly():
         if code != 0:
             on_failure()
@@ -217,7 +220,7 @@ def refuse(
 
 
 def _failing(message: str) -> Callable[[], tf.Tensor]:
-    """A branch that raises FailedPreconditionError.
+    """Makes a branch that raises FailedPreconditionError.
 
     The only op of TensorFlow that does so reads a variable that does not exist. The
     error quotes the name of the variable, which is the message here.

@@ -125,17 +125,17 @@ def with_sizes(
 
 
 def rows_of(feature: FeatureInput) -> SampleRows:
-    """The rows of a feature's input."""
+    """Returns the rows of a feature's input."""
     return _READERS[feature.batch.kind](feature)
 
 
 def ids_in_range(ids: tf.Tensor, vocabulary_size: int) -> tf.Tensor:
-    """Bool [n]. As unsigned numbers negative ids are the largest: one comparison."""
+    """Returns which ids are valid, bool [n]: as uint64 negative ids are the largest."""
     return tf.bitcast(ids, tf.uint64) < vocabulary_size
 
 
 def axes_of(feature: FeatureInput) -> list[tf.Tensor]:
-    """The axes of sparse input, int64 scalars.
+    """Returns the axes of sparse input, int64 scalars.
 
     No check covers a shape of another rank. This op fails on it, and the op's name is
     in TensorFlow's error.
@@ -148,7 +148,7 @@ def axes_of(feature: FeatureInput) -> list[tf.Tensor]:
 
 
 def _op_name(part: str, feature: FeatureInput) -> str:
-    """An op name that names the feature in TensorFlow's errors."""
+    """Returns an op name that names the feature in TensorFlow's errors."""
     path = re.sub(r"\W", "_", feature.spec.path, flags=re.ASCII)
     return f"{part}_of_{path}"
 
@@ -174,7 +174,7 @@ def finite_gradient(path: str, gradient: tf.Tensor) -> Check:
 def output_axes(
     feature: FeatureInput, rows: SampleRows
 ) -> tuple[list[tf.Tensor], tf.Tensor | None, Checks]:
-    """The output shape of a feature.
+    """Finds the output shape of a feature.
 
     Returns:
       (axes of the output, number of positions per row, function that makes the
@@ -236,7 +236,7 @@ def _check_size(
 def _filled(
     feature: FeatureInput, declared: Declared, count: tf.Tensor
 ) -> tuple[list[tf.Tensor], tf.Tensor | None, Checks]:
-    """The output shape of `count` ragged rows; returns as `output_axes`.
+    """Finds the output shape of `count` ragged rows; returns as `output_axes`.
 
     The rows fill the declared shape if its product is `count`, where one axis may be
     open, or if it has several axes and its product is m times `count`, where each row
@@ -396,7 +396,7 @@ _READERS = {
 
 
 def _shape_text(axes: list[tf.Tensor]) -> tf.Tensor:
-    """The shape as Python prints a tuple, with None for a negative axis."""
+    """Returns the shape as Python prints a tuple, with None for a negative axis."""
     shape = tf.stack(axes)
     words = tf.where(shape < 0, "None", tf.strings.as_string(shape))
     joined = tf.strings.reduce_join(words, separator=", ")

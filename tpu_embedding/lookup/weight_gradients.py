@@ -16,7 +16,7 @@ from tpu_embedding.tables.readers import TableReader, VariableReader
 
 
 def is_watched(value: Any) -> bool:
-    """Whether a tf.GradientTape watches a tensor, sparse or ragged tensors too.
+    """Returns whether a tf.GradientTape watches a tensor, sparse or ragged tensors too.
 
     In a tf.function it knows the tapes that are opened in it, and of other tapes the
     variables that are read in it. TensorFlow has no public function for this.
@@ -27,7 +27,7 @@ def is_watched(value: Any) -> bool:
 
 
 def watched(weights: Sequence[Any]) -> list[int]:
-    """The features whose weights a tape watches."""
+    """Returns the features whose weights a tape watches."""
     return [i for i, w in enumerate(weights) if w is not None and is_watched(w)]
 
 
@@ -38,7 +38,7 @@ def with_weight_gradients(
     values: Sequence[Any],
     weights: Sequence[Any],
 ) -> list[tf.Tensor]:
-    """The same activations; their gradient also reaches the weights of `features`.
+    """Makes the activations' gradient also reach the weights of `features`.
 
     The gradients are those of TensorFlow's ops, of a second lookup of these features.
     It reads the rows now, so later updates do not change the gradients. `lookup` is the
@@ -64,7 +64,7 @@ def with_rows_of_ids(
     values: Sequence[Any],
     reads: Mapping[int, Callable[[tf.Tensor], tf.Tensor]],
 ) -> tuple[Lookup, list[Any]]:
-    """The arguments of `with_weight_gradients`, without growing tables.
+    """Returns the arguments of `with_weight_gradients`, without growing tables.
 
     Instead there are static ones whose rows are those of the ids of a batch, in order.
 
@@ -112,7 +112,7 @@ def _with_flat_ids(value: Any, ids: tf.Tensor) -> Any:
 
 @tf.custom_gradient
 def _join(activation: tf.Tensor, of_weights: tf.Tensor) -> Any:
-    """The activation; both arguments get its gradient."""
+    """Returns the activation; both arguments get its gradient."""
     shape = tf.shape(of_weights)
 
     def gradient(upstream: tf.Tensor) -> Any:

@@ -100,7 +100,7 @@ def built_for(path: pathlib.Path) -> str | None:
 
 
 def problem_with(path: pathlib.Path, tensorflow_version: str) -> str | None:
-    """Why the library at `path` must not be loaded, or None if it may be.
+    """Returns why the library at `path` must not be loaded, or None if it may be.
 
     Only the major and minor numbers of TensorFlow count: the binary interface follows
     them.

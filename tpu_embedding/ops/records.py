@@ -29,7 +29,7 @@ _FIELDS: tuple[tuple[type, str, Callable[[Any], Any]], ...] = (
 
 
 def record(**fields: Any) -> Any:
-    """Named fields: bool, int, float, str, TensorShape, record, array, or a list.
+    """Encodes named fields: bool, int, float, str, TensorShape, record, array or list.
 
     >>> record(rows=8, names=["films"]).attr["rows"].i
     8
@@ -38,7 +38,7 @@ def record(**fields: Any) -> Any:
 
 
 def serialize(**fields: Any) -> bytes:
-    """A record as the kernels take it; equal fields give equal bytes."""
+    """Serializes a record for the kernels; equal fields give equal bytes."""
     return record(**fields).SerializeToString(deterministic=True)
 
 

@@ -82,7 +82,7 @@ class RowwiseAdagrad(AdagradOptions):
 
 
 def _step(ops: base.ArrayOps, gradient: Any, accumulator: Any, rate: Any) -> Any:
-    """The step lr * G / sqrt(a); 0 where a is 0, because G is 0 there too."""
+    """Returns the step lr * G / sqrt(a), or 0 where a is 0: G is 0 there, too."""
     # A restored accumulator may be 0, so 0 / 0 is avoided. NaN <= 0 is false: NaN
     # propagates into the step and becomes visible.
     zero = accumulator <= 0.0

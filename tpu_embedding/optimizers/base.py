@@ -62,13 +62,13 @@ class ArrayOps(Protocol):
     def maximum(self, x: Any, y: Any, /) -> Any: ...
     def minimum(self, x: Any, y: Any, /) -> Any: ...
     def mean_last(self, x: Any, /) -> Any:
-        """Mean over the last axis, which is kept with size 1."""
+        """Returns the mean over the last axis, which is kept with size 1."""
         ...
 
     def map_rows(
         self, function: Callable[..., Any], arrays: Sequence[Any], /
     ) -> Sequence[Any]:
-        """Results of `function` for the first, second, ... row of all arrays."""
+        """Applies `function` to the first, second, ... row of all arrays."""
         ...
 
 
@@ -107,7 +107,7 @@ class SparseCoreOp:
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def attributes(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The attributes of the op with their values for `optimizer`."""
+        """Returns the attributes of the op with their values for `optimizer`."""
         names = optimizer.hyperparameter_names
         return {
             self.renamed.get(name, name): getattr(optimizer, name) for name in names
@@ -146,7 +146,7 @@ class TpuRule:
     further: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def values(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The fields of the message with their values for `optimizer`."""
+        """Returns the fields of the message with their values for `optimizer`."""
         sources = {_MESSAGE_NAMES.get(n, n): n for n in optimizer.hyperparameter_names}
         sources |= self.further
         return {field: getattr(optimizer, name) for field, name in sources.items()}
@@ -265,7 +265,7 @@ class Optimizer(KeywordOptions, abc.ABC):
         return ()
 
     def with_hyperparameters(self, values: Sequence[Any]) -> Optimizer:
-        """The same update rule with these values of `hyperparameters_of_rule`."""
+        """Returns the update rule with these values of `hyperparameters_of_rule`."""
         del values
         return self
 
@@ -301,7 +301,7 @@ class Optimizer(KeywordOptions, abc.ABC):
         slots: Sequence[Any],
         rate: Any,
     ) -> tuple[Any, ...]:
-        """The update rule as a pure function. Subclasses inherit these types.
+        """Applies the update rule as a pure function. Subclasses inherit these types.
 
         Args:
           ops: The array functions to use.
@@ -364,7 +364,7 @@ def apply_rule(
 
 
 def takes_step(rate: Callable[..., Any]) -> bool:
-    """Whether a callable learning rate takes the number of updates already applied.
+    """Returns whether a callable rate takes the number of updates already applied.
 
     >>> takes_step(lambda: 0.1), takes_step(lambda step: 0.1 / (step + 1))
     (False, True)
@@ -389,7 +389,7 @@ def takes_step(rate: Callable[..., Any]) -> bool:
 
 
 def one_minus(share: float) -> float:
-    """1 - share, formed in float32.
+    """Returns 1 - share, formed in float32.
 
     TensorFlow's TPU kernels form it so, and so does every engine here: for 0.999 it
     is 9.99987e-4, not 1e-3.
@@ -471,7 +471,7 @@ def check_limits(
 
 
 def is_number(value: object) -> bool:
-    """Whether `value` is an int or float of Python or NumPy, and no bool."""
+    """Returns whether `value` is an int or float of Python or NumPy, and no bool."""
     kinds = (int, float, np.integer, np.floating)
     return isinstance(value, kinds) and not isinstance(value, bool)
 

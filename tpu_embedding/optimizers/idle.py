@@ -187,7 +187,7 @@ def quadrature(
 def _powers(
     center: float, ages: np.ndarray, count: int, root_fade: float, inside: bool
 ) -> np.ndarray:
-    """[ages, count]: coefficients of a polynomial in `share`, by Chebyshev's points."""
+    """Returns polynomials in `share`, [ages, count], through Chebyshev's points."""
     power = 2 if inside else 1
     lost = 1.0 - root_fade ** (power * (ages - center))
     points = (1.0 - np.cos((np.arange(count) + 0.5) * np.pi / count)) / 2.0
@@ -198,7 +198,7 @@ def _powers(
 def terms_of_roots(
     rule: Quadrature, roots: np.ndarray, root_fade: float, inside: bool = False
 ) -> np.ndarray:
-    """[roots, n]: what the weights are multiplied by; epsilon is 1."""
+    """Returns what the weights are multiplied by, [roots, n]; epsilon is 1."""
     power = 2 if inside else 1
     squares = (roots[:, np.newaxis] * root_fade**rule.nodes) ** power + 1.0
     terms = squares ** (-1.0 / power)
@@ -208,7 +208,7 @@ def terms_of_roots(
 
 
 def _gauss_nodes(weights: np.ndarray, ages: np.ndarray, count: int) -> np.ndarray:
-    """The nodes of Gauss's quadrature: eigenvalues of the Jacobi matrix (Lanczos)."""
+    """Returns nodes of Gauss's quadrature: eigenvalues of a Jacobi matrix (Lanczos)."""
     vector = np.sqrt(weights / weights.sum())
     basis, diagonal, beside = [vector], [], []
     for _ in range(count):
@@ -225,7 +225,7 @@ def _gauss_nodes(weights: np.ndarray, ages: np.ndarray, count: int) -> np.ndarra
 
 
 def _lagrange(nodes: np.ndarray, ages: np.ndarray) -> np.ndarray:
-    """[ages, nodes]: the polynomial that is 1 at a node and 0 at the others."""
+    """Returns polynomials, [ages, nodes], each 1 at its node and 0 at the others."""
     values = np.ones([len(ages), len(nodes)])
     for i, node in enumerate(nodes):
         for other in np.delete(nodes, i):
@@ -240,7 +240,7 @@ def _error(
     root_fade: float,
     inside: bool,
 ) -> float:
-    """The largest error of a move relative to it, over waits and roots."""
+    """Returns the largest error of a move relative to it, over waits and roots."""
     roots = 10.0 ** np.arange(-4.0, 9.0, 0.5)  # In units of epsilon.
     power = 2 if inside else 1
     exact = ((roots[:, np.newaxis] * root_fade**ages) ** power + 1.0) ** (-1.0 / power)

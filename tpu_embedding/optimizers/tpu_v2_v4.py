@@ -297,7 +297,7 @@ class ProximalYogi(base.KeywordOptimizer):
 
 
 def updates_so_far(updates: Any) -> Any:
-    """A learning rate that is the number of updates already applied."""
+    """Returns the number of updates already applied, as a learning rate."""
     return updates
 
 
@@ -380,7 +380,7 @@ def _average(keep: float, old: Any, new: Any) -> Any:
 def _proximal(
     optimizer: ProximalAdagrad | ProximalYogi, ops: base.ArrayOps, z: Any, step: Any
 ) -> Any:
-    """The w that minimizes (w - z)^2 / 2 + step * (l1 * |w| + l2 * w^2 / 2).
+    """Returns the w that minimizes (w - z)^2 / 2 + step * (l1 * |w| + l2 * w^2 / 2).
 
     This is sign(z) * max(|z| - step * l1, 0) / (1 + step * l2). NaN propagates.
     """

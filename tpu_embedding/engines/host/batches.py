@@ -36,7 +36,7 @@ class HostBatches:
         *,
         groups: bool,
     ) -> None:
-        """Batches for the tables of `options`.
+        """Makes batches for the tables of `options`.
 
         With `groups` entries are grouped by row for an update: else owners do it.
         """
@@ -48,7 +48,7 @@ class HostBatches:
         self._call_records: dict[Any, bytes] = {}
 
     def prepare(self, batch: Sequence[IdBatch], *, training: bool) -> tf.Tensor:
-        """The batch as the kernels take it: a variant of this device and process."""
+        """Makes the batch for the kernels: a variant of this device and process."""
         training = training and self._groups
         declared = self._output_shapes.all_declared()
         kinds = [(b.kind, b.weights is None, b.weight_structure is None) for b in batch]
@@ -72,7 +72,7 @@ class HostBatches:
     def to_tensors(
         self, batch: tf.Tensor, looked_up: Sequence[tf.Tensor], *, raises: bool
     ) -> PreprocessedFeatures:
-        """A batch that `prepare` returned as plain tensors.
+        """Converts a batch that `prepare` returned to plain tensors.
 
         One that was refused raises its error here, or has a `refusal`. Of a growing
         table the rows of what was `looked_up`, if it was, stay while they exist.
@@ -119,12 +119,12 @@ class HostBatches:
             )
 
     def _token_types(self) -> list[tf.DType]:
-        """For each stack that of its tokens: rows, or the ids of a growing table."""
+        """Returns the dtype of each stack's tokens: rows, or ids of a growing table."""
         first = [stack.tables[0] for stack in self.stacks.layout.stacks]
         return [tf.as_dtype(self._plan.tables[table].key_dtype) for table in first]
 
     def activation_shapes(self, call: Call) -> list[tf.TensorShape]:
-        """For each feature what is known of its activations; see `Steps.lookup`."""
+        """Returns the known shape of each feature's activations; see `Steps.lookup`."""
         known = self._output_shapes.activations(call.shapes)
         return [
             tf.TensorShape((*shape, dim))
@@ -135,7 +135,7 @@ class HostBatches:
 def plan_record(
     options: EngineOptions, placement: Placement | None = None, *, served: bool = False
 ) -> bytes:
-    """The plan as cc/kernels/plan.h reads it; owners of tables may be servers."""
+    """Serializes the plan for cc/kernels/plan.h; owners of tables may be servers."""
     plan, layout = options.plan, options.layout
     return records.serialize(
         check_numerics=options.check_numerics,

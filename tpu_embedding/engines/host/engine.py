@@ -125,7 +125,7 @@ class HostEngine(Engine):
     def _with_tensors(
         self, prepared: Prepared, looked_up: Sequence[tf.Tensor] = ()
     ) -> Prepared:
-        """Over processes a refusal waits for the lookup."""
+        """Adds the tensors of a batch; over processes a refusal waits for lookups."""
         raises = not self._is_owner
         tensors = self._batches.to_tensors(prepared.value, looked_up, raises=raises)
         return prepared._replace(tensors=tensors)
@@ -196,12 +196,12 @@ class HostEngine(Engine):
         return activations, prepared._replace(value=looked_up)
 
     def _keep_rows(self, prepared: Prepared, looked_up: Any) -> Prepared:
-        """With tensors: while they exist, the rows of the lookup are not evicted."""
+        """Adds tensors; while they exist, the rows of the lookup are not evicted."""
         own = looked_up.own if isinstance(looked_up, Routed) else looked_up
         return self._with_tensors(prepared, [own])
 
     def _parts_kept(self, tensors: PreprocessedFeatures) -> Sequence[tf.Tensor]:
-        """By server what it looked up, where only tensors of Python know it."""
+        """Returns what each server looked up, where only tensors of Python know it."""
         del tensors
         return ()
 
@@ -230,7 +230,7 @@ class HostEngine(Engine):
         collective: CollectiveCall,
         call: Call,
     ) -> tuple[list[Any], list[tf.Tensor]]:
-        """What each part serves, and what has arrived of it, by owner."""
+        """Returns what each part serves, and by owner what has arrived of it."""
         transport = self._transport
         assert transport is not None
         shapes = self._batches.activation_shapes(call) if transport.is_owner else []
@@ -329,7 +329,7 @@ class HostEngine(Engine):
             raise refused
 
     def _rates_to_send(self) -> tf.Tensor:
-        """The rates of an update, in a process that sends them to the owners."""
+        """Returns the rates of an update, in a process that sends them to owners."""
         return self._parts[0].rates.evaluate()
 
     def from_tensors(
@@ -375,7 +375,7 @@ class HostEngine(Engine):
         return objects if updates is None else {**objects, UPDATES: updates}
 
     def _updates(self) -> Any:
-        """The number of updates already applied, where anything asks for it."""
+        """Returns the number of updates already applied, where anything asks for it."""
         (part,) = self._parts
         return part.rates.updates
 

@@ -156,7 +156,7 @@ class TablePart:
         *,
         training: bool,
     ) -> tf.Tensor:
-        """What the senders ask of this part.
+        """Receives what the senders ask of this part.
 
         Args:
           routed: The own batch, if it has one.

@@ -123,7 +123,7 @@ def _placement(options: EngineOptions) -> Placement:
 
 
 def _description(options: EngineOptions, placement: Placement) -> dict[str, Any]:
-    """What must be alike in all processes."""
+    """Returns what must be alike in all processes."""
     plan = options.plan
     found: dict[str, Any] = {
         "the TensorFlow version": tf.__version__,

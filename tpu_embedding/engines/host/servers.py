@@ -174,7 +174,7 @@ def _part_on(
     placement: Placement,
     variables: Sequence[Sequence[TableVariables]],
 ) -> TablePart:
-    """The tables, and rows of tables, of one server."""
+    """Makes the part for the tables, and rows of tables, of one server."""
     process = placement.process
     tables = [
         t for t, owner in enumerate(placement.owners) if owner < 0 or owner == process
@@ -197,7 +197,7 @@ def _part_on(
 def places_on_servers(
     spec: TableSpec, placement: Placement, servers: Sequence[str]
 ) -> list[Place]:
-    """Where the parts of a table are."""
+    """Returns where the parts of a table are."""
     if not placement.is_divided(spec.index):
         return [(servers[placement.owners[spec.index]], None)]
     partition = Partition(len(servers))

@@ -65,7 +65,7 @@ class Transport(Protocol):
         ...
 
     def push(self) -> Any:
-        """The number of this push, where one may come twice; else it is empty."""
+        """Returns the number of this push, or none where a push cannot come twice."""
         ...
 
 

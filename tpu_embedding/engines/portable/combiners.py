@@ -48,14 +48,14 @@ class Combiners:
                 self._of_features |= dict.fromkeys(table.features, combiner)
 
     def variables(self, table: int) -> dict[str, tf.Variable]:
-        """The weights of a table by name, if it has any."""
+        """Returns the weights of a table by name, if it has any."""
         weights: Any = self._weights.get(table)
         if weights is None or weights.shape[0] == 0:
             return {}
         return {CustomCombiner.CUSTOM_COMBINER_SLOT_NAME: weights}
 
     def checked(self, entries: Sequence[Entries]) -> list[Entries]:
-        """The entries, after a check that no sample has more than `max_valency`."""
+        """Returns the entries, after a check of `max_valency` for each sample."""
         checks = [self._valency_check(f, entries[f]) for f in self._of_features]
         with tf.control_dependencies(require(checks)):
             return [entry._replace(rows=tf.identity(entry.rows)) for entry in entries]
@@ -81,7 +81,7 @@ class Combiners:
         return Check(counts <= limit, message)
 
     def positions(self, entries: Sequence[Entries]) -> list[Entries]:
-        """The entries to look up: each is a sample, at its position in its sample."""
+        """Makes each entry a sample to look up, at its position in its own sample."""
         spread = list(entries)
         for feature, combiner in self._of_features.items():
             own = entries[feature]
@@ -96,7 +96,7 @@ class Combiners:
     def combine(
         self, entries: Sequence[Entries], vectors: Sequence[tf.Tensor]
     ) -> tuple[list[tf.Tensor], dict[int, CombinerInputs]]:
-        """From what was looked up at `positions` of `entries` the activations.
+        """Combines what was looked up at `positions` of `entries` into activations.
 
         Also returns by feature the inputs of its combiner.
         """
@@ -119,7 +119,7 @@ class Combiners:
     def backward(
         self, found: Mapping[int, CombinerInputs], gradients: Sequence[tf.Tensor | None]
     ) -> tuple[list[tf.Tensor | None], dict[int, tf.Tensor]]:
-        """For each feature the gradient of its lookup, and of weights by table."""
+        """Returns the gradient of each feature's lookup, and of weights by table."""
         of_lookups = list(gradients)
         of_weights = {
             table: [tf.zeros(weights.shape)] for table, weights in self._weights.items()
@@ -223,7 +223,7 @@ def _has_shape(tensor: tf.Tensor, shape: Sequence[Any]) -> tf.Tensor:
 
 
 def _combine(combiner: CustomCombiner, found: CombinerInputs) -> tf.Tensor:
-    """The combiner over all samples, [n, D]."""
+    """Applies the combiner to all samples, which gives [n, D]."""
     weights = [found.weights] if combiner.num_weights else []
     return tf.vectorized_map(
         lambda one: combiner.compute(one[0], one[1], *weights),

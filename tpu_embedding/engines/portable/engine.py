@@ -88,7 +88,7 @@ class PortableEngine(Engine, StepQueue):
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
-        """On the CPU, one eager call of all threads at a time; graphs run any time."""
+        """Yields on the CPU to one eager call at a time; graphs run any time."""
         with self._lock, tf.device(self._host):
             yield
 
@@ -209,7 +209,7 @@ class PortableEngine(Engine, StepQueue):
     def _look_up(
         self, entries: Sequence[Entries], call: Call
     ) -> tuple[list[tf.Tensor], dict[int, CombinerInputs]]:
-        """The activations, and what the update of custom combiners is to know."""
+        """Returns the activations, and what the update of custom combiners needs."""
         activations = []
         with tf.device(self._device):
             positions = self._combiners.positions(entries)
@@ -269,7 +269,7 @@ class PortableEngine(Engine, StepQueue):
         return self._combiners.checked([found[f] for f in range(len(shapes))])
 
     def _unpack(self, batch: tf.Tensor) -> list[Entries]:
-        """The entries of a batch from the queue."""
+        """Returns the entries of a batch from the queue."""
         vector, known = tf.TensorSpec([None], tf.int64), self._options.output_shapes
         ranks = [len(known.activation(f.index)) for f in self._plan.features]
         shapes = [tf.TensorSpec([rank], tf.int64) for rank in ranks]
@@ -280,7 +280,7 @@ class PortableEngine(Engine, StepQueue):
 
 
 def _static_check(path: str, shape: tf.Tensor, static: Shape) -> Check:
-    """That an output has the shape for which a function was traced."""
+    """Makes the check that an output has the shape for which a function was traced."""
     expected = [-1 if axis is None else axis for axis in static]
     return Check(
         tf.equal(shape, expected) | tf.equal(expected, -1),
@@ -310,7 +310,7 @@ def _axes(shape: tf.Tensor) -> tf.Tensor:
 
 
 def _host_of(device: str) -> str:
-    """The CPU beside a device: checks and queues are for CPUs."""
+    """Returns the CPU beside a device, on which checks and queues are placed."""
     spec = tf.DeviceSpec.from_string(device)
     if spec.device_type != "CPU":
         spec = spec.replace(device_type="CPU", device_index=0)
@@ -320,7 +320,7 @@ def _host_of(device: str) -> str:
 def _write_stack(
     layout: Layout, stack: Stack, entries: Sequence[Entries]
 ) -> list[tf.Tensor]:
-    """The row_pointers, sample ids, token ids and gains of one stack."""
+    """Returns the row_pointers, sample ids, token ids and gains of one stack."""
     samples, tokens = [], []
     first_sample = tf.zeros([], tf.int64)
     for feature in stack.features:

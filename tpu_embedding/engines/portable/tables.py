@@ -32,7 +32,7 @@ def row_sums(
     entries: Sequence[Entries],
     gradients: Sequence[tf.Tensor | None],
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """The rows that a batch touches, each once, and the sums of their gradients."""
+    """Returns the rows that a batch touches, each once, and their summed gradients."""
     parts = []
     for feature in spec.features:
         own, gradient = entries[feature], gradients[feature]
@@ -97,7 +97,7 @@ class _TensorFlowOps:
 
     @staticmethod
     def map_rows(function: Callable[..., Any], arrays: Sequence[Any]) -> Sequence[Any]:
-        """What `function` returns of the first, second, ... row of all arrays."""
+        """Applies `function` to the first, second, ... row of all arrays."""
         return tf.vectorized_map(lambda rows: function(*rows), tuple(arrays))
 
 
@@ -125,7 +125,7 @@ def round_rows(
 
 
 def _random_bits(rows: tf.Tensor, dim: int, seed: int, number: tf.Tensor) -> tf.Tensor:
-    """int64 [n, dim], 16 random bits for each column of each row."""
+    """Returns 16 random bits for each column of each row, int64 [n, dim]."""
     chunks = -(-dim // 64)
     blocks, of_rows = tf.meshgrid(tf.range(8 * chunks, dtype=tf.int64), rows)
     nothing = tf.zeros_like(blocks)
@@ -148,7 +148,7 @@ def _random_bits(rows: tf.Tensor, dim: int, seed: int, number: tf.Tensor) -> tf.
 
 
 def _threefry(x: list[tf.Tensor], key: list[tf.Tensor]) -> list[tf.Tensor]:
-    """Threefry4x32-20 (Salmon et al., SC 2011) over words of uint32."""
+    """Applies Threefry4x32-20 (Salmon et al., SC 2011) to words of uint32."""
     key = [*key, key[0] ^ key[1] ^ key[2] ^ key[3] ^ _PARITY]
     x = [word + k for word, k in zip(x, key[:4], strict=True)]
     for number in range(1, 6):

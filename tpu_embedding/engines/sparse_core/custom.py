@@ -97,7 +97,7 @@ def _rule(table: str, optimizer: CustomOptimizer, dim: int, width: int) -> Any:
     inputs = [*rows, *[_NUMBER] * (1 + len(optimizer.hyperparameters))]
 
     def trace(columns: int) -> tuple[Any, list[tf.Operation]]:
-        """The rule for some columns, and the ops of the user function."""
+        """Returns the rule for some columns, and the ops of the user function."""
         own: list[tf.Operation] = []
 
         def rule(*values: tf.Tensor) -> tuple[tf.Tensor, ...]:
@@ -130,7 +130,7 @@ def _operations() -> list[tf.Operation]:
 
 
 def _compute_alike(first: list[tf.Operation], second: list[tf.Operation]) -> bool:
-    """Whether ops for rows of different widths compute the same in each column."""
+    """Returns whether ops for rows of two widths compute the same in each column."""
     if [op.type for op in first] != [op.type for op in second]:
         return False
     for one, other in zip(first, second, strict=True):

@@ -248,7 +248,7 @@ class SparseCoreEngine(Engine):
     def _look_up(
         self, batches: Mapping[str, Any]
     ) -> tuple[list[tf.Tensor], dict[str, Any]]:
-        """The activations, and the batches with what their updates need."""
+        """Returns the activations, and the batches with what their updates need."""
         tables = dict(batches)
         activations = {}
         for table, stack, functions in self._each_stack():
@@ -362,7 +362,7 @@ class SparseCoreEngine(Engine):
         return tf.stack([result.splits[t.name] for t in self._partitioning.tables])
 
     def _host_of(self, device: str | tf.Tensor) -> str:
-        """The host of a device; only that of a single host has a number."""
+        """Returns the host of a device, which may be a number if there is one host."""
         tpu = self._topology.tpu
         return tpu.host_of(device) if isinstance(device, str) else tpu.hosts[0]
 
@@ -401,7 +401,7 @@ class SparseCoreEngine(Engine):
     def _updated(
         self, inputs: UpdateInputs, is_there: tf.Tensor
     ) -> list[tuple[Any, tf.Tensor]]:
-        """Each variable of the stacks with its value after an update, if `is_there`."""
+        """Returns each variable of the stacks with its updated value, if `is_there`."""
         changes = []
         for table, stack, functions in self._each_stack():
             optimizer = self._plan.tables[stack.stack.tables[0]].optimizer
@@ -522,7 +522,7 @@ class PendingUpdate:
         }
 
     def is_there(self) -> tf.Tensor:
-        """Whether an update is pending in one replica; a bool scalar."""
+        """Returns whether an update is pending in one replica, a bool scalar."""
         return self._is_there.read_value()
 
     def replacement(self, inputs: UpdateInputs) -> list[tuple[Any, tf.Tensor]]:
@@ -546,7 +546,7 @@ class PendingUpdate:
 
 
 def _with_shape_sources(options: EngineOptions) -> tuple[FeatureSpec, ...]:
-    """The features of the plan; each says who gave its output shape."""
+    """Returns the features of the plan; each says who gave its output shape."""
     pairs = zip(
         options.plan.features, options.output_shapes.all_declared(), strict=True
     )

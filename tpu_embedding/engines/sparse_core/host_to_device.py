@@ -38,7 +38,7 @@ class StackedSamples:
         self._shapes: list[Any] = list(layout.output_shapes)
 
     def split(self, stacks: Mapping[str, tf.Tensor]) -> list[tf.Tensor]:
-        """Activations of each feature, [output shape..., dim], of stacked samples."""
+        """Returns features' activations, [output shape..., dim], of stacked samples."""
         by_core = [
             tf.reshape(stacks[stack.name], [self._cores, -1, stack.width])
             for stack in self._layout.stacks
@@ -53,7 +53,7 @@ class StackedSamples:
         return activations
 
     def join(self, gradients: Sequence[tf.Tensor | None]) -> dict[str, tf.Tensor]:
-        """Gradients of each stack by name, [samples, width]; None counts as zeros."""
+        """Joins gradients of features by stack, [samples, width]; None means zeros."""
         joined = {}
         for stack in self._layout.stacks:
             parts = [self._part(gradients[f], f, stack.width) for f in stack.features]
@@ -73,7 +73,7 @@ class StackedSamples:
 
 
 def batch_specs(partitioning: Partitioning) -> PreprocessedFeatures:
-    """Shape and dtype of each tensor that `copy_to_device` needs, for full buffers."""
+    """Returns specs of the tensors that `copy_to_device` needs, for full buffers."""
     size = tf.TensorSpec([], tf.int32)
 
     def entries(table: PartitionedTable, dtype: tf.DType = tf.int32) -> tf.TensorSpec:
@@ -114,7 +114,7 @@ def check_gradients(
 
 
 def cuts_to_sum(cuts: tf.Tensor) -> tf.Tensor:
-    """Minibatch cuts, int64 [stacks] with one bit for each, as int32 [stacks, cuts].
+    """Spreads minibatch cuts, the bits of int64 [stacks], over int32 [stacks, cuts].
 
     TPUs can only sum over replicas, so each bit becomes a number of its own.
     """
@@ -125,7 +125,7 @@ def cuts_to_sum(cuts: tf.Tensor) -> tf.Tensor:
 
 
 def cuts_of_sum(total: tf.Tensor) -> tf.Tensor:
-    """The minibatch cuts of all replicas, of the sum of what `cuts_to_sum` returned."""
+    """Returns the cuts of all replicas, from the sum of what `cuts_to_sum` returned."""
     bits = tf.cast(total > 0, tf.int64)
     places = tf.range(_NUM_CUTS, dtype=tf.int64)
     return tf.reduce_sum(tf.bitwise.left_shift(bits, places), 1)

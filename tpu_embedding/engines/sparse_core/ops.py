@@ -39,7 +39,7 @@ def look_up(
     parameters: tf.Tensor,
     quantization: QuantizationConfig | None,
 ) -> tf.Tensor:
-    """The activations of one stack, float32 [samples, width]."""
+    """Returns the activations of one stack, float32 [samples, width]."""
     return tf.raw_ops.XlaSparseDenseMatmulWithStaticBufferSize(
         **_entries(batch),
         **_minibatches(batch),
@@ -56,7 +56,7 @@ def look_up_combined(
     quantization: QuantizationConfig | None,
     functions: CombinerFunctions,
 ) -> tuple[tf.Tensor, CombinedCsrFormatTensor]:
-    """The activations of a stack with a CustomCombiner; the batch for its update."""
+    """Returns activations of a CustomCombiner's stack, and the batch for its update."""
     parameters, weights = state
     raw = tf.raw_ops.XlaSparseDenseMatmulCustomCombinerOnTcWithCsrInput
     found: Any = raw(
@@ -83,7 +83,7 @@ def update(
     inputs: Mapping[str, Any],
     state: Sequence[tf.Tensor],
 ) -> list[tf.Tensor]:
-    """The values of a stack after an update, in the order of `state`.
+    """Returns the values of a stack after an update, in the order of `state`.
 
     All replicas must call it for the same update. `state` has the part of the stack on
     this device, the parts of its slots in the order of `Optimizer.slots`, and the
@@ -119,7 +119,7 @@ def update_inputs(
     numbers: UpdateScalars,
     functions: CustomFunctions,
 ) -> dict[str, tf.Tensor]:
-    """The inputs of the update of a stack, by input name of the op."""
+    """Returns the inputs of the update of a stack, by input name of the op."""
     inputs = {
         **_entries(batch),
         "activation_gradients": gradient,

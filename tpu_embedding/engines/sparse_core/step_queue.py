@@ -40,7 +40,7 @@ class QueuedEngine(Protocol):
         *,
         flushed: bool,
     ) -> list[Any]:
-        """`Steps.update` after other tensors; returns control inputs.
+        """Updates as `Steps.update`, after other tensors; returns control inputs.
 
         `flushed` says whether it is known that no update is pending.
         """
@@ -164,7 +164,7 @@ class SparseCoreQueue(StepQueue):
         return self._topology.on_host(part, *tensors)
 
     def _handles(self) -> list[tf.Tensor]:
-        """Of the queue of the calling replica; the same ones in a whole program.
+        """Returns the handles of the replica's queue, the same ones in a whole program.
 
         TensorFlow orders what uses the same tensor.
         """
@@ -205,7 +205,7 @@ class SparseCoreQueue(StepQueue):
                 self._engine.flush()
 
     def _take(self, queue: BatchRing) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """The tensors of the next batch, and whether it is for training."""
+        """Takes the next batch; returns its tensors, and whether it is for training."""
         # Of a software TPU no replica takes its batch unless all can. The hosts of a
         # TPU decide alone: there this repeats what `dequeue` checks.
         with tf.control_dependencies(self._topology.barrier(queue.check_batch())):
@@ -214,7 +214,7 @@ class SparseCoreQueue(StepQueue):
             return self._unpack(batch), tf.identity(training)
 
     def _owed(self, queue: BatchRing) -> tuple[tf.Tensor, list[tf.Tensor]]:
-        """A control input, and the tensors of the batch that owes gradients."""
+        """Returns a control input, and the tensors of the batch that owes gradients."""
         batch = queue.owed()
         with tf.control_dependencies([batch]):
             return tf.constant(True), self._unpack(batch)
@@ -235,6 +235,6 @@ def _index(call: Call) -> int:
 
 
 def _queued(batch: Prepared) -> list[tf.Tensor]:
-    """The tensors of a batch that wait in a queue."""
+    """Returns the tensors of a batch that wait in a queue."""
     assert batch.tensors is not None
     return tf.nest.flatten(batch.tensors._replace(output_shapes=(), dropped_ids={}))

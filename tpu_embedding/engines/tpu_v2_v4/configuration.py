@@ -33,7 +33,7 @@ def make_configuration(
     pipelined: bool,
     profile_data_directory: str | None = None,
 ) -> Any:
-    """The TPUEmbeddingConfiguration of a plan whose optimizers have a `tpu` rule.
+    """Makes the TPUEmbeddingConfiguration of a plan whose optimizers have a `tpu` rule.
 
     For each feature `output_shapes` has the full shape of its activations on one core,
     without the embedding axis.

@@ -291,7 +291,7 @@ class TPUV2V4Engine(Engine):
             tf.raw_ops.ConfigureTPUEmbedding(config=self._config)
 
     def _output_shape_list(self) -> list[tuple[int, ...]]:
-        """The activations' shapes per replica, without the embedding axis."""
+        """Returns the activations' shapes per replica, without the embedding axis."""
         shapes = self._options.output_shapes.full()
         for spec, shape in zip(self._plan.features, shapes, strict=True):
             if 0 in shape:
@@ -343,11 +343,11 @@ class QueuedTickets:
         self._numbers = itertools.count(1)
 
     def of(self, program: Any) -> QueuedTicket | None:
-        """The last ticket for training in a program."""
+        """Returns the last ticket for training in a program."""
         return None if program is None else self._last.get(program)
 
     def begin(self, program: Any, *, training: bool) -> QueuedTicket:
-        """A ticket for a new lookup, traced in `program`.
+        """Makes a ticket for a new lookup, traced in `program`.
 
         With `training` gradients may come; until then there is no other ticket.
         """

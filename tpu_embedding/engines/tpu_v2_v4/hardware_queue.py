@@ -148,7 +148,7 @@ class TPUQueue(StepQueue):
         return tuple(zip(part.splits, part.ids, part.weights, strict=True))
 
     def _parts(self, batch: Prepared, cores: int) -> list[_CoreBatch]:
-        """The batch of each core."""
+        """Returns the batch of each core."""
         if batch.tensors is None:
             return _core_batches(self._select(batch.value), cores)
         assert cores == 1  # Refused elsewhere: only a program takes plain tensors.
@@ -218,7 +218,7 @@ class TPUQueue(StepQueue):
 
 
 def core_shape(path: str, shape: tuple[int, ...], cores: int) -> tuple[int, ...]:
-    """The part of `shape` on each of the cores of a replica."""
+    """Returns the part of `shape` on each of the cores of a replica."""
     samples, *others = shape
     if samples % cores:
         raise ValueError(

@@ -37,7 +37,7 @@ class ProgramRates:
 
 
 def counts_updates(plan: Plan) -> bool:
-    """Whether a learning rate takes the number of updates."""
+    """Returns whether a learning rate takes the number of updates."""
     return any(takes_step(rate) for rate in dynamic_rates(plan))
 
 

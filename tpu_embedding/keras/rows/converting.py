@@ -71,7 +71,7 @@ def convert(model: Any, lazy: bool = False) -> Any:
 
 
 def _warn_of_skipped(model: Any) -> None:
-    """Names the layers that look rows up and stay as they are."""
+    """Warns of the layers that look rows up and stay as they are."""
     skipped = [
         f"{layer.name} of {type(layer).__module__}.{type(layer).__qualname__}"
         for layer in model._flatten_layers()

@@ -259,7 +259,7 @@ keras_api.save_as(Embedding, keras_api.Embedding)
 
 
 def regularizes(regularizer: Any) -> bool:
-    """Whether there is a regularizer, other than one of strength 0."""
+    """Returns whether there is a regularizer, other than one of strength 0."""
     kinds = (keras_api.regularizers.L2, keras_api.regularizers.L1L2)
     if type(regularizer) in kinds:
         return any(regularizer.get_config().values())

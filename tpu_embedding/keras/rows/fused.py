@@ -42,7 +42,7 @@ class Rows(NamedTuple):
     waiting: Waiting | None
 
     def fits(self, rule: Optimizer) -> bool:
-        """Whether the op can update them by a rule."""
+        """Returns whether the op can update the rows by a rule."""
         variables, shape = [self.variable, *self.slots], self.variable.shape
         return (
             len(self.slots) == len(rule.slots)

@@ -155,7 +155,7 @@ class UpdatesRows:
     def _idle(
         self: Any, decays: bool, constraint: Any = None
     ) -> tuple[Idle | None, str]:
-        """What a step does to rows without a gradient; None for nothing.
+        """Returns what a step does to rows without a gradient; None for nothing.
 
         The second result says why that cannot be made up for.
         """
@@ -216,7 +216,7 @@ class UpdatesRows:
         waiting.advance(self._step(waiting, *rate), dense=not by_rows)
 
     def _waiting(self: Any, variable: Any) -> Waiting | None:
-        """What the rows of a tf.Variable wait for, if they wait for this optimizer."""
+        """Returns what a variable's rows wait for, if they wait for this optimizer."""
         waiting = waiting_of(variable)
         last = getattr(variable, "waiting", None)
         is_own = last is not None and last.owner == self._owner
@@ -226,12 +226,12 @@ class UpdatesRows:
         return waiting
 
     def has_only_rows(self: Any, gradient: Any, variable: Any) -> bool:
-        """Whether a gradient names all rows of a tf.Variable that a step updates."""
+        """Returns whether a step updates no rows but those that a gradient names."""
         is_sparse = isinstance(gradient, tf.IndexedSlices)
         return is_sparse and self._steps_by_rows(variable, waiting_of(variable))
 
     def _steps_by_rows(self: Any, variable: Any, waiting: Waiting | None) -> bool:
-        """Whether the rows of a gradient are all that a step has to update."""
+        """Returns whether the rows of a gradient are all that a step has to update."""
         if variable.name in self._dense_tables:
             return False
         if waiting is not None:
@@ -291,7 +291,7 @@ class UpdatesRows:
         return tf.cast(self.weight_decay, tf.float64) * tf.cast(used, tf.float64)
 
     def _step(self: Any, waiting: Waiting, *rate: Any) -> tf.Tensor:
-        """What `Waiting.advance` takes, after the update of a step."""
+        """Returns what `Waiting.advance` takes, after the update of a step."""
         used = rate[0] if rate else self.learning_rate
         step = (*step_of(self, self._rule, used), self._shrinkage(waiting, *rate))
         return tf.stack([tf.cast(part, tf.float64) for part in step])
@@ -378,7 +378,7 @@ class UpdatesRows:
 
 
 def slots_at(optimizer: Any, rule: type, index: int) -> dict[str, Any]:
-    """The slots of a variable by the attribute that has them."""
+    """Returns the slots of a variable by the attribute that has them."""
     return {
         name: getattr(optimizer, name)[index]
         for name in SLOTS[rule.__name__]

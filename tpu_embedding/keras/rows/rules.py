@@ -126,7 +126,7 @@ _RULES: dict[str, _Rule] = {
 
 
 def rule_of(optimizer: Any, cls: type, rate: Any) -> base.Optimizer | None:
-    """The rule of the `update_step` of a class of Keras, with an optimizer's options.
+    """Returns the rule of a Keras class's `update_step`, with an optimizer's options.
 
     Keras carries out what comes before and after it, such as clipping.
 
@@ -227,7 +227,7 @@ def _ftrl_waits(o: Any) -> Idle:
 
 
 def _powers(optimizer: Any, *bases: Any) -> list[tf.Tensor]:
-    """Powers to the number of this step, in float32 as Keras forms them."""
+    """Returns powers to the number of this step, in float32 as Keras forms them."""
     step = tf.cast(optimizer.iterations + 1, tf.float32)
     return [tf.pow(tf.cast(base, tf.float32), step) for base in bases]
 
@@ -261,7 +261,7 @@ _WAITS: dict[str, _Waits] = {
 
 
 def idle_of(optimizer: Any, cls: type) -> Idle:
-    """What an optimizer of a class of Keras does to a row without a gradient.
+    """Returns what an optimizer of a class of Keras does to a row without a gradient.
 
     Raises:
       ValueError: If that cannot be made up for; the text says why.
@@ -275,7 +275,7 @@ def idle_of(optimizer: Any, cls: type) -> Idle:
 
 
 def step_of(optimizer: Any, cls: type, rate: Any) -> tuple[Any, Any]:
-    """The weight and the note of a step that begins, for `Waiting.advance`."""
+    """Returns the weight and the note of a step that begins, for `Waiting.advance`."""
     waits = _WAITS[cls.__name__]
     rate = tf.convert_to_tensor(rate)
     return waits.weight(optimizer, rate), waits.note(optimizer, rate)

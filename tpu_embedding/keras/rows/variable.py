@@ -19,7 +19,7 @@ _Variable = resource_variable_ops.ResourceVariable
 
 
 def components(variable: Any) -> tuple[Any, ...]:
-    """The tf.Variables of a weight: one, or one for each replica."""
+    """Returns the tf.Variables of a weight: one, or one for each replica."""
     value = keras_api.value_of(variable)
     return tuple(getattr(value, "values", (value,)))
 
@@ -44,7 +44,7 @@ def make_plain(variable: Any) -> None:
 
 
 def local(variable: Any) -> Any:
-    """The tf.Variable of a weight in the replica whose variable is updated."""
+    """Returns the tf.Variable of a weight in the replica whose variable is updated."""
     value = keras_api.value_of(variable)
     return value._get() if hasattr(value, "values") else value
 
@@ -59,7 +59,7 @@ def take_over(variable: TableVariable, waiting: Waiting | None) -> None:
 
 
 def waiting_of(variable: Any) -> Waiting | None:
-    """What the rows of a tf.Variable wait for; None if they do not."""
+    """Returns what the rows of a tf.Variable wait for; None if they do not."""
     waiting = getattr(variable, "waiting", None)
     return None if waiting is None or waiting.is_revoked else waiting
 
@@ -83,7 +83,7 @@ def check_calls(variable: Any, waiting: Waiting | None) -> None:
 
 
 def _is_in_loop(graph: Any) -> bool:
-    """Whether control flow calls the graph; XLA then takes no more arguments."""
+    """Returns whether control flow calls the graph; XLA then takes no new arguments."""
     while hasattr(graph, "outer_graph"):
         if graph.is_control_flow_graph:
             return True

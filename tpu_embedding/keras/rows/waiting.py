@@ -44,7 +44,7 @@ def new_owner() -> int:
 
 
 def other_optimizer(name: str) -> str:
-    """The error of a step with a table that belongs to another optimizer by now."""
+    """Makes the error of a step with a table that belongs to another optimizer now."""
     return (
         f"{name} is no longer trained by the optimizer of this step: another one was "
         "built for it, or te.keras.unconvert changed it back. Train a table with one "
@@ -53,7 +53,7 @@ def other_optimizer(name: str) -> str:
 
 
 def large_decay(name: str) -> str:
-    """The error of a decay that leaves nothing of a table."""
+    """Makes the error of a decay that leaves nothing of a table."""
     return (
         f"weight_decay * learning_rate must be below 1 for {name}. Use a smaller "
         "weight_decay, or lazy=True."
@@ -61,7 +61,7 @@ def large_decay(name: str) -> str:
 
 
 def is_in_xla() -> bool:
-    """Whether XLA compiles what is traced; it leaves assertions out."""
+    """Returns whether XLA compiles what is traced; it leaves assertions out."""
     graph = tf.compat.v1.get_default_graph()
     return control_flow_util.GraphOrParentsInXlaContext(graph)
 
@@ -131,7 +131,7 @@ class Waiting:
             self.history = make_variable(np.zeros([self.capacity, 2 + terms]))
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments that the ops of the library have in common."""
+        """Returns the arguments that the ops of the library have in common."""
         return {
             "arrays": [variable.handle for variable in self.variables],
             "clocks": self.clock.handle,
@@ -243,7 +243,7 @@ class Waiting:
         return moment * divided
 
     def _over_root(self, root: tf.Tensor, factors: list[tf.Tensor]) -> tf.Tensor:
-        """The sum of powers of a share, over a root or its square."""
+        """Returns the sum of powers of a share, over a root or its square."""
         assert self._quadrature is not None
         power = 2 if self.idle.epsilon_inside else 1
         fade = (self.idle.root_fade ** self._quadrature.nodes[0]) ** power
@@ -379,7 +379,7 @@ class Waiting:
         scatter(self.history, [now % self.capacity], tf.zeros_like(self.history[:1]))
 
     def record(self, with_weights: bool) -> Any:
-        """What a step does to a row, with the weights if the op counts steps."""
+        """Describes what a step does to a row, with weights if the op counts steps."""
         return idle_record(
             self.idle,
             name=self.variables[0].name,
@@ -398,12 +398,12 @@ class Waiting:
             self._quiet_in = None
 
     def is_quiet(self) -> bool:
-        """Whether this thread reads what is stored."""
+        """Returns whether this thread reads what is stored."""
         return self._quiet_in == threading.get_ident()
 
 
 def serialized(tables: Sequence[Waiting], with_weights: bool = True) -> bytes:
-    """What the ops of the library take as `idle`."""
+    """Returns what the ops of the library take as `idle`."""
     return records.serialize(rules=[each.record(with_weights) for each in tables])
 
 
@@ -417,7 +417,7 @@ def _gradient_of_read(op: Any, *gradients: tf.Tensor) -> list[Any]:
 
 
 def _shrunk(value: tf.Tensor, moved: Any, factor: tf.Tensor) -> tf.Tensor:
-    """(value - moved) * factor, rounded once: a factor near 1 is not."""
+    """Returns (value - moved) * factor, rounded once: the factor stays float64."""
     exact = tf.cast(value, tf.float64) - tf.cast(moved, tf.float64)
     return tf.cast(exact * factor, value.dtype)
 
