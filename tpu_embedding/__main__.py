@@ -346,7 +346,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _message(error: Exception) -> str | None:
-    """What a user reads of an error that they can fix."""
+    """Returns what a user reads of an error that they can fix, else None."""
     if isinstance(error, KeyError):
         return str(error.args[0]) if error.args else "KeyError"
     if isinstance(error, _EXPECTED):

@@ -64,7 +64,7 @@ def warn() -> None:
 
 
 def _addresses(of: Any) -> dict[int, str]:
-    """The addresses of a job, of which TensorFlow takes a list or a dict, by index."""
+    """Returns the addresses of a job by index; TensorFlow takes a list or a dict."""
     pairs = of.items() if isinstance(of, dict) else enumerate(of)
     return {int(index): str(address) for index, address in pairs}
 

@@ -87,7 +87,7 @@ class CustomCombiner:
             raise errors.argument_value(argument, rate, "finite in float32")
 
     def __str__(self) -> str:
-        """A word, as other combiners are, and the same in all processes."""
+        """Returns one word, as other combiners are, and the same in all processes."""
         sizes = f"max_valency={self.max_valency}, num_weights={self.num_weights}"
         return f"custom_combiner({sizes})"
 

@@ -261,7 +261,7 @@ class TableConfig(_ChangeableUntilUsed):
         self.quantization_config = _quantization(self.quantization_config)
 
     def __repr__(self) -> str:
-        """As TensorFlow's, then the further arguments that are not at their default."""
+        """Returns TensorFlow's text and the further arguments not at their defaults."""
         parts = [
             f"{field.name}={getattr(self, field.name)!r}"
             for field in dataclasses.fields(self)
@@ -652,7 +652,7 @@ class _OutputShape(tuple[int | None, ...]):
 
 
 def _shape(shape: Any) -> _OutputShape | None:
-    """A shape as a tuple; None, as for TensorShape(None), if the rank is unknown."""
+    """Returns a shape as a tuple; None, as for TensorShape(None), of unknown rank."""
     if shape is None or getattr(shape, "rank", 0) is None:
         return None
     if hasattr(shape, "as_list"):
@@ -668,5 +668,5 @@ def _shape(shape: Any) -> _OutputShape | None:
 
 
 def _plain(value: Any) -> Any:
-    """NumPy's numbers and arrays, which TensorShape takes, as Python's."""
+    """Returns NumPy's numbers and arrays, which TensorShape takes, as Python's."""
     return value.tolist() if isinstance(value, (np.generic, np.ndarray)) else value

@@ -69,7 +69,7 @@ class Core(EngineTables):
         on_created: Callable[[TableStore], None] | None = None,
         made_by: str,
     ) -> None:
-        """Tables are made by the first call that needs them.
+        """Takes the plan and options; the first call that needs tables makes them.
 
         Args:
           plan: The tables and features.
@@ -110,7 +110,7 @@ class Core(EngineTables):
         self.delta_writers: dict[str, Any] = {}  # Of te.serving, by consumer.
 
     def lay_out(self) -> Layout | None:
-        """The stacks, where the engine stores them or the class hands them out."""
+        """Lays out stacks, if the engine stores them or the class hands them out."""
         wanted = self.engine_class.stores_stacks or self._hands_out_stacks
         if self._engine_options.layout is None and wanted:
             self._complete(layout=self.engine_class.lay_out(self._engine_options))
@@ -137,7 +137,7 @@ class Core(EngineTables):
         return self.engine
 
     def engine_for(self, batch: Sequence[IdBatch], cores: int = 1) -> Engine:
-        """The engine; the first batch makes it, and on TPUs fixes all shapes."""
+        """Returns the engine, made by the first batch, which fixes shapes on TPUs."""
         if self.engine is not None or self.topology.tpu is None:
             return self.create_engine()
         shapes = [tuple(feature.static_shape.as_list()) for feature in batch]
@@ -188,7 +188,7 @@ class Core(EngineTables):
             engine.flush()
 
     def engine_to_synchronize(self) -> Engine | None:
-        """The engine, if it exists or other processes may wait for its calls."""
+        """Returns the engine, if it exists or other processes may wait for it."""
         return self.create_engine() if self.engine_class.synchronizes else self.engine
 
     def in_replica(self, method: str) -> tuple[Engine, int]:
@@ -224,7 +224,7 @@ class Core(EngineTables):
     def read_replica(
         self, values: Sequence[Any], weights: Sequence[Any], cores: int = 1
     ) -> list[IdBatch]:
-        """The batch of a replica, or of one of its `cores`."""
+        """Reads the batch of a replica, or of one of its `cores`."""
         specs = self.plan.features
         as_rows = not self.engine_class.hashes_ids
         batches = read_features(specs, values, weights, as_rows=as_rows)
@@ -237,7 +237,7 @@ class Core(EngineTables):
         return batches
 
     def require_weight_gradients(self, weights: Sequence[Any]) -> list[int]:
-        """The features whose weights a tf.GradientTape watches, where it may."""
+        """Returns features whose weights a tape watches; raises where it may not."""
         features = watched(weights)
         for i in features:
             spec = self.plan.features[i]
@@ -263,7 +263,7 @@ class Core(EngineTables):
         values: Sequence[Any],
         weights: Sequence[Any],
     ) -> list[tf.Tensor]:
-        """The activations; their gradient also reaches the weights of `features`."""
+        """Returns activations whose gradient also reaches weights of `features`."""
         if not features:
             return list(activations)
         tables = self.tables()
@@ -297,7 +297,7 @@ class Core(EngineTables):
         return not self._hands_out_stacks  # A stack has valid entries only.
 
     def logical_variables(self) -> dict[str, Any]:
-        """Static tables, slots and the number of updates by their names in checkpoints.
+        """Returns static tables, slots and the number of updates by checkpoint name.
 
         A tf.Variable where one variable is the array, else a `LogicalVariable`.
         """
@@ -313,7 +313,7 @@ class Core(EngineTables):
 
     @calling("vocabularies")
     def vocabularies(self) -> dict[Any, VocabularyContents]:
-        """By TableConfig of the user what the vocabularies of growing tables hold."""
+        """Returns the contents of growing vocabularies by the user's TableConfig."""
         found = self.growing()
         self.flush()
         return {s.key: found[s.name].contents() for s in self.plan.growing}
@@ -336,7 +336,7 @@ class Core(EngineTables):
         return ids.evict()
 
     def _growing_table(self, table: Any) -> tuple[TableSpec, Vocabulary]:
-        """A growing table of the user, without a pending update."""
+        """Returns a growing table of the user, without a pending update."""
         found = self.growing()
         for spec in self.plan.growing:
             if spec.key is table:
@@ -348,7 +348,7 @@ class Core(EngineTables):
         )
 
     def parameters(self) -> dict[str, Any]:
-        """By name each table; see `Identity.parameters`."""
+        """Returns each table by name; see `Identity.parameters`."""
         tables = self.tables().items()
         return {n: table.ids.parameters(self._logical_variable) for n, table in tables}
 
@@ -418,7 +418,7 @@ class Core(EngineTables):
             self.topology.require_arguments(self.plan.paths, values)
 
     def static_shapes_of(self, batch: Sequence[IdBatch]) -> list[Any] | None:
-        """In a graph what is known of the activations of this batch."""
+        """Returns what a graph knows of the shapes of this batch's activations."""
         if tf.executing_eagerly():
             return None
         shapes = [tuple(feature.static_shape.as_list()) for feature in batch]

@@ -436,7 +436,7 @@ class TPUEmbedding(EmbeddingBase):
     def _core_or_replica(
         self, device: str | tf.Tensor
     ) -> tuple[str | tf.Tensor | None, int | None]:
-        """The place of the batch of one device: a TPU core, or a replica.
+        """Returns the TPU core, or else the replica, of the batch of one device.
 
         The number of a TPU core is left to the engine.
         """
@@ -459,7 +459,7 @@ class TPUEmbedding(EmbeddingBase):
         self._first_shapes = self._first_shapes or shapes
 
     def _static_shapes(self) -> list[Any] | None:
-        """The static shapes of the activations that `dequeue` will give in a graph.
+        """Returns the static shapes of activations that `dequeue` will give in a graph.
 
         They are known if the graph has an enqueue, and all graphs have queued batches
         of the same shapes so far: then one is as good as another.
@@ -478,7 +478,7 @@ class TPUEmbedding(EmbeddingBase):
         replica: int | None,
         cores: int = 1,
     ) -> list[list[IdBatch]]:
-        """The batches of `replica` or of all, checked as far as static shapes go.
+        """Reads the batches of `replica` or of all; checks static shapes where known.
 
         Where there are several `cores` it is the batch of one of them.
         """
@@ -498,7 +498,7 @@ def _is_distributed(value: Any) -> bool:
 
 
 def _common(shapes: Sequence[Shape]) -> Shape:
-    """What holds in all replicas: axes in which they differ are not known."""
+    """Returns the axes that all replicas share, and None for those that differ."""
     axes = zip(*shapes, strict=True)
     return tuple(own[0] if len(set(own)) == 1 else None for own in axes)
 

@@ -122,7 +122,7 @@ class EmbeddingBase(TrackableTables):
         return self.core.vocabularies()
 
     def freeze_vocabulary(self, table: Any) -> FrozenTable:
-        """A growing table in the form of a static one, for any engine.
+        """Returns a growing table in the form of a static one, for any engine.
 
         Args:
           table: The TableConfig of the growing table.
@@ -177,7 +177,7 @@ class EmbeddingBase(TrackableTables):
 
 
 def per_replica(batch_size: int | None, where: Topology) -> int | None:
-    """A global batch size as that of each replica."""
+    """Returns the batch size of each replica for a global one."""
     check_batch_size("batch_size", batch_size)
     if batch_size is None:
         return None

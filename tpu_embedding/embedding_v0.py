@@ -189,7 +189,7 @@ class TPUEmbeddingV0(RestoresLayouts):
 
 
 def _create_table(spec: TableSpec) -> dict[str, Any]:
-    """The table and its slots, by the creators of the strategy whose scope is open."""
+    """Creates the table and its slots by the creators of the strategy in scope."""
     parameters = tf.Variable(table_values(spec).whole, trainable=True, name=spec.name)
     if not isinstance(parameters, tf.Variable):
         raise NotImplementedError(

@@ -472,7 +472,7 @@ class TPUEmbeddingV2(EmbeddingBase):
     def _preprocess(
         self, features: Any, weights: Any, place: str | None
     ) -> tuple[PreprocessedFeatures, list[Any] | None]:
-        """The batch as plain tensors, and in a graph its static output shapes."""
+        """Returns the batch as plain tensors, and in graphs static output shapes."""
         values, flat_weights = flatten_batch(self._structure, features, weights)
         if watched(flat_weights):
             raise NotImplementedError(

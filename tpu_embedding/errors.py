@@ -10,24 +10,24 @@ from typing import Any, TypeGuard
 
 
 def type_name(value: object) -> str:
-    """The qualified name of the class; a built-in class has no module prefix."""
+    """Returns the qualified name of the class, without a module if it is built-in."""
     cls = type(value)
     module = "" if cls.__module__ == "builtins" else f"{cls.__module__}."
     return f"{module}{cls.__qualname__}"
 
 
 def quoted(names: Iterable[object]) -> str:
-    """The names in quotes, with commas between them."""
+    """Returns the names in quotes, with commas between them."""
     return ", ".join(repr(name) for name in names)
 
 
 def argument_value(argument: str, value: object, allowed: str) -> ValueError:
-    """An argument of the right type whose value is not allowed."""
+    """Makes the error of an argument of the right type whose value is not allowed."""
     return ValueError(f"Argument `{argument}` must be {allowed}. Received: {value!r}.")
 
 
 def argument_type(argument: str, value: object, allowed: str) -> TypeError:
-    """An argument of the wrong type."""
+    """Makes the error of an argument of the wrong type."""
     return TypeError(
         f"Argument `{argument}` must be {allowed}. Received: {value!r} of type "
         f"{type_name(value)}."
@@ -35,7 +35,7 @@ def argument_type(argument: str, value: object, allowed: str) -> TypeError:
 
 
 def argument_int(argument: str, value: object, smallest: int) -> ValueError:
-    """A size that is not an int or too small; TensorFlow raises ValueError for both."""
+    """Makes the ValueError, as TensorFlow's, of a size that is no int or too small."""
     return ValueError(
         f"Argument `{argument}` must be an int >= {smallest}. Received: {value!r} "
         f"of type {type_name(value)}. Convert other kinds of integers with int(...)."
@@ -49,7 +49,7 @@ def check_flag(argument: str, value: object) -> None:
 
 
 def is_int(value: object) -> TypeGuard[int]:
-    """Whether a value is an int, and as in TensorFlow none of NumPy. A bool is none."""
+    """Returns whether a value is an int: no bool and, as in TensorFlow, not NumPy's."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -97,14 +97,14 @@ def check_returned(
 
 
 def _dtype_name(dtype: Any) -> str:
-    """NumPy's name of a dtype of NumPy or TensorFlow."""
+    """Returns NumPy's name of a dtype of NumPy or TensorFlow."""
     return str(getattr(dtype, "name", dtype))
 
 
 def rate_shape(
     rate: object, shape: object, argument: str = "learning_rate"
 ) -> ValueError:
-    """A learning rate callable, or another one, that returns no scalar."""
+    """Makes the error of a callable for a learning rate, or another, with no scalar."""
     return ValueError(
         f"A callable `{argument}` must return a scalar. {rate!r} returned shape "
         f"{shape}."
@@ -112,7 +112,7 @@ def rate_shape(
 
 
 def feature_kind(path: str, value: object) -> ValueError:
-    """A feature that is no tensor."""
+    """Makes the error of a feature that is no tensor."""
     return ValueError(
         f"Feature {path} must be a tf.Tensor, tf.SparseTensor or tf.RaggedTensor. "
         f"Received: {value!r} of type {type_name(value)}."
@@ -120,7 +120,7 @@ def feature_kind(path: str, value: object) -> ValueError:
 
 
 def string_ids(path: str) -> TypeError:
-    """Strings in the place of ids."""
+    """Makes the error of strings in the place of ids."""
     return TypeError(
         f"The ids of feature {path} must be int32, int64 or floating point. Received: "
         "string. Convert them with keras.layers.StringLookup or keras.layers.Hashing, "
@@ -130,7 +130,7 @@ def string_ids(path: str) -> TypeError:
 
 
 def weights_kind(path: str, expected: str, value: object) -> ValueError:
-    """Weights that are not built as their feature is."""
+    """Makes the error of weights that are not built as their feature is."""
     return ValueError(
         f"The weights of feature {path} must be None or, as the feature itself, a "
         f"{expected}. Received: {value!r} of type {type_name(value)}. Read a "
@@ -139,7 +139,7 @@ def weights_kind(path: str, expected: str, value: object) -> ValueError:
 
 
 def weights_dtype(path: str, dtype_name: str) -> TypeError:
-    """Weights that are no floating point numbers."""
+    """Makes the error of weights that are no floating point numbers."""
     return TypeError(
         f"The weights of feature {path} must be of a floating point dtype. Received: "
         f"{dtype_name}. Convert them with tf.cast."
@@ -147,7 +147,7 @@ def weights_dtype(path: str, dtype_name: str) -> TypeError:
 
 
 def input_rank(path: str, kind: str, rank: object, allowed: str) -> ValueError:
-    """An input of a rank that its kind does not allow."""
+    """Makes the error of an input of a rank that its kind does not allow."""
     return ValueError(
         f"Feature {path}: the rank of a {kind} input must be {allowed}. Received: "
         f"rank {rank}."
@@ -155,7 +155,7 @@ def input_rank(path: str, kind: str, rank: object, allowed: str) -> ValueError:
 
 
 def batch_size_conflict(first: int | None, second: int) -> ValueError:
-    """Two sizes were promised."""
+    """Makes the error of a batch size that differs from one given before."""
     return ValueError(
         f"A batch size of {first} per replica was given before, so build() cannot fix "
         f"{second}. Give one of them, or the same twice."
@@ -163,7 +163,7 @@ def batch_size_conflict(first: int | None, second: int) -> ValueError:
 
 
 def enqueue_device(device: object) -> ValueError:
-    """enqueue(device=...) where the strategy has no such devices."""
+    """Makes the error of enqueue(device=...) where the strategy has no such devices."""
     return ValueError(
         "`device` of enqueue must be a TPU core or the device of a replica of this "
         f"strategy. Received: {device!r}. Leave it at None: the engine on this machine "
@@ -172,7 +172,7 @@ def enqueue_device(device: object) -> ValueError:
 
 
 def weights_shape(path: str, expected: object, actual: object) -> ValueError:
-    """Weights of another shape than their ids."""
+    """Makes the error of weights of another shape than their ids."""
     return ValueError(
         f"The weights of feature {path} must have the shape of its ids, {expected}. "
         f"Received: {actual}."
@@ -180,7 +180,7 @@ def weights_shape(path: str, expected: object, actual: object) -> ValueError:
 
 
 def in_control_flow() -> RuntimeError:
-    """Enqueue in a part of a TPU program."""
+    """Makes the error of an enqueue in a part of a TPU program."""
     return RuntimeError(
         "A batch was given to enqueue, or to a layer, inside control flow or a "
         "tf.function inside strategy.run, where a TPU program cannot take it in. Call "

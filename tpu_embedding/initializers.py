@@ -19,7 +19,7 @@ ReadRows = Callable[[int, int], tf.Tensor]
 
 
 def default_initializer(dim: int) -> Callable[..., tf.Tensor]:
-    """The initializer of tables that have none of their own.
+    """Returns the initializer of tables that have none of their own.
 
     Truncated normal (redrawn beyond two standard deviations) with mean 0 and standard
     deviation 1 / sqrt(dim), so that a row has length about 1.
@@ -28,7 +28,7 @@ def default_initializer(dim: int) -> Callable[..., tf.Tensor]:
 
 
 def named_initializer(table: str, name: str) -> Any:
-    """The initializer of Keras of that name."""
+    """Returns the initializer of Keras of that name."""
     try:
         return tf.keras.initializers.get(name)
     except ValueError as error:
@@ -38,14 +38,14 @@ def named_initializer(table: str, name: str) -> Any:
 
 
 def stock_class(initializer: Any) -> str:
-    """The name of the class of an initializer of Keras or TensorFlow, else ""."""
+    """Returns the class name of an initializer of Keras or TensorFlow, else ""."""
     cls = type(initializer)
     made_by = cls.__module__.partition(".")[0]
     return cls.__name__ if made_by in ("keras", "tf_keras", "tensorflow") else ""
 
 
 def constant_of(initializer: Any) -> float | None:
-    """The number that an initializer of Keras or TensorFlow gives everywhere."""
+    """Returns the number that a Keras or TensorFlow initializer gives everywhere."""
     name = stock_class(initializer)
     known = {"Zeros": 0.0, "Ones": 1.0}.get(name)
     if name == "Constant":
@@ -94,7 +94,7 @@ class _TruncatedNormal:
 
 
 def _philox_words() -> tf.Tensor:
-    """The seeds of the next op of tf.random, uint64 [2]; random if none is set."""
+    """Returns the next tf.random op's seeds, uint64 [2]; random if none is set."""
     seeds = tf.compat.v1.get_seed(None)
     if seeds == (None, None):
         return tf.bitcast(
@@ -104,7 +104,7 @@ def _philox_words() -> tf.Tensor:
 
 
 def _truncated_normal_function(shape_of_shape: Any, dtype: tf.DType) -> Any:
-    """A new one for each table: TensorFlow forgets those of a cluster that is left.
+    """Makes one for each table: TensorFlow forgets those of a cluster that is left.
 
     Of calls of a tf.function TensorFlow counts the traces, and warns of many tables.
     """
@@ -120,7 +120,7 @@ def _truncated_normal_function(shape_of_shape: Any, dtype: tf.DType) -> Any:
 def _scaled_truncated_normal(
     shape: tf.Tensor, seeds: tf.Tensor, counter: tf.Tensor, stddev: tf.Tensor
 ) -> tf.Tensor:
-    """The values of tf.random.truncated_normal for two seeds, in the dtype of `stddev`.
+    """Returns values of tf.random.truncated_normal for two seeds, of `stddev`'s dtype.
 
     They begin with those at `counter`, which is 0 for the first.
 

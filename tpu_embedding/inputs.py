@@ -56,7 +56,7 @@ class IdBatch:
 
 
 def op_inputs(batches: Sequence[IdBatch]) -> list[tf.Tensor]:
-    """The inputs of an op that takes raw features; see kernels/prepare.cc.
+    """Returns the inputs of an op that takes raw features; see kernels/prepare.cc.
 
     No tensor that the op does not need: the cost of an op grows with its inputs.
     """
@@ -114,7 +114,7 @@ def to_id_batch(
 
 
 def _whole_numbers(path: str, batch: IdBatch) -> tf.Tensor:
-    """Floating point ids as int64, after a check that each is a whole number."""
+    """Returns floating point ids as int64 after a check that all are whole numbers."""
     values = tf.cast(batch.ids, tf.float64)  # Exact for every floating point dtype.
     limit = 2.0**63
     fits = (values >= -limit) & (values < limit)  # False for a NaN.
@@ -150,7 +150,7 @@ def _whole_numbers(path: str, batch: IdBatch) -> tf.Tensor:
 
 
 def _sample_of(batch: IdBatch, entry: tf.Tensor) -> tf.Tensor:
-    """The row of one entry: its index without the last axis, in row-major order."""
+    """Returns one entry's row: its index without the last axis, in row-major order."""
     if batch.kind is InputKind.RAGGED:
         return tf.searchsorted(batch.structure, entry[tf.newaxis], side="right")[0] - 1
     if batch.kind is InputKind.DENSE:
@@ -161,7 +161,7 @@ def _sample_of(batch: IdBatch, entry: tf.Tensor) -> tf.Tensor:
 
 
 def kind_of(value: Any) -> InputKind | None:
-    """The layout of the ids in a value, or None if it is no tensor."""
+    """Returns the layout of the ids in a value, or None if it is no tensor."""
     kinds = (kind for kind, of in _CLASSES.items() if isinstance(value, of))
     return next(kinds, None)
 

@@ -30,7 +30,7 @@ class Structure:
         self.paths = tuple(path for path, _ in found)
 
     def flatten(self, what: str, value: Any, *, container_leaves: bool = False) -> list:
-        """The leaves of `value`, in the order of tf.nest: dicts by sorted key.
+        """Returns the leaves of `value`, in the order of tf.nest: dicts by sorted key.
 
         A composite tensor is one leaf. With `container_leaves` lists, tuples and dicts
         may be leaves, too.
@@ -48,13 +48,13 @@ class Structure:
         return leaves
 
     def flatten_weights(self, weights: Any) -> list:
-        """As `flatten`; None in place of the whole structure is None for each leaf."""
+        """Flattens as `flatten`; None for the whole structure is None for each leaf."""
         if weights is None:
             return [None] * len(self.paths)
         return self.flatten("weights", weights)
 
     def flatten_shapes(self, what: str, shapes: Any) -> list:
-        """The shapes of all leaves, in the order of `flatten`.
+        """Returns the shapes of all leaves, in the order of `flatten`.
 
         They come in this structure, or in any other nesting with as many shapes, which
         are then taken in the order of tf.nest. A shape is a tf.TensorShape, or a list
@@ -80,7 +80,7 @@ class Structure:
         ]
 
     def pack(self, leaves: Sequence[Any]) -> Any:
-        """The leaves, in the order of `flatten`, in this structure."""
+        """Returns the leaves, in the order of `flatten`, in this structure."""
         return tf.nest.pack_sequence_as(self._nested, list(leaves))
 
 
@@ -106,7 +106,7 @@ def _shapes_in(nested: Any) -> Iterator[Any]:
 
 
 def _kind(value: Any) -> type:
-    """The type of a container, ignoring TensorFlow's wrappers; object for a leaf."""
+    """Returns a container's type, without TensorFlow's wrappers; object for a leaf."""
     if isinstance(value, Mapping):
         return dict
     if isinstance(value, list):
@@ -147,7 +147,7 @@ def _walk(
 
 
 def _children(container: Any, path: str) -> list[tuple[Any, str]]:
-    """(key, path) of each child of the container at `path`, in the order of tf.nest."""
+    """Returns (key, path) of each child of a container at `path`, as tf.nest orders."""
     keys: Sequence[Any] = range(len(container))
     names = getattr(container, "_fields", keys)
     if isinstance(container, Mapping):

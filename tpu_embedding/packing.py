@@ -105,7 +105,7 @@ def pack(features: Any, weights: Any = None) -> PackedFeatures:
 def flatten_batch(
     structure: FeatureStructure, features: Any, weights: Any
 ) -> tuple[list[Any], list[Any]]:
-    """The ids and the weights or None of each feature of the plan.
+    """Returns the ids and the weights or None of each feature of the plan.
 
     Args:
       structure: That of `feature_config`.
@@ -131,7 +131,7 @@ def flatten_batch(
 def _unpacked(
     structure: Structure, features: PackedFeatures, weights: Any
 ) -> tuple[list[Any], list[Any]]:
-    """The ragged ids and weights of a packed batch, in the order of tf.nest."""
+    """Returns the ragged ids and weights of a packed batch, in the order of tf.nest."""
     number = len(structure.paths)
     if weights is not None:
         raise ValueError(
@@ -201,7 +201,7 @@ def _require_packable(paths: Sequence[str], batches: Sequence[IdBatch]) -> None:
 
 
 def _row_splits(batch: IdBatch) -> tf.Tensor:
-    """int64 [B + 1]; of a sparse batch right only if its rows are in order."""
+    """Returns row splits, int64 [B + 1], for which a sparse batch must be in order."""
     if batch.kind is InputKind.RAGGED:
         return batch.structure
     rows = tf.range(batch.shape[0] + 1)

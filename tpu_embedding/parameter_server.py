@@ -38,7 +38,7 @@ class ClusterCoordinator(_Base):
     def __new__(
         cls, strategy: tf.distribute.Strategy, task_timeout: float | None = None
     ) -> Any:
-        """The coordinator of the strategy."""
+        """Returns the coordinator of the strategy."""
         del task_timeout
         found = super().__new__(cls, strategy)
         if type(found) is _Base:
@@ -219,7 +219,7 @@ class _Watch:
         threading.Thread(target=self._ask, daemon=True).start()
 
     def silent_for(self) -> float:
-        """Seconds since the last answer."""
+        """Returns the seconds since the last answer."""
         return time.monotonic() - self._answered
 
     def _ask(self) -> None:
@@ -237,7 +237,7 @@ class _Watch:
 
 
 def _named(error: tf.errors.OpError) -> tf.errors.OpError:
-    """An error of TensorFlow in words that name the task to look at."""
+    """Returns an error of TensorFlow in words that name the task to look at."""
     text = error.message
     if _RESTART in text:
         return error
@@ -270,13 +270,13 @@ def _named(error: tf.errors.OpError) -> tf.errors.OpError:
 
 
 def _task_of(text: str, job: str) -> str:
-    """The last task of a job that a text names, or "A <job>"."""
+    """Returns the last task of a job that a text names, or "A <job>"."""
     found = [task for task in _TASK.findall(text) if task.startswith(f"/job:{job}/")]
     return found[-1] if found else f"A {job}"
 
 
 def _numbered(fn: Any, ops: Any) -> Callable[..., Any]:
-    """A function that says its number, the first argument, and then runs `fn`."""
+    """Returns a function that says its number, the first argument, and runs `fn`."""
     function: Any = weakref.ref(fn)  # It is traced while `fn` is being scheduled.
 
     def run(number: tf.Tensor, *args: Any, **kwargs: Any) -> Any:

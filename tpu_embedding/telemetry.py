@@ -254,7 +254,7 @@ class Telemetry:
             )
 
     def _of_vocabulary(self, name: str, table: TableCounts) -> dict[str, int]:
-        """The figures of a growing table, of others none."""
+        """Returns the figures of a growing table, and none of others."""
         figures = zip(_OF_VOCABULARY, table.vocabulary, self._begun[name], strict=False)
         return {figure: now - before for figure, now, before in figures}
 
@@ -322,7 +322,7 @@ def _write(tag: str, plugin: str, value: Any, step: int, description: str) -> No
 
 
 def _buckets(values: np.ndarray, count: int = 30) -> np.ndarray:
-    """float64 [n, 3]: the left and right edge and the size of equally wide buckets."""
+    """Returns float64 [n, 3]: left and right edge and size of equally wide buckets."""
     values = values.astype(np.float64)
     values = values[np.isfinite(values)]
     if not len(values):

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 
 def aligned(lines: Iterable[Sequence[str]], left: Collection[int] = (0,)) -> str:
-    """Lines whose cells stand below each other, to the right except those of `left`.
+    """Returns lines of aligned cells: to the right except those of columns `left`.
 
     >>> print(aligned([["name", "size"], ["a", "5"], ["long", "100"]]))
     name  size
@@ -25,7 +25,7 @@ def aligned(lines: Iterable[Sequence[str]], left: Collection[int] = (0,)) -> str
 
 
 def size_text(count: float) -> str:
-    """A number of bytes.
+    """Returns a number of bytes as text.
 
     >>> size_text(20), size_text(1.5 * 2**20)
     ('20 B', '1.50 MiB')

@@ -80,7 +80,7 @@ class Generation:
     def partition_bytes(
         self, max_ids: int, max_unique_ids: int, num_sparse_cores: int
     ) -> int:
-        """The SPMEM that a lookup needs with these limits of a partition.
+        """Returns the bytes of SPMEM that a lookup needs with these partition limits.
 
         >>> GENERATIONS["v6e"].partition_bytes(256, 256, num_sparse_cores=8)
         10738
@@ -93,7 +93,7 @@ class Generation:
         return self.spmem_reserved_bytes + unique * _SPMEM_BYTES_PER_UNIQUE_ID + of_ids
 
     def max_unique_ids(self, num_sparse_cores: int, max_ids: int | None = None) -> int:
-        """The largest limit of distinct ids of a partition that compiles.
+        """Returns the largest limit of distinct ids of a partition that compiles.
 
         Without `max_ids` the limit of ids is that of distinct ones.
 
@@ -108,7 +108,7 @@ class Generation:
         )
 
     def max_valency(self, width: int) -> int:
-        """The most ids of a sample of a CustomCombiner that compile; 0 if none do.
+        """Returns a CustomCombiner's most ids of a sample that compile; 0 if none do.
 
         >>> v6e = generation("v6e")
         >>> v6e.max_valency(64), v6e.max_valency(248), v6e.max_valency(256)
@@ -122,7 +122,7 @@ class Generation:
         return max(most // VALENCY_MULTIPLE * VALENCY_MULTIPLE, 0)
 
     def compiles_multiple(self, max_unique_ids: int) -> bool:
-        """Whether the compiler can round a limit of distinct ids.
+        """Returns whether the compiler can round a limit of distinct ids.
 
         >>> [GENERATIONS["7x"].compiles_multiple(count) for count in (250, 264, 272)]
         [True, False, True]
@@ -130,7 +130,7 @@ class Generation:
         return -(-max_unique_ids // 8) * 8 % self.id_multiple == 0
 
     def max_ids(self, num_sparse_cores: int, max_unique_ids: int) -> int:
-        """The largest limit of ids of a partition that compiles.
+        """Returns the largest limit of ids of a partition that compiles.
 
         >>> GENERATIONS["v6e"].max_ids(8, max_unique_ids=7000)
         85920
@@ -140,7 +140,7 @@ class Generation:
         )
 
     def _most(self, needed: Callable[[int], int]) -> int:
-        """The largest limit whose bytes the SPMEM has."""
+        """Returns the largest limit whose bytes the SPMEM has."""
         limits = range(0, _MAX_LIMIT + 1, self.id_multiple)
         count = bisect.bisect_right(limits, self.spmem_bytes, key=needed)
         return limits[max(count - 1, 0)]
@@ -243,7 +243,7 @@ GENERATIONS: dict[str, Generation] = {
 
 
 def generation(name: str) -> Generation:
-    """The generation called `name`, a key of `GENERATIONS`.
+    """Returns the generation called `name`, a key of `GENERATIONS`.
 
     >>> generation("v5p").sparse_cores_per_device
     4
@@ -259,7 +259,7 @@ _TOPOLOGY = re.compile(r"(?:tpu)?(v?\d+[a-z]*):(\d+(?:x\d+)*)")
 
 
 def topology(name: str) -> tuple[Generation, int]:
-    """The generation and the number of devices of a topology as libtpu names it.
+    """Returns the generation and number of devices of a topology as libtpu names it.
 
     >>> generation, devices = topology("tpu7x:2x2x1")
     >>> generation.name, devices
@@ -282,7 +282,7 @@ def topology(name: str) -> tuple[Generation, int]:
 
 
 def libtpu_name(topology: str) -> str:
-    """The name that libtpu knows.
+    """Returns the name by which libtpu knows a topology.
 
     >>> libtpu_name("7x:2x2x1"), libtpu_name("tpuv6e:2x2")
     ('tpu7x:2x2x1', 'v6e:2x2')
@@ -332,7 +332,7 @@ def embedding_feature(generation: Generation) -> str:
 
 
 def reported(feature: str, sparse_cores_per_device: int) -> Generation:
-    """The generation that a TPU system reports.
+    """Returns the generation that a TPU system reports.
 
     TensorFlow's `num_embedding_devices_per_chip` is per device, despite its name.
 

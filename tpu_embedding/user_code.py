@@ -60,7 +60,7 @@ def iterate(name: str, values: Iterable[Any]) -> Iterator[Any]:
 
 
 def description(error: BaseException) -> str:
-    """The type of an error, its text, and the last line of the user's code.
+    """Returns the type of an error, its text, and the last line of the user's code.
 
     >>> description(ValueError("too large"))
     'ValueError: too large'
@@ -76,7 +76,7 @@ def description(error: BaseException) -> str:
 
 
 def last_line(frames: Iterable[Any]) -> str:
-    """The file and line of the last frame that is the user's code, or ""."""
+    """Returns the file and line of the last frame that is the user's code, or ""."""
     own = [f for f in frames if not f.filename.startswith(_NOT_OF_THE_USER)]
     return f"{own[-1].filename}, line {own[-1].lineno}" if own else ""
 

@@ -143,7 +143,7 @@ class GrowingVocabulary:
         return min(self.max_rows * 9 // 10, most_ids - 1)
 
     def part(self, parts: int) -> GrowingVocabulary:
-        """What each of so many parts of a table that is divided by rows has.
+        """Returns the vocabulary of each of so many parts of a table divided by rows.
 
         >>> GrowingVocabulary(10, eviction="lru", min_rows=4).part(3).max_rows
         4

@@ -59,7 +59,10 @@ def num_arrays(spec: TableSpec) -> int:
 def buffer_bytes(
     partitioning: Partitioning, stack: Stack, *, pipelined: bool = False
 ) -> int:
-    """Of a stack's batch on one device; if pipelined, of a pending update's too."""
+    """Returns the bytes of a stack's batch on one device.
+
+    A pending update, if pipelined, adds its batch and its activations.
+    """
     batch = _batch_bytes(partitioning, stack)
     return batch + (batch + _activation_bytes(stack) if pipelined else 0)
 
@@ -71,9 +74,9 @@ def program_bytes(
     pipelined: bool = False,
     padded: bool = False,
 ) -> int:
-    """What the program of a step needs on one device beside its arguments.
+    """Returns what the program of a step needs on one device beside its arguments.
 
-    As programs that libtpu 0.0.30 compiled (docs/libtpu_limits.md): their code, the
+    It is what programs of libtpu 0.0.30 (docs/libtpu_limits.md) need for code, the
     activations, and, where an update is pending, the batch once more. Ops outside of
     SparseCores may store activations `padded`: in some programs, in others not. What a
     CustomCombiner gets is counted with the padding.
@@ -102,7 +105,7 @@ def _batch_bytes(partitioning: Partitioning, stack: Stack) -> int:
 
 
 def _max_valency(partitioning: Partitioning, stack: Stack) -> int:
-    """Of a CustomCombiner; 0 for other combiners."""
+    """Returns the largest valency of a CustomCombiner; 0 for other combiners."""
     return max(
         (partitioning.features[f].max_valency for f in stack.features), default=0
     )
@@ -121,7 +124,7 @@ def sparse_core_excesses(
     pipelined: bool = False,
     padded: bool = False,
 ) -> list[Excess]:
-    """The limits of SparseCores that a plan exceeds."""
+    """Returns the limits of SparseCores that a plan exceeds."""
     found: list[Excess] = []
     for stack, table in zip(layout.stacks, partitioning.tables, strict=True):
         names = tuple(plan.tables[index].name for index in stack.tables)
@@ -165,7 +168,7 @@ def stored_row_bytes(columns: int) -> int:
 def whole_table_excesses(
     plan: Plan, generation: Generation, num_devices: int, *, step_bytes: int = 0
 ) -> list[Excess]:
-    """The limits that tables exceed whose rows are divided without stacks.
+    """Returns the limits that tables exceed whose rows are divided without stacks.
 
     How TPU v2 to v4 pad their tables is not known, so that a plan may still not fit.
     With one device each has the tables whole; a step needs `step_bytes` beside them.
@@ -195,7 +198,7 @@ def device_excess(
     num_devices: int,
     device: tuple[str, int],
 ) -> list[Excess]:
-    """The excess of a device over its memory, if there is one.
+    """Returns the excess of a device over its memory, if there is one.
 
     `used` has (name, bytes) of each array there; a `device` of 0 bytes is not known.
     """
@@ -291,7 +294,7 @@ def _valency_excess(
 def combiner_excesses(
     plan: Plan, layout: Layout, partitioning: Partitioning, generation: Generation
 ) -> list[Excess]:
-    """Batches of CustomCombiners with which libtpu 0.0.30 ends its process.
+    """Returns batches of CustomCombiners with which libtpu 0.0.30 ends its process.
 
     The software TPU takes any; `te.plan` tells of these before there is a TPU.
     """
@@ -326,7 +329,7 @@ def _partition_excess(
     compiled: int | None,
     place: tuple[Generation, int],
 ) -> Iterable[Excess]:
-    """The excess of a partition over the memory of a SparseCore.
+    """Yields the excess of a partition over the memory of a SparseCore.
 
     `asked` has the limits of ids and distinct ids that the preprocessor holds,
     `compiled` those that libtpu compiles for a CustomOptimizer or CustomCombiner, or

@@ -26,7 +26,7 @@ class Declared:
 
 
 def from_input(path: str, feature: FeatureConfig, shape: Shape) -> Shape:
-    """The output shape of an input (docs/semantics.md); (rows, None) if ragged."""
+    """Returns an input's output shape (docs/semantics.md); (rows, None) if ragged."""
     length = feature.max_sequence_length
     if length and len(shape) != 2:
         raise ValueError(
@@ -53,13 +53,13 @@ class InputShapes:
         self._inner[feature] = inner
 
     def copy(self) -> InputShapes:
-        """A copy that later inputs do not change."""
+        """Returns a copy that later inputs do not change."""
         copied = InputShapes(0)
         copied._inner = list(self._inner)
         return copied
 
     def inner(self, feature: int) -> Shape | None:
-        """The shape without the first axis; an axis that differs is None."""
+        """Returns the shape without the first axis; an axis that differs is None."""
         return self._inner[feature]
 
 
@@ -152,13 +152,13 @@ class OutputShapes:
         return declared
 
     def all_declared(self) -> tuple[Declared | None, ...]:
-        """`declared` for each feature."""
+        """Returns what `declared` returns for each feature."""
         if self._batch_size is None:
             return tuple(self._declared)
         return tuple(map(self.declared, range(len(self._features))))
 
     def of_inputs(self, shapes: Sequence[Shape]) -> list[Shape]:
-        """What is known of the activations of inputs with these static shapes."""
+        """Returns what is known of activations of inputs with these static shapes."""
         found = []
         for spec, shape in zip(self._features, shapes, strict=True):
             known = self.activation(spec.index)
@@ -180,13 +180,13 @@ class OutputShapes:
         return (self._batch_size, *(None,) * ((self._ranks[feature] or 1) - 1))
 
     def activations(self, shapes: Sequence[Shape] | None) -> list[Shape]:
-        """What is known of activations: `shapes` of a batch, or what holds for all."""
+        """Returns `shapes` of a batch's activations, or what holds for all batches."""
         if shapes is not None:
             return list(shapes)
         return [self.activation(spec.index) for spec in self._features]
 
     def full(self) -> list[tuple[int, ...]]:
-        """The shape of each feature, which TPUs must know before the first batch."""
+        """Returns each feature's shape, which TPUs must know before the first batch."""
         shapes = []
         for spec in self._features:
             shape = self.activation(spec.index)
@@ -289,7 +289,7 @@ def _compatible(a: Shape, b: Shape) -> bool:
 
 
 def _rows_fill(rows: int | None, shape: Shape) -> bool:
-    """Whether `rows` ragged rows can fill `shape`.
+    """Returns whether `rows` ragged rows can fill `shape`.
 
     Each row is one sample, or m positions if the shape has several axes.
     """

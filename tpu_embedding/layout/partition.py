@@ -54,34 +54,34 @@ class Partition:
     offset: int = 0
 
     def owner(self, row: Any) -> Any:
-        """The part that has a row."""
+        """Returns the part that has a row."""
         return (row + self.rotation) % self.parts
 
     def local(self, row: Any) -> Any:
-        """The number of a row in its part."""
+        """Returns the number of a row in its part."""
         return self.offset + row // self.parts
 
     def row(self, part: int, local: Any) -> Any:
-        """The row that has the number `local` in a part."""
+        """Returns the row that has the number `local` in a part."""
         return (local - self.offset) * self.parts + (part - self.rotation) % self.parts
 
     def stacked(self, row: Any, height: int) -> Any:
-        """The number of a row in all parts one below the other, each of that height."""
+        """Returns a row's number in all parts, one below the other, of that height."""
         return self.owner(row) * height + self.local(row)
 
     def rows(self, part: int, count: int) -> range:
-        """The rows that a part has of a table of `count` rows."""
+        """Returns the rows that a part has of a table of `count` rows."""
         return range((part - self.rotation) % self.parts, count, self.parts)
 
     def within(self, part: int, start: int, stop: int) -> Run:
-        """The rows that a part has among the rows [start, stop)."""
+        """Returns the rows that a part has among the rows [start, stop)."""
         first = (part - self.rotation - start) % self.parts
         return Run(
             part, self.local(start + first), slice(first, stop - start, self.parts)
         )
 
     def runs(self, start: int, stop: int) -> Iterator[Run]:
-        """The rows [start, stop), part by part; parts without one are left out."""
+        """Yields the rows [start, stop) by part; parts without one are left out."""
         for part in range(self.parts):
             run = self.within(part, start, stop)
             if run.count:

@@ -137,7 +137,7 @@ def stacking_options(
     config: SparseCoreEmbeddingConfig,
     **multiples: int,
 ) -> StackingOptions:
-    """The options for stacking the tables of SparseCores.
+    """Returns the options for stacking the tables of SparseCores.
 
     `multiples` are `width_multiple` and `row_multiple`, where the hardware is known.
     """
@@ -157,7 +157,7 @@ def make_partitioning(
     options: StackingOptions,
     config: SparseCoreEmbeddingConfig,
 ) -> Partitioning:
-    """What the preprocessor needs for the batches of a plan.
+    """Returns what the preprocessor needs for the batches of a plan.
 
     `layout` has the output shape of each feature, and was made with `options`.
     """

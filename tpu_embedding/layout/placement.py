@@ -32,7 +32,7 @@ class IdPartition:
     parts: int
 
     def owner(self, ids: np.ndarray) -> np.ndarray:
-        """The part that has each id, int64."""
+        """Returns the part that has each id, int64."""
         words = np.asarray(ids, np.int64).view(np.uint64)
         high = mix_bits(words) >> np.uint64(32)
         return (high * np.uint64(self.parts) >> np.uint64(32)).astype(np.int64)
@@ -66,20 +66,20 @@ class Placement:
     owners: tuple[int, ...]
 
     def is_divided(self, table: int) -> bool:
-        """Whether a table is divided by rows."""
+        """Returns whether a table is divided by rows."""
         return self.owners[table] < 0
 
     def partition(self, table: int) -> Partition | IdPartition:
-        """The parts of a table that is divided by rows."""
+        """Returns the partition of a table that is divided by rows."""
         kind = IdPartition if self.owners[table] == BY_ID else Partition
         return kind(self.num_processes)
 
     def part(self, table: int) -> tuple[int, int]:
-        """Which part of a table this process has if it has one, and of how many."""
+        """Returns which part of a table this process has, if any, and of how many."""
         return (self.process, self.num_processes) if self.is_divided(table) else (0, 1)
 
     def within(self, table: int, process: int, start: int, stop: int) -> Run:
-        """The rows of a table that a process has among the rows [start, stop)."""
+        """Returns the rows of a table that a process has among [start, stop)."""
         if self.owners[table] == ALL_PROCESSES:
             return Partition(self.num_processes).within(process, start, stop)
         if self.owners[table] in (process, BY_ID):
@@ -87,19 +87,19 @@ class Placement:
         return Run(process, 0, slice(0, 0))
 
     def rows_of(self, table: int, vocabulary_size: int) -> range:
-        """The rows of a table that this process has."""
+        """Returns the rows of a table that this process has."""
         if self.is_divided(table):
             return Partition(self.num_processes).rows(self.process, vocabulary_size)
         return range(vocabulary_size if self.owners[table] == self.process else 0)
 
     def count(self, table: int, vocabulary_size: int) -> int:
-        """How many rows of a table this process has, of a growing one at most."""
+        """Returns how many rows of a table this process has; at most, if it grows."""
         if self.owners[table] == BY_ID:
             return -(-vocabulary_size // self.num_processes)
         return len(self.rows_of(table, vocabulary_size))
 
     def owned(self, table: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Those of some rows that this process has: a mask, and their numbers here.
+        """Returns a mask of the rows that this process has, and their numbers here.
 
         >>> Placement(1, 2, (ALL_PROCESSES,)).owned(0, np.array([1, 4, 7]))
         (array([ True, False,  True]), array([0, 3]))
@@ -112,7 +112,7 @@ class Placement:
         return own, partition.local(rows[own])
 
     def rows_at(self, table: int, local: np.ndarray) -> np.ndarray:
-        """The rows of a table that have these numbers in this process."""
+        """Returns the rows of a table that have these numbers in this process."""
         if not self.is_divided(table):
             return local
         return self.partition(table).row(self.process, local)

@@ -121,7 +121,7 @@ def _server_loads(plan: Plan) -> list[float]:
 
 
 def part_of_plan(plan: Plan, tables: Sequence[int]) -> tuple[Plan, tuple[int, ...]]:
-    """The plan of some tables, and the indices of its features in the whole plan."""
+    """Returns the plan of some tables, and its features' indices in the whole plan."""
     numbers = {table: index for index, table in enumerate(tables)}
     features = tuple(f.index for f in plan.features if f.table in numbers)
     own = {feature: index for index, feature in enumerate(features)}
@@ -149,7 +149,7 @@ def part_of_plan(plan: Plan, tables: Sequence[int]) -> tuple[Plan, tuple[int, ..
 
 
 def rows_of_plan(plan: Plan, placement: Placement) -> Plan:
-    """The plan with as many rows of each table as this process has, at least one.
+    """Returns the plan with the rows of each table that this process has, at least one.
 
     Growing tables have none yet; a part of one has its part of what they may have.
     """
@@ -170,7 +170,7 @@ def rows_of_plan(plan: Plan, placement: Placement) -> Plan:
 
 
 def _wanted(spec: TableSpec, placement: str) -> str:
-    """The placement of a table.
+    """Returns the placement of a table.
 
     Raises:
       NotImplementedError: If it cannot be divided by rows, and must be.
@@ -200,7 +200,7 @@ def _placed(
 def _place_whole(
     loads: Sequence[float], divided: Collection[int], num_processes: int
 ) -> tuple[list[int], list[float]]:
-    """The owner of each table, and what each process has to do."""
+    """Returns the owner of each table, and what each process has to do."""
     owners = [ALL_PROCESSES] * len(loads)
     busy = [sum(loads[t] for t in divided) / num_processes] * num_processes
     for table in sorted(range(len(loads)), key=lambda t: (-loads[t], t)):
@@ -211,14 +211,14 @@ def _place_whole(
 
 
 def _load(plan: Plan, spec: TableSpec) -> int:
-    """Numbers of one sample of each feature of a table."""
+    """Returns how many numbers the activations of a sample of each feature have."""
     features = [plan.features[f].config for f in spec.features]
     samples = sum(max(1, config.max_sequence_length) for config in features)
     return samples * spec.config.dim
 
 
 def _bytes(spec: TableSpec) -> int:
-    """Of the table and its slots."""
+    """Returns the bytes of the table and its slots."""
     config = spec.config
     width = config.storage.row_bytes(config.dim)
     for slot in spec.optimizer.slots if spec.optimizer else ():

@@ -152,7 +152,7 @@ def make_plan(
     custom: bool = False,
     growing: bool = False,
 ) -> Plan:
-    """Names the tables and gives each its optimizer.
+    """Makes the plan: names the tables and gives each its optimizer.
 
     Args:
       paths: The path of each feature.
@@ -224,7 +224,7 @@ def feature_specs(
 
 
 def stacking_kind(spec: TableSpec) -> tuple[Any, ...]:
-    """The properties that all tables of a stack share, besides the padded width.
+    """Returns the properties that tables of a stack share, besides the padded width.
 
     User functions see the table's own width, and the weights of a combiner
     are one table's: TensorFlow's stacker, which is not asked about them, has no rule.

@@ -127,7 +127,7 @@ class Layout:
 
 
 def lay_out_whole(plan: Plan, config: SparseCoreEmbeddingConfig) -> Layout:
-    """The stacks of tables that are not cut: one shard, no padding."""
+    """Returns the stacks of tables that are not cut: one shard, no padding."""
     return make_layout(
         plan,
         [full_shape(spec) for spec in plan.features],
@@ -143,7 +143,7 @@ def lay_out_whole(plan: Plan, config: SparseCoreEmbeddingConfig) -> Layout:
 
 
 def full_shape(spec: FeatureSpec) -> Shape | None:
-    """The output shape that a FeatureConfig declares, or None if an axis is open."""
+    """Returns the output shape of a FeatureConfig, or None if an axis is open."""
     shape = spec.config.output_shape
     if shape is None:
         return None
@@ -223,7 +223,7 @@ def rotations(
     total = [0.0] * shards
 
     def stacked(rotation: int, load: Sequence[float]) -> list[float]:
-        """The loads with those of a table, from the shard of its id 0 on."""
+        """Returns the loads with those of a table, from the shard of its id 0 on."""
         before = [*total[rotation:], *total[:rotation]]
         return [own + other for own, other in zip(before, load, strict=True)]
 

@@ -53,14 +53,14 @@ class Machines:
     memory: int
 
     def one(self) -> PlannedPlacement:
-        """The host engine of one machine."""
+        """Plans the host engine of one machine."""
         place = Placement(0, 1, (0,) * len(self.plan.tables))
         step = [self._step_bytes(place, self.traffic(1))]
         found = self._place("one machine", "host", [place], step, 0.0)
         return dataclasses.replace(found, unsupported=self._refusal("host"))
 
     def synchronous(self, count: int) -> PlannedPlacement:
-        """So many processes that train together."""
+        """Plans so many processes that train together."""
         first = place_tables(self.plan, 0, count, self.options.placement)
         traffic, wire, everyone = self.traffic(count), 0.0, 0.0
         place, served = Placement(0, 1, (0,) * len(self.plan.tables)), [0.0] * count
@@ -84,7 +84,7 @@ class Machines:
         return dataclasses.replace(found, unsupported=self._refusal("sharded"))
 
     def servers(self, count: int) -> PlannedPlacement:
-        """So many parameter servers, of which one worker asks."""
+        """Plans so many parameter servers, of which one worker asks."""
         first = place_on_servers(self.plan, count, self.options.placement)
         places = [dataclasses.replace(first, process=server) for server in range(count)]
         traffic, wire = self.traffic(1), 0.0
@@ -110,7 +110,7 @@ class Machines:
         step: list[int],
         wire: float,
     ) -> PlannedPlacement:
-        """What each process needs: for steps, or before that to make the tables."""
+        """Returns what each process needs: for steps, or before, to make the tables."""
         least = 1 if kind == "synchronous" else 0  # Of rows, as `create_parts` does.
         tables = [self._table_bytes(place, least) for place in places]
         held = [sum(own.values()) for own in tables]
@@ -158,7 +158,7 @@ class Machines:
         return "all" if place.is_divided(table.index) else place.owners[table.index]
 
     def _table_bytes(self, place: Placement, least: int) -> dict[str, int]:
-        """By table, the bytes of its rows and their slots in one process.
+        """Returns, by table, the bytes of its rows and their slots in one process.
 
         A growing table has all its rows.
         """
@@ -181,7 +181,7 @@ class Machines:
         return found
 
     def _making_bytes(self, place: Placement, kind: str) -> int:
-        """The most that a process has of tables and slots while it makes them.
+        """Returns the most bytes of tables and slots while a process makes them.
 
         Slots come after all tables. A synchronous process calls each initializer that
         has no `by_rows`, and keeps its part; of servers the owner does, and the first
@@ -214,7 +214,7 @@ class Machines:
         return memory.touched
 
     def _step_bytes(self, place: Placement, traffic: Traffic) -> int:
-        """The prepared batch, activations and gradients of the rows of a process."""
+        """Returns the bytes of a process's batch, its activations and gradients."""
         steps = [self._table_step_bytes(t, place, traffic) for t in self.plan.tables]
         return int(sum(steps))
 
@@ -228,7 +228,7 @@ class Machines:
         return size * place.count(table.index, most) / most
 
     def _served_bytes(self, table: TableSpec, traffic: Traffic, count: int) -> float:
-        """Of the owner of a whole table, for what so many processes ask for.
+        """Returns the owner's bytes for what so many processes ask of a whole table.
 
         The activations are gone when the gradients come.
         """
@@ -240,7 +240,7 @@ class Machines:
     def _divided_step_bytes(
         self, table: TableSpec, traffic: Traffic, count: int
     ) -> float:
-        """Of a process, for a table that is divided over so many.
+        """Returns a process's bytes for a step of a table that is divided over so many.
 
         Beside activations and their gradients there are first the rows, sent,
         received and combined, and then the gradients, sent and received.
@@ -253,20 +253,20 @@ class Machines:
         return size + _found_bytes(table, traffic)
 
     def _wire_row_bytes(self, table: TableSpec) -> int:
-        """Of a row between processes."""
+        """Returns the bytes of a row between processes."""
         storage = table.config.storage
         if storage.dtype == "float32":
             storage = STORAGES[self.options.wire_dtype]
         return storage.row_bytes(table.config.dim)
 
     def _gradient_bytes(self) -> int:
-        """Of a number of an activation or a gradient between processes."""
+        """Returns the bytes of one number of a gradient or activation on the wire."""
         return _HALF if self.options.wire_dtype == "bfloat16" else _FLOAT
 
     def _divided_bytes(
         self, table: TableSpec, traffic: Traffic, count: int, others: int
     ) -> dict[str, float]:
-        """Bytes of a step by phase for a table that is divided by rows, unweighted.
+        """Returns a step's unweighted bytes, by phase, for a table divided by rows.
 
         IDs are spread evenly over `count` owners, of which `others` are on other
         machines.
@@ -297,7 +297,7 @@ class Machines:
         )
 
     def _whole_bytes(self, table: TableSpec, traffic: Traffic) -> float:
-        """Bytes of a step for a table that another process has."""
+        """Returns the bytes of a step for a table that another process has."""
         config = table.config
         entries = samples = lengths = gains = 0.0
         for f in table.features:
@@ -319,7 +319,7 @@ class Machines:
         return sum(found.values())
 
     def _refusal(self, engine: str) -> str | None:
-        """Why an engine cannot have the tables."""
+        """Returns why an engine cannot have the tables, or None if it can."""
         try:
             require_options(self.plan, engine)
             for table in self.plan.growing:
@@ -341,7 +341,7 @@ def divided_table_bytes(
     gradient_bytes: int,
     key_bytes: int = _WORD,
 ) -> dict[str, float]:
-    """Bytes of a step to other processes, for a table that is divided by rows.
+    """Returns a step's bytes to other processes, for a table that is divided by rows.
 
     This and `whole_table_bytes` are the formula of docs/distributed.md. The messages
     have a few words more for each feature, and end at multiples of 64 bytes. Numbers
@@ -382,7 +382,7 @@ def whole_table_bytes(
     activation_bytes: int,
     key_bytes: int = _WORD,
 ) -> dict[str, float]:
-    """Bytes of a step to other processes, for a table that lives whole in one.
+    """Returns a step's bytes to other processes, for a table that is whole in one.
 
     >>> whole_table_bytes(
     ...     entries=20, samples=10, samples_served=0, lengths=0, gains=0,
@@ -407,7 +407,7 @@ def whole_table_bytes(
 
 
 def _found_bytes(table: TableSpec, traffic: Traffic) -> float:
-    """What finds the rows of ids, where a table grows."""
+    """Returns the bytes that find the rows of ids, where a table grows."""
     grows = table.config.vocabulary is not None
     return grows * _GROWING_ID * traffic.distinct[table.index]
 
@@ -454,7 +454,7 @@ class _Memory:
 
 
 def _initializer_arrays(initializer: Any) -> int:
-    """How many arrays of a table's size an initializer has at a time.
+    """Returns how many arrays of a table's size an initializer has at a time.
 
     0: it makes the rows of each process there.
     """

@@ -187,7 +187,7 @@ def _check_numbers(
 
 
 def _of_model(feature_config: Any, optimizer: Any) -> tuple[Any, Any]:
-    """The features and the optimizer, where the first argument is a Keras model."""
+    """Returns features and optimizer, of a Keras model if the first argument is one."""
     model = tables_of_weights(feature_config)
     if model is not None:
         own = model.engine_optimizer() if optimizer is None else optimizer
@@ -219,7 +219,7 @@ def _read(feature_config: Any, own: Plan, sample: Iterable[Any]) -> list[Batch]:
 
 
 def _batch_size_of(own: Plan, batches: Sequence[Batch], batch_size: int | None) -> int:
-    """The size of the sample's batches, which must be `batch_size` if that is given."""
+    """Returns the size of the sample's batches, which must be a given `batch_size`."""
     if batch_size is None:
         return max(feature.num_samples for feature in batches[0])
     _check_sample(own, batches, batch_size)
@@ -234,7 +234,7 @@ def _to_rows(spec: FeatureSpec, feature: FeatureIds) -> FeatureIds:
 
 
 def _check_sample(own: Plan, batches: Sequence[Batch], batch_size: int) -> None:
-    """The last batch of a data set may be short."""
+    """Checks the largest batch of the sample: the last of a data set may be short."""
     for spec in own.features:
         found = max(batch[spec.index].num_samples for batch in batches)
         if not _has_full_shape(spec.config) and found != batch_size:
@@ -265,7 +265,7 @@ class _Planner:
     pipelined: bool
 
     def tpus(self, topologies: Sequence[str] | None) -> list[PlannedPlacement]:
-        """The given topologies, or the smallest of each generation that fits."""
+        """Returns the given topologies, or each generation's smallest that fits."""
         if topologies is not None:
             return [
                 self._tpu(name, *tpu_generations.topology(name)) for name in topologies
@@ -300,7 +300,7 @@ class _Planner:
         }
 
     def _samples(self, parts: int) -> list[float]:
-        """Samples of each feature in the batch of all of some replicas."""
+        """Returns the samples of each feature in the batch of all of some replicas."""
         found: list[float] = []
         for spec in self.plan.features:
             if _has_full_shape(spec.config):
@@ -311,7 +311,7 @@ class _Planner:
         return found
 
     def traffic(self, processes: int) -> Traffic:
-        """The ids in the batch of one of so many processes or devices."""
+        """Returns the ids in the batch of one of so many processes or devices."""
         return Traffic.of(self.plan, self._samples(processes), self.sample, processes)
 
     def _tpu(self, name: str, generation: Generation, devices: int) -> PlannedPlacement:
@@ -350,9 +350,10 @@ class _Planner:
         )
 
     def _tensor_core_bytes(self, generation: Generation, devices: int) -> int:
-        """The batch of a device without SparseCores, its activations and gradients.
+        """Returns the bytes of a step on a device without SparseCores.
 
-        A lookup of v5e also has the row of each id.
+        They are those of the batch, its activations and gradients. A lookup of v5e also
+        has the row of each id.
         """
         traffic, total = self.traffic(devices), 0.0
         for f, dim in enumerate(self.plan.dims):
@@ -433,7 +434,7 @@ class _Planner:
         )
 
     def _for_replicas(self, replicas: int) -> Plan:
-        """The plan with an output shape for each feature."""
+        """Returns the plan with an output shape for each feature."""
         features = []
         for spec in self.plan.features:
             config = spec.config
@@ -456,7 +457,7 @@ class _Planner:
 
 
 def _bytes_of_stacks(own: Plan, stacks: Iterable[Stack]) -> dict[str, int]:
-    """By table its part of the stack, and of the slots, on one device."""
+    """Returns, by table, its bytes of the stack and of the slots on one device."""
     found = {}
     for stack in stacks:
         spec = own.tables[stack.tables[0]]
@@ -478,7 +479,7 @@ def _place(
     by_table: dict[str, int],
     **others: Any,
 ) -> PlannedPlacement:
-    """A topology, each of whose devices has the same of every table."""
+    """Returns a topology, each of whose devices has the same of every table."""
     tables = sum(by_table.values())
     step = others.setdefault("buffer_bytes", 0) + others.get("program_bytes", 0)
     return PlannedPlacement(

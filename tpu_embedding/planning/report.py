@@ -42,7 +42,7 @@ class ArrayBytes:
 
 
 def table_arrays(table: TableSpec) -> list[ArrayBytes]:
-    """A table, and its slots."""
+    """Returns the arrays of a table and its slots."""
     rows, dim = table.config.max_rows, table.config.dim
     slots = table.optimizer.slots if table.optimizer else ()
     shapes = [
@@ -367,7 +367,7 @@ _LETTER, _LINE, _BARS = 7, 26, 400  # Pixels: of a letter at most, a row, all ba
 
 
 def _svg(placements: Sequence[PlannedPlacement]) -> str:
-    """One bar for each placement, its tables stacked, a line where memory ends.
+    """Draws a bar for each placement, of stacked tables, and a line where memory ends.
 
     Below is a legend. Names are as wide as they need.
     """

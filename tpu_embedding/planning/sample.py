@@ -35,12 +35,12 @@ class FeatureIds(NamedTuple):
     num_samples: int
 
     def entries(self, chosen: np.ndarray) -> FeatureIds:
-        """Some of the entries."""
+        """Returns some of the entries."""
         ids, samples, positions = (array[chosen] for array in self[:3])
         return FeatureIds(ids, samples, positions, self.num_samples)
 
     def split(self, length: int) -> FeatureIds:
-        """With a sample of its own for each of the first positions of a sample."""
+        """Makes a sample of each of the first positions of a sample."""
         if length == 1:
             return self
         own = self.entries(self.positions < length)
@@ -176,7 +176,7 @@ class Sample:
         partitioning: Partitioning,
         generation: Generation,
     ) -> tuple[list[StackLimits], int | None, str]:
-        """What each stack needs, a max_ids_per_chip_per_sample, or why not."""
+        """Returns what each stack needs, a max_ids_per_chip_per_sample, or why not."""
         other = self._other_batches(plan, layout, partitioning.num_replicas)
         if other:
             return [], None, other
@@ -250,7 +250,7 @@ def _stack_limits(
     generation: Generation,
     compiled: int | None,
 ) -> StackLimits:
-    """The limits of one stack, of which `compiled` is the most that it can have."""
+    """Returns the limits of one stack, of which `compiled` is the most it can have."""
     table, shards = partitioning.tables[index], partitioning.num_shards
     partitions, counts, unique, required = map(np.concatenate, zip(*needs, strict=True))
     total = max(int(counts.sum()), 1)
@@ -287,7 +287,7 @@ def _stack_limits(
 
 
 def without_sample(partitioning: Partitioning, generation: Generation) -> str:
-    """What one random id for each sample needs beyond the limits, or ""."""
+    """Returns what one random id for each sample needs beyond the limits, or ""."""
     shards, cores = partitioning.num_shards, partitioning.sparse_cores_per_device
     found = []
     for table in partitioning.tables:
@@ -344,7 +344,7 @@ class Traffic:
     def of(
         cls, plan: Plan, samples: Sequence[float], sample: Sample | None, processes: int
     ) -> Traffic:
-        """The traffic of one of some processes that have equal parts of a batch.
+        """Returns the traffic of one of some processes with equal parts of a batch.
 
         By feature `samples` has the samples of the whole batch. Without a sample every
         sample has one id, and ids are distributed evenly.
@@ -365,7 +365,7 @@ class Traffic:
             return float(np.mean([count(batch) for batch in batches]))
 
         def of_the_first(feature: FeatureIds) -> np.ndarray:
-            """The ids of the first process."""
+            """Returns the ids of the first process."""
             end = -(-feature.num_samples // processes)
             return feature.ids[feature.samples < end]
 

@@ -123,7 +123,7 @@ def _read(result: Any, partitioning: Partitioning) -> PartitionedBatch:
 
 @functools.lru_cache(maxsize=64)
 def _plan(partitioning: Partitioning, padded: bool, check_numerics: bool) -> bytes:
-    """The stacked tables as cc/kernels/partition.cc reads them."""
+    """Returns the stacked tables as cc/kernels/partition.cc reads them."""
     return records.serialize(
         padded=padded,
         check_numerics=check_numerics,

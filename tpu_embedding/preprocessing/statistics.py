@@ -77,7 +77,7 @@ def requirements(
     optimizer: Any,
     config: SparseCoreEmbeddingConfig,
 ) -> SparseCoreRequirements:
-    """The limits that the batch of one replica needs; those of `config` are ignored.
+    """Returns the limits that a replica's batch needs; those of `config` are ignored.
 
     The other arguments are those of TPUEmbeddingV2, with an output_shape of each
     feature.
@@ -129,7 +129,7 @@ def _unlimited(
 
 
 def _limits(most: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-    """Limits for the largest numbers that were found: a limit of 0 does not exist."""
+    """Returns limits for the largest numbers found: a limit of 0 does not exist."""
     return {name: tf.maximum(value, 1) for name, value in _int32(most).items()}
 
 

@@ -34,7 +34,7 @@ _BLOCK_ROWS = 1 << 14
 def encode(
     values: np.ndarray, levels: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes uint8 [n, D], and scale and offset bfloat16 [n, 1], of rows [n, D].
+    """Returns codes uint8 [n, D], and scale and offset bfloat16 [n, 1], of rows [n, D].
 
     >>> codes, scale, offset = encode(np.float32([[-1.0, 0.25, 1.0], [3, 3, 3]]), 16)
     >>> codes[0].tolist(), float(offset[0, 0]), float(offset[1, 0])
@@ -61,20 +61,20 @@ def encode(
 def decode(
     codes: np.ndarray, scale: np.ndarray, offset: np.ndarray, levels: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The values [n, D] of codes, and the bounds [n, 1] of their errors."""
+    """Returns the values [n, D] of codes, and the bounds [n, 1] of their errors."""
     step = scale.astype(np.float64)
     values = (codes - (levels - 1) / 2) * step + offset.astype(np.float64)
     return values, step / 2
 
 
 def values_of(codes: np.ndarray, scale_offset: np.ndarray) -> np.ndarray:
-    """The values of rows, float32 [n, D], in the arithmetic of lookups."""
+    """Returns the values of rows, float32 [n, D], in the arithmetic of lookups."""
     scale, offset = np.split(scale_offset.astype(np.float32), 2, axis=1)
     return (codes.astype(np.float32) - _MIDDLE) * scale + offset
 
 
 def stored_rows(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Codes [n, D], and scales and offsets [n, 2], nearest to values.
+    """Returns the codes [n, D], and scales and offsets [n, 2], nearest to values.
 
     A row that bfloat16 cannot scale, with a NaN or an infinity, reads NaN.
     """
@@ -91,7 +91,7 @@ def stored_rows(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def first_coded(values: tf.Tensor, numbers: tf.Tensor, seed: int) -> tf.Tensor:
-    """What first values are once int8-inl.h has stored them, by TensorFlow's ops.
+    """Returns first values as int8-inl.h stores them, by TensorFlow's ops.
 
     Args:
       values: float32 [n, D].
@@ -132,7 +132,7 @@ _WORD = 2**32 - 1
 
 
 def _random_bits(rows: tf.Tensor, dim: int, seed: int) -> tf.Tensor:
-    """The random bits of rows, int64 [n], in update 0: int64 [n, dim] below 2^16."""
+    """Returns random bits of rows int64 [n] in update 0: int64 [n, dim] below 2^16."""
     columns = np.arange(dim)
     blocks, places = np.unique(
         columns // 64 * 8 + columns // 2 % 8, return_inverse=True
@@ -213,7 +213,7 @@ class CodedRows(MutableTableRows):
 
 
 def joined_codes(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """By name the arrays of a table, with its values where there are codes."""
+    """Returns a table's arrays by name, with its values where there are codes."""
     joined = {**arrays}
     if SCALE_OFFSET in joined:
         scale_offset = joined.pop(SCALE_OFFSET)
@@ -222,7 +222,7 @@ def joined_codes(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def joined_values(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """`joined_codes` of NumPy arrays."""
+    """Returns the `joined_codes` of NumPy arrays."""
     joined = {**arrays}
     if SCALE_OFFSET in joined:
         joined[PARAMETERS] = values_of(joined[PARAMETERS], joined.pop(SCALE_OFFSET))
@@ -230,7 +230,7 @@ def joined_values(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def stored_as_codes(values: np.ndarray) -> dict[str, np.ndarray]:
-    """`stored_rows` by name of the array."""
+    """Returns what `stored_rows` does, by name of the array."""
     return dict(zip((PARAMETERS, SCALE_OFFSET), stored_rows(values), strict=True))
 
 

@@ -28,7 +28,7 @@ _KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def first_values(spec: TableSpec) -> tuple[str, float, float]:
-    """What rows of a growing table start as: the kind, and its two numbers."""
+    """Returns what rows of a growing table start as: the kind, and its two numbers."""
     initializer = spec.config.initializer
     if initializer is None:
         return "truncated_normal", 0.0, 1.0 / math.sqrt(spec.config.dim)
@@ -53,7 +53,7 @@ def first_values(spec: TableSpec) -> tuple[str, float, float]:
 
 
 def first_rows(spec: TableSpec, ids: tf.Tensor) -> tf.Tensor:
-    """What the rows of ids start as, by TensorFlow's ops.
+    """Returns what the rows of ids start as, by TensorFlow's ops.
 
     The bits are those of core/first_values.h, from which updates take them: the same
     float64 arithmetic in the same order.
@@ -87,7 +87,7 @@ def first_rows(spec: TableSpec, ids: tf.Tensor) -> tf.Tensor:
 
 
 def first_stored(spec: TableSpec, ids: tf.Tensor) -> dict[str, np.ndarray]:
-    """What stores `first_rows`, by name of the array; eagerly."""
+    """Returns the arrays that store `first_rows`, by name; eagerly."""
     values = first_rows(spec, ids)
     if not spec.config.storage.is_coded:
         return {PARAMETERS: values.numpy()}
@@ -98,7 +98,7 @@ def first_stored(spec: TableSpec, ids: tf.Tensor) -> dict[str, np.ndarray]:
 
 
 def first_values_read(spec: TableSpec, ids: tf.Tensor) -> tf.Tensor:
-    """What lookups read of `first_rows`, float32 [n, dim], by TensorFlow's ops."""
+    """Computes what lookups read of `first_rows`: float32 [n, dim], in TensorFlow."""
     values = tf.cast(first_rows(spec, ids), tf.float32)
     if not spec.config.storage.is_coded:
         return values
@@ -138,7 +138,7 @@ def _normal_quantile(p: tf.Tensor) -> tf.Tensor:
 
 
 def _polynomial(x: tf.Tensor, terms: Sequence[float]) -> tf.Tensor:
-    """Of the coefficients `terms`, the highest first."""
+    """Returns the polynomial of the coefficients `terms`, the highest first."""
     value: Any = terms[0]
     for term in terms[1:]:
         value = value * x + term
@@ -146,7 +146,7 @@ def _polynomial(x: tf.Tensor, terms: Sequence[float]) -> tf.Tensor:
 
 
 def _log(x: tf.Tensor) -> tf.Tensor:
-    """As Log in core/first_values.cc, of x in (0, 1)."""
+    """Returns the logarithm of x in (0, 1), as Log in core/first_values.cc does."""
     bits = tf.bitcast(x, tf.int64)
     exponent = shifted(bits, 52) - 1022
     kept = tf.bitwise.bitwise_and(bits, tf.constant(2**52 - 1, tf.int64))
@@ -171,7 +171,7 @@ def check_growth(spec: TableSpec) -> None:
 
 
 def first_slots(spec: TableSpec) -> list[float]:
-    """What rows of the slots of a growing table start as."""
+    """Returns what rows of the slots of a growing table start as."""
     optimizer = spec.optimizer
     if optimizer is None:
         return []
@@ -186,7 +186,7 @@ def first_slots(spec: TableSpec) -> list[float]:
 
 
 def vocabulary_records(spec: TableSpec) -> list[Any]:
-    """What the kernels read of a growing table; of a static one nothing."""
+    """Returns what the kernels read of a growing table, and nothing of a static one."""
     vocabulary = spec.config.vocabulary
     if vocabulary is None:
         return []
@@ -211,7 +211,7 @@ def vocabulary_records(spec: TableSpec) -> list[Any]:
 
 
 def vocabulary_bytes(spec: TableSpec, rows: int, parts: int) -> int:
-    """What a part, of so many, of a growing table with these rows keeps of its ids.
+    """Returns the bytes that one of `parts` parts of a growing table keeps of its ids.
 
     See core/vocabulary.h: numbers of 8 bytes by row; candidates of 16; and maps.
     """
@@ -228,7 +228,7 @@ def vocabulary_bytes(spec: TableSpec, rows: int, parts: int) -> int:
 
 
 def _map_bytes(ids: int) -> int:
-    """Of the map of so many ids: that of core/id_map.h, beside the one it replaces."""
+    """Returns the bytes of an id map (core/id_map.h), and of the one it replaces."""
     capacity = 64
     while ids > capacity // 8 * 5:
         capacity *= 2

@@ -46,7 +46,7 @@ class FirstValues:
     grows: bool = False
 
     def whole(self) -> tf.Tensor:
-        """All values, by one call of the initializer."""
+        """Returns all values, by one call of the initializer."""
         return self.part(self.shape)
 
     def part(
@@ -55,7 +55,7 @@ class FirstValues:
         asked: tuple[int, ...] | None = None,
         **arguments: Any,
     ) -> tf.Tensor:
-        """What the initializer makes of a part; `asked` may be another shape."""
+        """Makes a part by the initializer; `asked` may be another shape."""
         made = self.initializer(asked or shape, dtype=self.dtype, **arguments)
         return self._checked(made, shape)
 
@@ -102,7 +102,7 @@ class FirstValues:
 
 
 def table_values(spec: TableSpec) -> FirstValues:
-    """What a table starts as."""
+    """Returns what a table starts as."""
     config = spec.config
     dtype = tf.as_dtype(config.storage.first_dtype)
     if config.vocabulary is not None:
@@ -130,7 +130,7 @@ def table_values(spec: TableSpec) -> FirstValues:
 
 
 def slot_values(spec: TableSpec, slot: Slot) -> FirstValues:
-    """What a slot of a table starts as."""
+    """Returns what a slot of a table starts as."""
     name = checkpoint_name(spec.name, slot.name)
     if spec.config.vocabulary is not None:
         return _of_growing(name, 1 if slot.per_row else spec.config.dim, tf.float32)
@@ -139,18 +139,18 @@ def slot_values(spec: TableSpec, slot: Slot) -> FirstValues:
 
 
 def _of_growing(name: str, width: int, dtype: tf.DType) -> FirstValues:
-    """No rows yet, whose first values come with them."""
+    """Makes a table or slot without rows: first values come with the rows of ids."""
     return FirstValues(name, (0, width), _Constant(0.0), dtype, grows=True)
 
 
 def combiner_values(name: str, combiner: CustomCombiner) -> FirstValues:
-    """What the weights of a custom combiner start as, float32 [num_weights]."""
+    """Returns what weights of a custom combiner start as, float32 [num_weights]."""
     initializer = combiner.initializer or _Constant(0.0)
     return FirstValues(name, (combiner.num_weights,), initializer)
 
 
 def initial_rows(slot: Slot) -> InitialValue:
-    """What rows of a slot start as, as `MutableTableRows` has it."""
+    """Returns what rows of a slot start as, as `MutableTableRows` has it."""
     if not callable(slot.initial_value):
         return slot.initial_value
     return lambda shape: _start(slot)(shape, dtype=tf.float32).numpy()
@@ -170,7 +170,7 @@ class _Constant:
 
 
 def _start(slot: Slot) -> Callable[..., tf.Tensor]:
-    """The initializer of a slot, a callable of ([V, D] or [V, 1], dtype)."""
+    """Returns the initializer of a slot, a callable of ([V, D] or [V, 1], dtype)."""
     start = slot.initial_value
     if not callable(start):
         return _Constant(start)

@@ -53,19 +53,19 @@ class Reach:
         return stored.variables
 
     def has(self, table: int) -> bool:
-        """Whether this process has a part of a table."""
+        """Returns whether this process has a part of a table."""
         del table
         return True
 
     def within(self, table: int, process: int, start: int, stop: int) -> Run:
-        """The rows of a table that a process reaches among the rows [start, stop)."""
+        """Returns the rows that a process reaches among the rows [start, stop)."""
         del table, process
         return Partition(1).within(0, start, stop)
 
     def owned(
         self, table: int, rows: np.ndarray
     ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """For each process which of some rows it reaches, and their numbers there."""
+        """Returns for each process which rows it reaches, and their numbers there."""
         del table
         return [(np.full(len(rows), True), rows)]
 
@@ -158,7 +158,7 @@ class InJob(Reach):
 
 
 def _read_arrays(sent: bytes) -> dict[str, np.ndarray]:
-    """What a process sent in `InJob.from_owners`."""
+    """Reads what a process sent in `InJob.from_owners`."""
     line, _, content = sent.partition(b"\n")
     result, start = {}, 0
     for name, dtype, shape in json.loads(line):
@@ -282,12 +282,12 @@ class MergedOrder:
         self._cuts = {self.length: ends, 0: [0] * len(ends)}
 
     def _everywhere(self, counts: Any) -> np.ndarray:
-        """The sums of the counts of all processes."""
+        """Returns the sums of the counts of all processes."""
         own = np.array(counts, np.int64)
         return np.sum(self.reach.gather(own, f"{self.call}, counted"), axis=0)
 
     def cuts(self, places: Sequence[int], step: int) -> list[list[int]]:
-        """By place how many entries of each part come before it.
+        """Returns, by place, how many entries of each part come before it.
 
         A collective call unless all places are known. It finds every `step`-th place
         from the first one on, too.

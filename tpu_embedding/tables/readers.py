@@ -17,10 +17,10 @@ class TableReader(abc.ABC):
 
     @abc.abstractmethod
     def read(self, rows: tf.Tensor) -> tf.Tensor:
-        """The rows, float32 [n, D], for int64 [n]."""
+        """Returns the rows, float32 [n, D], for int64 [n]."""
 
     def operand(self, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Data, float32 [m, D], and the indices, int64 [n], of the rows in it."""
+        """Returns data, float32 [m, D], and the rows' indices in it, int64 [n]."""
         return self.read(rows), tf.range(tf.size(rows, tf.int64))
 
 
@@ -33,7 +33,7 @@ class StoredReader(TableReader):
         """The variables that it reads."""
 
     def in_steps(self) -> TableReader:
-        """A reader for graphs that may update the table, which are not exported."""
+        """Returns a reader for graphs that may update the table; none is exported."""
         return self
 
 

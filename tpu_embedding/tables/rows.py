@@ -36,7 +36,7 @@ def checkpoint_name(table: str, array: str) -> str:
 
 
 def by_checkpoint_name(tables: Mapping[str, Mapping[str, _T]]) -> dict[str, _T]:
-    """Arrays of each table, by "parameters" and slots, by names in checkpoints."""
+    """Returns arrays of each table, parameters and slots, by names in checkpoints."""
     return {
         checkpoint_name(table, array): value
         for table, arrays in tables.items()
@@ -45,7 +45,7 @@ def by_checkpoint_name(tables: Mapping[str, Mapping[str, _T]]) -> dict[str, _T]:
 
 
 def stored_arrays(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """What stores the parameters and slots: of a table of int8 the codes, too."""
+    """Returns what stores parameters and slots: of a table of int8 the codes, too."""
     parameters = arrays[PARAMETERS]
     return {**arrays, **(parameters.coded or {PARAMETERS: parameters})}
 
@@ -66,7 +66,7 @@ class ProcessGroup(Protocol):
         ...
 
     def all_gather(self, phase: str, content: bytes, call: str = "") -> list[bytes]:
-        """What each process passed, in their order."""
+        """Returns what each process passed, in their order."""
         ...
 
     def all_to_all(
@@ -116,7 +116,7 @@ class TableRows(abc.ABC):
         return None
 
     def read_in(self, process: int, start: int, stop: int) -> np.ndarray:
-        """The rows [start, stop) in one process of the group; all processes call it."""
+        """Reads rows [start, stop) in one process of the group; all must call it."""
         del process
         return self.read(start, stop)
 
@@ -134,7 +134,7 @@ class TableRows(abc.ABC):
         return
 
     def slices(self) -> list[tuple[int, int]]:
-        """Ranges of rows, each a slice, that make up the matrix."""
+        """Returns ranges of rows, each a slice, that make up the matrix."""
         starts = range(0, self.shape[0], self.slice_rows)
         return list(zip(starts, [*starts[1:], self.shape[0]], strict=False))
 
@@ -249,7 +249,7 @@ class RowsOfParts(MutableTableRows):
 def joined(
     parts: Sequence[TableRows], initial_value: InitialValue = None
 ) -> RowsOfParts:
-    """The matrix of parts that are one below the other, e.g. those of all devices."""
+    """Returns the matrix of parts, one below the other, e.g. those of all devices."""
     starts = [0, *itertools.accumulate(part.shape[0] for part in parts)]
 
     def runs(start: int, stop: int) -> Iterator[Run]:
@@ -262,7 +262,7 @@ def joined(
 
 
 def interleaved(parts: Sequence[MutableTableRows]) -> MutableTableRows:
-    """The matrix of the parts of `Partition(len(parts))`."""
+    """Returns the matrix of the parts of `Partition(len(parts))`."""
     if len(parts) == 1:
         return parts[0]
     shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
@@ -273,7 +273,7 @@ def interleaved(parts: Sequence[MutableTableRows]) -> MutableTableRows:
 def unstacked(
     stack: TableRows, layout: TableLayout, initial_value: InitialValue = None
 ) -> RowsOfParts:
-    """A table in a stack, whose shards follow one another; or one of its slots."""
+    """Returns a table, or a slot, in a stack whose shards follow one another."""
     rows, columns = layout.unsharded_shape
     return RowsOfParts(
         (rows, min(columns, stack.shape[1])),
@@ -286,7 +286,7 @@ def unstacked(
 def _runs_in_stack(
     layout: TableLayout, stack_rows: int, start: int, stop: int
 ) -> Iterator[Run]:
-    """Where rows of a table are in its stack, the only part: a run for each shard."""
+    """Yields where rows of a table are in its stack, the only part: a run per shard."""
     height = stack_rows // layout.partition.parts
     for shard, first, within in layout.partition.runs(start, stop):
         yield Run(0, shard * height + first, within)

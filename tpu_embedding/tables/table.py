@@ -57,7 +57,7 @@ class Identity:
             yield np.arange(start, min(start + _BLOCK_IDS, height))
 
     def objects(self, made: Callable[[str, MutableTableRows], Any]) -> dict[str, Any]:
-        """What checkpoints save and restore, by its name there.
+        """Returns what checkpoints save and restore, by its name there.
 
         An array is its variable where it is one, else what `made` returns. A growing
         table is one object, its vocabulary.
@@ -70,7 +70,7 @@ class Identity:
         }
 
     def parameters(self, made: Callable[[str, MutableTableRows], Any]) -> Any:
-        """The table by value: its variable where it is one, else what `made` returns.
+        """Returns the table by value: its variable, else what `made` returns.
 
         Of a growing table that is what it holds now, without the ids.
         """
@@ -78,14 +78,14 @@ class Identity:
         return made(self.name, rows) if rows.variable is None else rows.variable
 
     def values(self) -> dict[str, Any]:
-        """By name the variables where each array is one, else the current values."""
+        """Returns, by name, variables where each array is one, else current values."""
         return {
             name: tf.constant(rows.numpy()) if rows.variable is None else rows.variable
             for name, rows in self.rows.items()
         }
 
     def served(self) -> tuple[TableRows, np.ndarray | None]:
-        """What is exported: rows, and of a growing table the ids of all but the last.
+        """Returns exported rows, and of a growing table the ids of all but the last.
 
         Other ids look up the last row then. Of the processes of a job only the first
         one gets the ids.
@@ -93,11 +93,11 @@ class Identity:
         return self.rows[PARAMETERS], None
 
     def saved(self) -> tuple[Mapping[str, TableRows], Mapping[str, TableRows]]:
-        """The arrays by name, and of a growing table what is known of the ids."""
+        """Returns arrays by name, and what a growing table knows of its ids."""
         return self.rows, {}
 
     def changed(self, consumer: str, marked: Callable[[], Changed]) -> Changed:
-        """What changed for a consumer of deltas: the marked rows."""
+        """Returns what changed for a consumer of deltas: the marked rows."""
         del consumer
         return marked()
 
@@ -147,7 +147,7 @@ class Table:
         return self.reach.reader(self.stored)
 
     def matrix(self, rows: np.ndarray, call: str) -> TableRows:
-        """Rows int64 [n] of the parameters; a read is a call of all processes."""
+        """Returns rows int64 [n] of the parameters; all processes call each read."""
         made = _ChosenRows(self, self.stored, self.spec.config.dim, rows, call)
         if isinstance(self.stored, CodedReader):
             parts = zip(STORED, self.stored.parts, (made.shape[1], 2), strict=True)
@@ -194,7 +194,7 @@ def stored_table(
     reach: Reach = ALONE,
     vocabulary: Sequence[StoredVocabulary] = (),
 ) -> Table:
-    """A table in variables that this process reaches, each of which is a part of it.
+    """Returns a table in variables that this process reaches, each a part of it.
 
     Args:
       spec: The table.
@@ -346,7 +346,7 @@ class RowChanges:
         ]
 
     def _take(self) -> list[list[np.ndarray]]:
-        """By table the changed rows of each part."""
+        """Returns the changed rows of each part, by table."""
         result: list[list[np.ndarray]] = [[] for _ in self._tables]
         for queue, device, placement, tables in self._parts:
             with tf.device(device):

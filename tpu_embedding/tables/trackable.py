@@ -93,12 +93,12 @@ class LogicalVariable(tf.__internal__.tracking.Trackable):
         self._write = write
 
     def numpy(self) -> np.ndarray:
-        """The current value."""
+        """Returns the current value."""
         self._refuse_graphs()
         return self._read()
 
     def read_value(self) -> tf.Tensor:
-        """The current value."""
+        """Returns the current value."""
         return tf.constant(self.numpy())
 
     def assign(self, value: Any) -> None:
@@ -175,7 +175,7 @@ class SavesNothing:
 
 
 def unsaved(variable: Any) -> Any:
-    """A view of a variable or LogicalVariable, of which exported models save nothing.
+    """Returns a view of a variable or LogicalVariable that exported models do not save.
 
     Keras 3.16 tracks the values of weights there, and earlier ones the weights.
     """
@@ -223,7 +223,7 @@ class UnsavedLogical(tf.__internal__.tracking.Trackable):
 
 
 def copied_counter(copies: Sequence[Any]) -> LogicalVariable:
-    """The number of updates, of which there are several copies."""
+    """Returns the number of updates, of which there are several copies."""
     return _CopiedCounter(copies)
 
 

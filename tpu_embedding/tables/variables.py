@@ -115,9 +115,9 @@ class VariableRows(MutableTableRows):
 def variable_rows(
     spec: TableSpec, part: TableVariables
 ) -> Mapping[str, MutableTableRows]:
-    """The rows of a part of a table and of its slots, by name.
+    """Returns the rows of a part of a table and of its slots, by name.
 
-    None of a growing table, whose rows are nothing without their ids: `Vocabulary`.
+    A growing table has none here: its rows are nothing without ids; see `Vocabulary`.
     """
     if spec.config.vocabulary is not None:
         return {}
@@ -291,7 +291,7 @@ def _create_part(
 
 
 def _all_bytes(plan: Plan) -> Iterator[tuple[str, int]]:
-    """The name and the size of each table and slot."""
+    """Yields the name and the size of each table and slot."""
     for spec in plan.tables:
         rows, dim = table_values(spec).shape
         yield spec.name, rows * spec.config.storage.row_bytes(dim)
@@ -301,7 +301,7 @@ def _all_bytes(plan: Plan) -> Iterator[tuple[str, int]]:
 
 
 def _is_here(device: str) -> bool:
-    """Whether a device is in the memory of this machine."""
+    """Returns whether a device is in the memory of this machine."""
     spec = tf.DeviceSpec.from_string(device)
     return spec.device_type in (None, "CPU") and spec.job in (None, "localhost")
 
@@ -337,13 +337,13 @@ def user_slots(spec: TableSpec, parameters: tf.Variable) -> dict[str, tf.Variabl
 
 
 def _plain_variable(next_creator: Any, **arguments: Any) -> tf.Variable:
-    """A variable creator that leaves out the strategy's own."""
+    """Creates a variable, without the creators of the strategy."""
     del next_creator
     return _ResourceVariable(**arguments)
 
 
 def variable_name(name: str) -> str:
-    """The name of a table or slot with "_" for what graphs do not allow in names.
+    """Returns a table's or slot's name with "_" for what graphs do not allow in names.
 
     >>> variable_name("films/velocities"), variable_name("größe")
     ('films/velocities', 'gr__e')
@@ -353,7 +353,7 @@ def variable_name(name: str) -> str:
 
 
 def create_counter(name: str, device: str) -> tf.Variable:
-    """An int64 scalar at 0, one variable whatever the strategy's scope."""
+    """Creates an int64 scalar at 0, one variable whatever the strategy's scope."""
     with tf.device(device):
         return create_state(name, tf.zeros([], tf.int64))
 
@@ -361,7 +361,7 @@ def create_counter(name: str, device: str) -> tf.Variable:
 def create_state(
     name: str, value: Any, shape: Any = None, dtype: tf.DType | None = None
 ) -> tf.Variable:
-    """One variable whatever the strategy's scope, which is no weight.
+    """Creates one variable whatever the strategy's scope, which is no weight.
 
     `value` may be a function that returns the value, of `dtype`; `shape` is that of
     values to come, where it is more than that of `value`.
@@ -389,7 +389,7 @@ def require_memory(sizes: Mapping[str, int], root: pathlib.Path = _ROOT) -> None
 
 
 def available_bytes(root: pathlib.Path = _ROOT) -> int | None:
-    """Memory and swap that is free, in bytes; None where the system does not say."""
+    """Returns the bytes of free memory and swap; None where the system does not say."""
     limits = [
         limit - used
         for limit, used in ((_number(root / p) for p in pair) for pair in _CGROUPS)
@@ -406,7 +406,7 @@ def available_bytes(root: pathlib.Path = _ROOT) -> int | None:
 
 
 def _number(file: pathlib.Path) -> int | None:
-    """What a file holds if it is a number; "max" stands for no limit."""
+    """Returns the number in a file; None if it has none: "max" stands for no limit."""
     if not file.is_file():
         return None
     text = file.read_text().strip()

@@ -67,7 +67,7 @@ class Changed:
 
 
 def array_rows(stored: Mapping[str, np.ndarray]) -> TableRows:
-    """The rows of a table that arrays store, by name."""
+    """Returns the rows of a table that arrays store, by name."""
     arrays = {name: ArrayRows(array) for name, array in stored.items()}
     return joined_codes(arrays)[PARAMETERS]
 
@@ -87,15 +87,15 @@ class StoredVocabulary(abc.ABC):
 
     @abc.abstractmethod
     def read(self, names: Collection[str]) -> _Arrays:
-        """Everything at one moment; of the arrays those with these names.
+        """Returns everything at one moment, but only the arrays of these names.
 
-        By "parameters" and slot name the rows of the ids in ascending order, and then
-        the row that ids share, if it is there; the ids and what is known of them.
+        By "parameters" and slot name it has the rows of the ids in ascending order, and
+        the row that ids share last, if it is there; the ids and what is known of them.
         """
 
     @abc.abstractmethod
     def places(self, known: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Where the rows that `read` returns are in the arrays, in its order.
+        """Returns where the rows that `read` returns are in the arrays, in its order.
 
         `known` is what it returned.
         """
@@ -105,7 +105,7 @@ class StoredVocabulary(abc.ABC):
         """Replaces everything by what `read` of all arrays returned."""
 
     def find(self, ids: tf.Tensor) -> tf.Tensor:
-        """What a lookup for an update reads of int64 [n]: float32 [n, D].
+        """Returns what a lookup for an update reads of int64 [n]: float32 [n, D].
 
         Only where the engine differentiates weights.
         """
@@ -116,7 +116,7 @@ class StoredVocabulary(abc.ABC):
         raise NotImplementedError("Only tables that are trained evict rows.")
 
     def take(self, consumer: str) -> _Arrays:
-        """What changed for a consumer of deltas, as TpuEmbeddingTakeIds has it."""
+        """Returns changes for a consumer of deltas, as TpuEmbeddingTakeIds has them."""
         raise NotImplementedError("Only tables that are trained have changes.")
 
 
@@ -248,7 +248,7 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
         return self.values()[PARAMETERS]
 
     def contents(self) -> VocabularyContents:
-        """What the vocabulary holds."""
+        """Returns what the vocabulary holds."""
         state = self._read([], "vocabulary of")
         counts = total_state(self._spec.name, state["state"])[COUNTS].tolist()
         return VocabularyContents(*(state[name] for name in PARTS_OF_IDS), *counts)
@@ -295,7 +295,7 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
         return joined_codes(arrays), known
 
     def _blocks(self) -> tuple[dict[str, TableRows], dict[str, TableRows]]:
-        """What stores the rows, and what is known of the ids, to be read by blocks."""
+        """Returns what stores the rows, and what is known of ids, to read by blocks."""
         stored, spec, none = self._stored, self._spec, np.zeros(0, np.int64)
 
         def read() -> tuple[list[_Arrays], list[np.ndarray], _Arrays]:
@@ -369,11 +369,11 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
         )
 
     def updates_begun(self) -> int:
-        """The number of updates so far; cheaper than `read`."""
+        """Returns the number of updates so far; cheaper than `read`."""
         return updates_begun(self._spec.name, self._read([], "updates of")["state"])
 
     def read(self) -> _Arrays:
-        """Everything, see `StoredVocabulary.read`; outside of jobs no part changes."""
+        """Returns all of `StoredVocabulary.read`; outside of jobs no part changes."""
         return dict(self.read_in_turn())
 
     def read_in_turn(self) -> Iterator[tuple[str, np.ndarray]]:
@@ -393,13 +393,13 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
     def _everywhere(
         self, read: Callable[[StoredVocabulary], _Arrays], call: str
     ) -> list[_Arrays]:
-        """What is read of each part, in all processes; a call of all of them."""
+        """Returns what is read of each part, in all processes; all of them call it."""
         local = self._reach.call(lambda: [read(part) for part in self._stored])
         call = f"{call} table {self._spec.name}"
         return self._reach.from_owners(self._spec.index, local, call)
 
     def fit(self, known: Mapping[str, np.ndarray]) -> list[_Arrays]:
-        """What each part that this process has will be, for `load`; changes nothing.
+        """Returns what each part of this process will be, for `load`; changes nothing.
 
         `known` has `PARTS` as `read` returns them, and `PLACES` of the rows.
 
@@ -476,7 +476,7 @@ def _check_heights(table: str, arrays: Mapping[str, Any], num_rows: int) -> None
 def served_rows(
     spec: TableSpec, state: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """What stores the n + 1 rows of a served table, from `Vocabulary.read`, by name.
+    """Returns what stores a served table's n + 1 rows, by name, from `Vocabulary.read`.
 
     The last one is what ids without a row look up, unless each has its first values.
     """
@@ -490,13 +490,13 @@ def served_rows(
 def _last_row(
     spec: TableSpec, stored: Mapping[str, np.ndarray | TableRows]
 ) -> dict[str, np.ndarray]:
-    """The row after those of the ids, [1, C] by name, if no update has made one."""
+    """Returns the row after the ids', [1, C] by name, if no update has made one."""
     if spec.growth.unknown == "shared_row":
         return first_stored(spec, tf.constant([SHARED_ID], tf.int64))
     return {name: np.zeros((1, *r.shape[1:]), r.dtype) for name, r in stored.items()}
 
 
 def _in_first(rows: TableRows) -> np.ndarray:
-    """A vector in the first process of its group; nothing in the others."""
+    """Returns a vector in the first process of its group, and nothing in the others."""
     parts = [rows.read_in(0, *cut).reshape(-1) for cut in rows.slices()]
     return np.concatenate([np.zeros(0, rows.dtype), *parts])

@@ -36,12 +36,12 @@ _Arrays = dict[str, Any]  # NumPy arrays
 
 
 def num_shared(vocabulary: GrowingVocabulary, state: Mapping[str, np.ndarray]) -> int:
-    """How many rows of a state ids share: 1 once an update has made it."""
+    """Returns how many rows of a state ids share: 1 once an update has made it."""
     return int(vocabulary.unknown == "shared_row" and state["state"][NUM_ROWS] > 0)
 
 
 def _states_of(table: str, state: np.ndarray) -> np.ndarray:
-    """The state of each part of a table, int64 [parts, STATE_SIZE]."""
+    """Returns the state of each part of a table, int64 [parts, STATE_SIZE]."""
     if len(state) == STATE_SIZE - 1:  # Files of earlier releases have no clock.
         state = np.append(state, 0)
     if not len(state) or len(state) % STATE_SIZE:
@@ -55,7 +55,7 @@ def _states_of(table: str, state: np.ndarray) -> np.ndarray:
 
 
 def _total(states: np.ndarray) -> np.ndarray:
-    """The state of a whole table of the states of its parts, int64 [STATE_SIZE].
+    """Returns a whole table's state, int64 [STATE_SIZE], from the states of its parts.
 
     It begins no sweep, and its candidates begin with the oldest.
     """
@@ -69,7 +69,7 @@ def _total(states: np.ndarray) -> np.ndarray:
 
 
 def total_state(table: str, state: np.ndarray) -> np.ndarray:
-    """The state of a whole table, int64 [STATE_SIZE], from those of its parts.
+    """Returns the state of a whole table, int64 [STATE_SIZE], from those of its parts.
 
     Raises:
       tf.errors.InvalidArgumentError: If it is damaged.
@@ -78,12 +78,12 @@ def total_state(table: str, state: np.ndarray) -> np.ndarray:
 
 
 def updates_begun(table: str, state: np.ndarray) -> int:
-    """The number of updates of a table with this state."""
+    """Returns the number of updates of a table with this state."""
     return int(total_state(table, state)[UPDATES_BEGUN])
 
 
 def renumbered(table: str, state: np.ndarray, num_rows: int) -> np.ndarray:
-    """The state of a table whose rows are numbered anew, from that in a file."""
+    """Returns the state of a table with rows numbered anew, from that in a file."""
     total = total_state(table, state).copy()
     total[NUM_ROWS], total[SWEEP] = num_rows, 0
     return total
@@ -96,7 +96,7 @@ def fitted_parts(
     *,
     limited: bool,
 ) -> list[_Arrays]:
-    """What each of `num_parts` parts will be of what `Vocabulary.fit` takes.
+    """Returns what each of `num_parts` parts will be of what `Vocabulary.fit` takes.
 
     Raises:
       ValueError: As `Vocabulary.write`.
@@ -132,7 +132,7 @@ def fitted_parts(
 
 
 def joined_parts(parts: Sequence[_Arrays]) -> _Arrays:
-    """A table of its parts: their rows follow one another, and so do their states."""
+    """Joins parts to a table: their rows follow one another, and so do their states."""
     if len(parts) == 1:
         return parts[0]
     counts = [part["state"][NUM_ROWS] for part in parts]
@@ -150,7 +150,7 @@ def joined_parts(parts: Sequence[_Arrays]) -> _Arrays:
 def _divided(
     whole: _Arrays, states: np.ndarray, number: int, shared: int
 ) -> list[_Arrays]:
-    """The parts of a table: those that were joined, or others with rows in order."""
+    """Returns a table's parts: those that were joined, or others with rows in order."""
     owners = IdPartition(number).owner(whole["ids"])
     of_candidates = IdPartition(number).owner(whole["candidates"])
     if len(states) == number == 1:
@@ -183,7 +183,7 @@ def _divided(
 
 
 def _in_order(whole: _Arrays, states: np.ndarray) -> _Arrays:
-    """The candidates of all parts, each from the oldest on."""
+    """Returns the candidates of all parts, each from the oldest on."""
     owners = IdPartition(len(states)).owner(whole["candidates"])
     ordered = np.concatenate(
         [

@@ -40,7 +40,7 @@ class Waits(Protocol):
         ...
 
     def is_quiet(self) -> bool:
-        """Whether this thread reads what is stored."""
+        """Returns whether this thread reads what is stored."""
         ...
 
 
@@ -180,7 +180,7 @@ def instead(rows: tf.Tensor, caught_up: tf.Tensor) -> Any:
 
 
 def is_recording() -> bool:
-    """Whether a tape may ask for gradients."""
+    """Returns whether a tape may ask for gradients."""
     return record.could_possibly_record()
 
 
@@ -203,7 +203,7 @@ def _is_called_by_generated_op() -> bool:
 
 
 def outermost_graph() -> Any:
-    """The graph of the tf.function that is traced; None if none is."""
+    """Returns the graph of the tf.function that is traced; None if none is."""
     graph: Any = tf.compat.v1.get_default_graph()
     if tf.executing_eagerly() or not hasattr(graph, "capture_call_time_value"):
         return None  # The latter: a graph of TensorFlow 1.

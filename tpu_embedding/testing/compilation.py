@@ -264,7 +264,7 @@ def compile_step(
 
 
 def _ended(target: str, code: int, stage: str) -> str:
-    """Why there is no answer."""
+    """Returns why there is no answer."""
     how = f"code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
     doing = {
         "": "its packages were imported",
@@ -379,7 +379,7 @@ def _translate(
     generation: tpu_generations.Generation,
     num_devices: int,
 ) -> str:
-    """The compiler's message in terms of tables and features."""
+    """Returns the compiler's message in terms of tables and features."""
     if stage == "build":
         return f"The step cannot be built: {message}."
     if stage == "trace":
@@ -439,7 +439,7 @@ def _memory_problem(
     stacks: Sequence[dict[str, Any]],
     generation: tpu_generations.Generation,
 ) -> str:
-    """What fills the memory of a device: the tables, or arrays of the program."""
+    """Returns what fills a device's memory: the tables, or arrays of the program."""
     if _TOO_WIDE.search(message):
         own = [s for s in stacks if f",{s['width']}]" in message]
         return (

@@ -106,13 +106,13 @@ _merging: contextvars.ContextVar[_ReplicaContext | None] = contextvars.ContextVa
 
 
 def merging() -> int | None:
-    """The replica whose program calls the function of a merge_call now, or None."""
+    """Returns the replica whose program calls a merge_call's function now, or None."""
     context = _merging.get()
     return None if context is None else context.number
 
 
 def is_in_program() -> bool:
-    """Whether the program of a replica is being traced."""
+    """Returns whether the program of a replica is being traced."""
     context = tf.distribute.get_replica_context()
     return merging() is not None or getattr(context, "program", None) is not None
 

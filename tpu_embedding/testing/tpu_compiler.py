@@ -183,13 +183,13 @@ class _Cut:
         )
 
     def _passes_on(self, op: tf.Operation) -> bool:
-        """Whether an op on the TPU only hands on what comes from elsewhere."""
+        """Returns whether an op on the TPU only hands on what comes from elsewhere."""
         return op.type == "Identity" and not self._is_on_tpu(
             self._source(op.outputs[0]).op
         )
 
     def _source(self, tensor: Any) -> Any:
-        """What a chain of identities on the TPU hands on, if that is not on the TPU."""
+        """Returns what identities on the TPU hand on, if that is not on the TPU."""
         found = tensor
         while (
             found.dtype != tf.resource
@@ -337,7 +337,7 @@ def compile_program(
     updated: dict[int, int],
     enter: Callable[[str], None],
 ) -> Any:
-    """The executable and the kind of TPU; `enter` is told of each stage."""
+    """Compiles, and returns executable and kind of TPU; tells `enter` each stage."""
     from jax._src import compiler
     from jax._src.interpreters import mlir
     from jax._src.lib import _jax
@@ -430,7 +430,7 @@ def copied_stacks(program: str, stacks: Sequence[Mapping[str, Any]]) -> list[str
 
 
 def _stacks(options: Any) -> list[dict[str, Any]]:
-    """Facts about the stacks of one engine."""
+    """Returns facts about the stacks of one engine."""
     generation = options.topology.tpu.generation
     partitioning = make_partitioning(
         options.plan,
@@ -464,7 +464,7 @@ def check(
     topology: str,
     reached: Callable[[str], None] = lambda stage: None,
 ) -> dict[str, Any]:
-    """Facts for a report, by tracing, lowering and compiling; `reached` is told."""
+    """Traces, lowers and compiles, and returns facts for a report; tells `reached`."""
     import libtpu
 
     generation, num_devices = tpu_generations.topology(topology)
