@@ -48,6 +48,13 @@ def test_the_sources_are_found():
     assert "tests/cc/check.h" in lint_report.sources(".h")
 
 
+def test_the_lint_report_finds_docstrings_without_a_verb():
+    starts = ["The rows.", "Rows of a table.", "Whether it is so.", "Returns rows."]
+    lines = [f'def f(): """{start}"""' for start in starts]
+    found = [finding.place for finding in lint_report.check_docstrings("x.py", lines)]
+    assert found == ["x.py:1", "x.py:2", "x.py:3"]
+
+
 def test_structure_counts_modules_and_errors():
     sources = {
         "p": "from p.a import f",

@@ -51,6 +51,13 @@ WORDS = {
     r"\b([Ww]hoever|[Ww]ho calls)\b": "the caller",
     r"\b(quanti|regulari|seriali)s(?!t)|\bbehaviour": "American spelling",
 }
+# What docstrings of functions begin with, except these nouns.
+VERB = re.compile(r"See |[A-Z][a-z]+s\b(?!')")
+NOUNS = re.compile(
+    r"(Activations|Arrays|As|Bars|Batches|Bytes|Facts|Gradients|Ids|Lines|Names|Numbers"
+    r"|Pairs|Powers|Ranges|Results|Rows|Samples|Seconds|Strings|Subclasses|Tables"
+    r"|Tensors|This|Those|Weights)\b"
+)
 # The folders of a user, of temporary files, of a container's work tree.
 MACHINE_PATH = re.compile(r"/(home|root|tmp|work|usr/local)/")
 
@@ -68,7 +75,7 @@ class Finding:
 
 
 def sources(*suffixes: str) -> list[str]:
-    """Paths of the sources with these suffixes, relative to the repository, sorted."""
+    """Returns paths of the sources with these suffixes in the repository, sorted."""
     found = [ROOT / "setup.py"] if ".py" in suffixes else []
     for folder in FOLDERS:
         found += [p for p in (ROOT / folder).rglob("*") if p.suffix in suffixes]
@@ -76,7 +83,7 @@ def sources(*suffixes: str) -> list[str]:
 
 
 def tracked_text() -> list[pathlib.Path]:
-    """Files that git tracks, or would after `git add`, except the golden data."""
+    """Returns what git tracks, or would after `git add`, except the golden data."""
     # A clone that belongs to another user is fine: nothing in it is run.
     git = ["git", "-c", "safe.directory=*", "ls-files", "-z"]
     if (ROOT / ".git").exists() and shutil.which("git"):
@@ -100,14 +107,14 @@ def size_finding(
 
 
 def check_file_length(name: str, lines: Sequence[str]) -> Iterator[Finding]:
-    """Long files."""
+    """Finds long files."""
     if not any(map(ACCEPTED.search, lines[:LINES_FOR_ACCEPTING_A_FILE])):
         limits = (WARN_FILE_LINES, MAX_FILE_LINES)
         yield from size_finding(f"{name}:1", f"{len(lines)} lines", len(lines), limits)
 
 
 def python_functions(text: str) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """All functions and methods of a module."""
+    """Returns all functions and methods of a module."""
     return [
         node
         for node in ast.walk(ast.parse(text))
@@ -116,13 +123,13 @@ def python_functions(text: str) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 
 def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Lines of a function's body without its docstring."""
+    """Counts the lines of a function's body without its docstring."""
     body = function.body[1:] if ast.get_docstring(function) else function.body
     return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
 
 
 def num_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Parameters that a caller chooses, without `self`, `cls`, `*args`, `**kwargs`."""
+    """Counts the parameters that a caller chooses: no `self`, `*args`, `**kwargs`."""
     parameters = function.args
     positional = [a.arg for a in (*parameters.posonlyargs, *parameters.args)]
     own = positional[:1] in (["self"], ["cls"])
@@ -130,7 +137,7 @@ def num_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def check_python_functions(name: str, lines: Sequence[str]) -> Iterator[Finding]:
-    """Long Python functions, and those with many parameters."""
+    """Finds long Python functions, and those with many parameters."""
     for node in python_functions("\n".join(lines)):
         place = f"{name}:{node.lineno}"
         definition = lines[node.lineno - 1]
@@ -144,6 +151,18 @@ def check_python_functions(name: str, lines: Sequence[str]) -> Iterator[Finding]
             limit = f"warning above {WARN_PARAMETERS}"
             message = f"{node.name} has {count} parameters ({limit})"
             yield Finding(place, message, error=False)
+
+
+def check_docstrings(name: str, lines: Sequence[str]) -> Iterator[Finding]:
+    """Finds functions whose docstrings do not begin with a verb."""
+    for node in python_functions("\n".join(lines)):
+        text = ast.get_docstring(node)
+        is_property = any("property" in ast.unparse(d) for d in node.decorator_list)
+        if text is None or is_property:
+            continue
+        if NOUNS.match(text) or not VERB.match(text):
+            message = f"the docstring of {node.name} does not begin with a verb"
+            yield Finding(f"{name}:{node.lineno}", message, error=True)
 
 
 def cpp_functions(lines: Sequence[str]) -> Iterator[tuple[int, int]]:
@@ -163,7 +182,7 @@ def cpp_functions(lines: Sequence[str]) -> Iterator[tuple[int, int]]:
 
 
 def check_cpp_functions(name: str, lines: Sequence[str]) -> Iterator[Finding]:
-    """Long C++ functions."""
+    """Finds long C++ functions."""
     for first, last in cpp_functions(lines):
         if not ACCEPTED.search(lines[first]):
             count = last - first + 1
@@ -173,7 +192,7 @@ def check_cpp_functions(name: str, lines: Sequence[str]) -> Iterator[Finding]:
 
 
 def check_p90() -> Iterator[Finding]:
-    """The 90th percentile of the bodies of the package's functions."""
+    """Finds a large 90th percentile of the bodies of the package's functions."""
     counts = [
         body_lines(node)
         for name in sources(".py")
@@ -188,7 +207,7 @@ def check_p90() -> Iterator[Finding]:
 
 
 def check_text(path: pathlib.Path) -> Iterator[Finding]:
-    """Binary files, and paths that exist on one machine only."""
+    """Finds binary files, and paths that exist on one machine only."""
     name = path.relative_to(ROOT)
     content = path.read_bytes()
     if b"\0" in content:
@@ -201,7 +220,7 @@ def check_text(path: pathlib.Path) -> Iterator[Finding]:
 
 
 def check_complexity() -> Iterator[Finding]:
-    """Complex Python functions, counted by ruff; pyproject.toml has the error limit."""
+    """Finds complex functions, counted by ruff; pyproject.toml has the error limit."""
     options = ["--select=C901", "--exit-zero", "--quiet", "--output-format=concise"]
     limit = f"lint.mccabe.max-complexity={WARN_COMPLEXITY}"
     # ruff lies beside the Python of the virtual environment.
@@ -214,7 +233,7 @@ def check_complexity() -> Iterator[Finding]:
 
 
 def check_words(name: str, lines: Sequence[str]) -> Iterator[Finding]:
-    """Words for which the glossary has another one."""
+    """Finds words for which the glossary has another one."""
     for number, line in enumerate(lines, 1):
         for pattern, word in WORDS.items():
             if found := re.search(pattern, line):
@@ -223,7 +242,7 @@ def check_words(name: str, lines: Sequence[str]) -> Iterator[Finding]:
 
 
 def findings() -> Iterator[Finding]:
-    """Everything that this module finds in the repository."""
+    """Yields everything that this module finds in the repository."""
     for name in sources(".py", ".cc", ".h"):
         lines = (ROOT / name).read_text().splitlines()
         yield from check_file_length(name, lines)
@@ -233,6 +252,8 @@ def findings() -> Iterator[Finding]:
             yield from check_cpp_functions(name, lines)
         if name.startswith("tpu_embedding/"):
             yield from check_words(name, lines)
+            if name.endswith(".py"):
+                yield from check_docstrings(name, lines)
     for page in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]):
         name = str(page.relative_to(ROOT))
         yield from check_words(name, page.read_text().splitlines())
