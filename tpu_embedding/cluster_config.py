@@ -74,7 +74,7 @@ def _problem_of_addresses(cluster: dict[str, dict[int, str]]) -> str:
     for job, addresses in cluster.items():
         for index, address in addresses.items():
             port = address.rpartition(":")[2]
-            # Of a port above 65535 gRPC keeps the lowest 16 bits.
+            # gRPC keeps the lowest 16 bits of a port above 65535.
             if not port.isdecimal() or not 0 < int(port) < 2**16:
                 return (
                     f"it gives {job} {index} the address {address!r}, and an address "

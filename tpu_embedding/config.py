@@ -46,7 +46,7 @@ class RowStorage:
     least_dim: int = 1
 
     def row_bytes(self, dim: int) -> int:
-        # Bytes of a row of `dim` columns.
+        # Returns the bytes of a row of `dim` columns.
         return dim * self.value_bytes + self.row_bytes_more
 
 

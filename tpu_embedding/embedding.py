@@ -360,7 +360,7 @@ class TPUEmbedding(EmbeddingBase):
         checked = self.core.check_gradients(self._structure.split(gradients))
         values, flat_weights = flatten_batch(self._structure, features, weights)
         given = [w for w in flat_weights if w is not None]
-        # Of sparse and ragged weights the values are differentiated.
+        # The values of sparse and ragged weights are differentiated.
         sources = [w if isinstance(w, tf.Tensor) else w.values for w in given]
         with tf.GradientTape() as tape:
             tape.watch(sources)

@@ -179,7 +179,7 @@ class RowIdInitializer:
         dim = shape[1]
 
         def read(start: int, stop: int) -> tf.Tensor:
-            # Counted in integers, because bfloat16 is not exact above 256.
+            # The rows are counted in integers, because bfloat16 is not exact above 256.
             rows = tf.range(start, stop, dtype=tf.int64) + self.offset
             column = tf.cast(rows, dtype)[:, tf.newaxis]
             return tf.broadcast_to(column, [stop - start, dim])

@@ -36,7 +36,7 @@ class Structure:
         may be leaves, too.
         """
         if not container_leaves:
-            # A C++ function: faster, and `_walk` says where a structure differs.
+            # This is in C++, which is faster; `_walk` says where a structure differs.
             with contextlib.suppress(TypeError, ValueError):
                 tf.nest.assert_same_structure(self._nested, value)
                 return tf.nest.flatten(value)

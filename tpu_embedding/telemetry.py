@@ -41,7 +41,7 @@ _LARGEST = 2**63 - 1  # Of an int of the kernels; nobody counts so far.
 
 # Figures of a table that add up, and what TensorBoard shows of them for each step.
 _TOTALS = ("ids", "distinct_ids", "invalid_ids", "samples", "samples_without_ids")
-# Those of growing tables, which are always exact.
+# Totals of growing tables, which are always exact.
 _OF_VOCABULARY = ("unknown_ids", "admitted_ids", "refused_ids", "evicted_ids")
 
 
@@ -114,7 +114,7 @@ class Telemetry:
         self._begun = {name: table.vocabulary for name, table in tables.items()}
         self._core.telemetry = self
         self._written: Counts | None = None
-        # By `status`: steps, samples, and bytes sent.
+        # The time of the last `status`, and the steps, samples, and bytes sent by then.
         self._seen = (time.monotonic(), 0, 0, 0)
 
     @property

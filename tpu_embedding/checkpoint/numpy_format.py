@@ -278,6 +278,6 @@ def _loaded(path: str, load: Callable[[], Any]) -> Any:
         except ValueError as error:
             if "allow_pickle" not in str(error):
                 raise
-            # Not NumPy's own words: they advise to run code of the file.
+            # NumPy's own words advise to run code of the file: they are not shown.
             reason = "it holds Python objects, or no header of NumPy"
             raise errors.corrupted(path, reason) from error

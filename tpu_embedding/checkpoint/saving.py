@@ -103,7 +103,7 @@ def save(
     def updates_now() -> int | None:
         return None if counter is None else int(counter.numpy())
 
-    # Before what is pending is applied: it is counted, and a later step is noticed.
+    # This precedes the pending update, but counts it: a later step is noticed.
     updates = updates_now()
     core.refresh()
     stored = core.checkpoint_tables().items()

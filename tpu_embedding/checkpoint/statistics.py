@@ -199,7 +199,7 @@ class _Equal:
     """Rows with the same bytes, found by their hashes."""
 
     def __init__(self, num_rows: int) -> None:
-        # A power of two: the lower bits of a hash choose.
+        # This is a power of two, because the lower bits of a hash choose.
         excess = max(0, math.ceil(math.log2(max(num_rows, 1) / _MAX_HASHES)))
         self._one_of = 1 << excess
         self._hashes = [np.zeros([0], np.uint64)]

@@ -334,6 +334,6 @@ def _stored_in(
 ) -> dict[str, tf.DType]:
     """Returns the dtype of each table of that name by the key of its object."""
     end = f"/{escape_local_name(table)}/.ATTRIBUTES/{attribute}"
-    # With a slash before it, as the object may be the root, which has no key.
+    # A slash goes before it, as the object may be the root, which has no key.
     keys = {f"/{key}": dtype for key, dtype in stored.items()}
     return {key[: -len(end)]: d for key, d in keys.items() if key.endswith(end)}

@@ -123,7 +123,7 @@ class _Process:
         status: str | None,
     ) -> None:
         self.kind, self.name = kind, f"{kind} {index}"
-        # Where te.Telemetry says how the training goes.
+        # The file in which te.Telemetry tells how the training goes.
         self._status = None if status is None else f"{status}.{kind}_{index}"
         config = {"cluster": cluster, "task": {"type": kind, "index": index}}
         self._command = [sys.executable, *command]

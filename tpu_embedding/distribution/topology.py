@@ -29,9 +29,9 @@ Result = TypeVar("Result")
 
 ENGINE_VARIABLE = "TPU_EMBEDDING_ENGINE"
 CPU_ENGINES = ("host", "portable")
-# By what a generation has for embeddings.
+# The engine for each kind of embedding hardware of a generation.
 TPU_ENGINES = {"v1": "tpu_v2_v4", "sparse_core": "sparse_core", "none": "none"}
-# By public name, which is not always that of the class.
+# The strategies by public name, which is not always that of the class.
 _TPU_STRATEGIES: tuple[Any, ...] = (
     tf.distribute.TPUStrategy,
     tf.distribute.experimental.TPUStrategy,

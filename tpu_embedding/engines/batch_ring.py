@@ -97,7 +97,7 @@ class BatchRing:
         With `in_order` the calls of one graph wait for each other. A call that waits
         for the mutex while another fails would hide that call's error.
         """
-        # By graph the name of the op that ended the call before.
+        # The name of the op that ended the call before, in each graph.
         self._ended: weakref.WeakKeyDictionary[Any, str] | None = (
             weakref.WeakKeyDictionary() if in_order else None
         )
@@ -128,7 +128,7 @@ class BatchRing:
             with tf.control_dependencies([stored]):
                 return [], [self._count(counts._replace(put=counts.put + 1))]
 
-        # Its checks first: a call that waits for the mutex would hide their error.
+        # The checks come first: a call that waits for the mutex would hide their error.
         with tf.control_dependencies([batch]):
             return self._call(change)
 
@@ -205,7 +205,7 @@ class BatchRing:
 
     def _call(self, change: Callable[[_Counts], _Change]) -> list[Any]:
         """Calls `change` while the mutex is held; no tensors become a control input."""
-        # A list, so that the frames of an error do not keep the mutex locked.
+        # This is a list, so that the frames of an error do not keep the mutex locked.
         with tf.control_dependencies(self._call_before()):
             locks = [tf.raw_ops.MutexLock(mutex=self.handles[1])]
         try:

@@ -19,7 +19,7 @@ from absl import logging
 from tpu_embedding.distribution import ProcessTopology, Topology
 from tpu_embedding.ops import library, records
 
-# Of TensorFlow's collectives: MultiWorkerMirroredStrategy counts its own from 1.
+# A key for TensorFlow's collectives: MultiWorkerMirroredStrategy counts its from 1.
 _GROUP_KEY = 20_611
 _ALIGNMENT = 64  # of the parts of a message
 _REMINDER_SECONDS = 10.0  # of a wait
@@ -84,14 +84,14 @@ class Channel:
                     timeout_seconds=timeout_seconds,
                 )
             )
-        # By outermost function its first exchange.
+        # The first exchange of each outermost function.
         self._first_places: weakref.WeakKeyDictionary[Any, _Place]
         self._first_places = weakref.WeakKeyDictionary()
         self._newest_place = _Place("enqueue", "step")  # Of a function that enqueues.
-        # By graph its exchanges of the lane "enqueue", by name.
+        # The exchanges of each graph in the lane "enqueue", by name.
         self._enqueues: weakref.WeakKeyDictionary[Any, dict[str, _Place | None]]
         self._enqueues = weakref.WeakKeyDictionary()
-        # By graph its newest exchange of the lane "step".
+        # The newest exchange of each graph in the lane "step".
         self._newest: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._threads = _Threads()
         self._threads.current().made_channel = True
@@ -200,7 +200,7 @@ class Channel:
         if self._enqueued is None or not tf.executing_eagerly():
             return runs
         run, thread = self._enqueued
-        # What TensorFlow's threads of replicas set at their end.
+        # TensorFlow's threads of replicas set `done` at their end.
         ended = not thread.is_alive() and not getattr(thread, "done", True)
         return np.append(runs, run) if ended else runs
 

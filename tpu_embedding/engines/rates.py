@@ -42,7 +42,7 @@ class Rates:
             spec.optimizer.learning_rate if spec.optimizer else 0.0
             for spec in plan.tables
         ]
-        # After them by table the numbers of user rules and combiners.
+        # The numbers of user rules and combiners by table, which follow the rates.
         self._others: list[tuple[str, Any]] = []
         self._spans: list[tuple[int, int, int]] = []
         for spec in plan.tables:

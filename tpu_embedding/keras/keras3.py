@@ -107,7 +107,7 @@ class RowEmbedding(keras.layers.Embedding):
     ) -> None:
         """Quantizes the table as Keras does, which refuses other subclasses."""
         del type_check
-        # Not by super(): Keras keeps the method in a layer whose class changes.
+        # super() would not do: Keras keeps the method in a layer whose class changes.
         keras.layers.Embedding.quantize(self, mode, type_check=False, **options)
 
 

@@ -625,7 +625,7 @@ def _sequence_mask(config: FeatureConfig, ids: Any) -> tf.Tensor:
     if table.invalid_ids == "drop":
         valid = (flat >= 0) & (flat < table.vocabulary_size)
     if isinstance(ids, tf.SparseTensor):
-        # Not to_dense: a row may be of any length.
+        # to_dense would not do: a row may be of any length.
         present = valid & (ids.indices[:, 1] < length)
         places = tf.boolean_mask(ids.indices, present)
         shape = (ids.dense_shape[0], length)

@@ -137,7 +137,7 @@ class TelemetryCallback(keras_api.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Writes after every `write_every` batches."""
         del logs
-        # With `steps_per_execution` Keras calls it after several batches, with the
+        # Keras calls it after several batches if `steps_per_execution` is set, with the
         # number that the last one has, or would have if there were as many.
         steps = (self.params or {}).get("steps")
         done = batch + 1 if steps is None else min(batch + 1, steps)

@@ -230,7 +230,7 @@ def _draft(feature: FeatureInput) -> _Draft:
     def finish(ids: tf.Tensor) -> Selection:
         columns = [ids, sample] if weights is None else [ids, sample, weights]
         if kept:
-            # After the checks, which name the feature if sizes differ; the ops do not.
+            # The checks come first: they name the feature if sizes differ, ops do not.
             with tf.control_dependencies([ids]):
                 mask = tf.reduce_all(tf.stack(kept), axis=0)
                 columns = [tf.boolean_mask(column, mask) for column in columns]
@@ -320,7 +320,7 @@ def gains_of(
     """Divides weights by the divisor of their sample; 0 if the divisor is exactly 0."""
     if combiner == "sum":
         return weights
-    # In double precision, as weights of both signs may almost cancel.
+    # Double precision is needed, as weights of both signs may almost cancel.
     precise = tf.cast(weights, tf.float64)
     terms = precise if combiner == "mean" else precise * precise
     divisors = tf.math.unsorted_segment_sum(terms, samples, num_samples)
@@ -364,7 +364,7 @@ def _plain_masks(features: Sequence[_Draft]) -> list[tf.Tensor]:
     masks = [shapes <= tf.constant(largest, tf.uint64)]
     bounds = tf.unstack(shapes, num=2 * len(features))
     indices = [index for f in features for index in (f.rows.row, f.rows.position)]
-    # As unsigned numbers negative indices are the largest: one comparison.
+    # Negative indices are the largest as unsigned numbers: one comparison is enough.
     masks += [
         tf.bitcast(index, tf.uint64) < bound
         for index, bound in zip(indices, bounds, strict=True)
@@ -374,7 +374,7 @@ def _plain_masks(features: Sequence[_Draft]) -> list[tf.Tensor]:
         for f in features
         if f.feature.table.config.rejects_ids
     ]
-    # One index for each id.
+    # There must be one index for each id.
     num_ids = tf.shape_n([f.ids for f in features], tf.int64)
     num_indices = tf.shape_n([f.rows.row for f in features], tf.int64)
     masks.append(tf.equal(_concat(num_ids), _concat(num_indices)))

@@ -226,7 +226,7 @@ def _check_size(
     if len(axes) == 1:
         zero = tf.constant(0, tf.int64)
         return [Bound(zero, axes[0], message), Bound(axes[0], most, message)]
-    # In double precision, because the product of hostile axes overflows an integer.
+    # This uses double precision: a product of hostile axes overflows an integer.
     shape = tf.stack(axes)
     products = tf.math.cumprod(tf.cast(shape, tf.float64))
     fits = (shape >= 0, shape <= most, products <= tf.cast(most, tf.float64))
@@ -345,7 +345,7 @@ def _sparse_rows(feature: FeatureInput) -> SampleRows:
     batch = feature.batch
     rank, name = batch.static_shape.rank, _op_name("indices", feature)
     axes = axes_of(feature)
-    # As in `axes_of`: indices of another rank fail with the name of this op.
+    # Indices of another rank fail with the name of this op, as in `axes_of`.
     row, *middle, column = tf.unstack(batch.structure, num=rank, axis=1, name=name)
     for axis, index in zip(axes[1:], middle, strict=False):
         row = row * axis + index
@@ -356,11 +356,11 @@ def _sparse_rows(feature: FeatureInput) -> SampleRows:
 def _check_indices(feature: FeatureInput, axes: list[tf.Tensor]) -> list[Check | Bound]:
     """Checks that the indices of sparse input are inside its shape and ascend."""
     shape, indices = feature.batch.shape, feature.batch.structure
-    # As unsigned numbers negative indices are the largest: one comparison.
+    # Negative indices are the largest as unsigned numbers: one comparison is enough.
     limits = tf.bitcast(tf.maximum(shape, 0), tf.uint64)
     inside = tf.bitcast(indices, tf.uint64) < limits
-    # In row-major order an axis must grow by at least 1 unless the axes before it
-    # grow: from the last axis to the first, `wanted` is the step that is still needed.
+    # In row-major order an axis must grow by at least 1 unless the axes before it grow.
+    # From the last axis to the first, `wanted` is the step still needed.
     first_steps, *steps = tf.unstack(indices[1:] - indices[:-1], num=len(axes), axis=1)
     wanted = tf.constant(1, tf.int64)
     for step in reversed(steps):

@@ -16,7 +16,7 @@ from tensorflow.core.framework import attr_value_pb2
 _AttrValue: Any = vars(attr_value_pb2)["AttrValue"]
 _NameAttrList: Any = vars(attr_value_pb2)["NameAttrList"]
 
-# By class of a value its field of an AttrValue and its content; bool before int.
+# For each class of values the field of an AttrValue and its content; bool before int.
 _FIELDS: tuple[tuple[type, str, Callable[[Any], Any]], ...] = (
     (bool, "b", bool),
     (int, "i", int),

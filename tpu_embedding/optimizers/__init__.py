@@ -42,8 +42,8 @@ __all__ = [
     "RowwiseAdagrad",
 ]
 
-# Those with a built-in update rule, by class name: the rule of a CustomOptimizer
-# belongs to the user.
+# The optimizers with a built-in update rule, by class name: the rule of a
+# CustomOptimizer belongs to the user.
 OPTIMIZERS: dict[str, type[Optimizer]] = {
     name: globals()[name] for name in __all__ if not globals()[name].is_custom
 }

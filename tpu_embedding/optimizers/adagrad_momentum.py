@@ -69,7 +69,7 @@ class AdagradMomentum(base.Optimizer):
         base.check_positive("exponent", self.exponent)
         base.check_share("beta2", self.beta2, closed=True)
         base.check_epsilon("epsilon", self.epsilon)
-        # Where a is 0, the gradient is multiplied by this power.
+        # The gradient is multiplied by this power if a is 0.
         largest = float(np.finfo(np.float32).max)
         smallest = -math.log(self.epsilon) / math.log(largest)
         if self.exponent < smallest:

@@ -184,9 +184,9 @@ class Optimizer(KeywordOptions, abc.ABC):
     rule: ClassVar[str]
     # Fields that the C++ rule takes, in the order of its header.
     hyperparameter_names: ClassVar[tuple[str, ...]] = ()
-    # None if the TPU v2-v4 engine does not have the update rule.
+    # This is None if the TPU v2-v4 engine does not have the update rule.
     tpu: ClassVar[TpuRule | None] = None
-    # None if the SparseCore ops do not have the update rule.
+    # This is None if the SparseCore ops do not have the update rule.
     sparse_core_op: ClassVar[SparseCoreOp | None] = None
     # Options of this rule alone; `OPTIONS` has those of all.
     own_options: ClassVar[tuple[Option, ...]] = ()

@@ -163,14 +163,14 @@ def quadrature(
         return Quadrature(np.ones(1), fading[:, np.newaxis])
     most = min(_MOST_NODES, len(ages))
     for count in range(1, min(_MOST_POWERS, most) + 1 if powers else 1):
-        # Later than the mean age: rows that waited for long have the largest moves.
+        # This exceeds the mean age: rows that waited for long move the most.
         nodes = np.full(count, (count + 2.0) / 4.0 / (1.0 - fade))
         polynomials = _powers(nodes[0], ages, count, root_fade, inside)
         found = Quadrature(nodes, polynomials, powers=True)
         if _error(found, ages, fading, root_fade, inside) <= _LARGEST_ERROR:
             weights = fading[:, np.newaxis] * polynomials
             return dataclasses.replace(found, weights=weights)
-    # Half as wide as the weights: rows that waited a few steps count as well.
+    # This is half as wide as the weights: rows that waited a few steps count as well.
     for count in range(1, most + 1):
         nodes = _gauss_nodes(fading**2, ages, count)
         found = Quadrature(nodes, _lagrange(nodes, ages))

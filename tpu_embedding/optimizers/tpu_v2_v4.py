@@ -129,7 +129,7 @@ class CenteredRMSProp(RMSPropOptions):
         mean_square = _average(self.rho, slots[0], gradient * gradient)
         mean = _average(self.rho, slots[2], gradient)
         variance = mean_square - mean * mean
-        # `where`, not `maximum`, so that NaN propagates into the step.
+        # This is `where`, not `maximum`, so that NaN propagates into the step.
         variance = ops.where(variance < 0.0, 0.0, variance)
         step = rate * gradient / ops.sqrt(variance + self.epsilon)
         momentum = self.momentum * slots[1] + step

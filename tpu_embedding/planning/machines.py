@@ -24,8 +24,8 @@ _HOST_BYTES, _HOST_TABLE_BYTES = 8 * 2**20, 32 * 2**20
 _FLOAT, _HALF = 4, 2  # Bytes of a value, and of a bfloat16.
 _WORD = 4  # Bytes of a position, a length, a weight.
 _ENTRY = 32  # Of the host engine: the id, the prepared batch, the grouped gradients.
-# Of a table that is divided over processes: the same of an id that is asked for and
-# served, with what sorts and sends it; and more of a distinct one if the table grows.
+# Bytes of an id of a table divided over processes that is asked for and served, with
+# what sorts and sends it; and more of a distinct id if the table grows.
 _ROUTED_ENTRY, _GROWING_ID = 120, 180
 _SERVED_ENTRY = 24  # Of an id that another process asks the owner of a whole table for.
 _SPLIT_BYTES = 2**27  # The allocator never leaves so much of a piece unused.
@@ -278,7 +278,7 @@ class Machines:
             number = traffic.samples[f]
             per_sample = traffic.entries[f] / number if number else 0.0
             entries += traffic.entries[f] * away
-            # Owners among the others that a sample has an id of.
+            # The owners among the others that a sample has an id of.
             sent = number * others * (1 - (1 - 1 / count) ** per_sample)
             samples += sent
             if per_sample > 1:

@@ -127,8 +127,8 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
         self._follows = self.base
         self._consumer = consumer
         self._forms = [converter(spec.storage, spec.dim) for spec in self._base.tables]
-        # By index of a growing table the ids that the models have after the delta
-        # written last, ascending; tables of which that is not known are left out.
+        # For each growing table's index the ids that the models have after the last
+        # written delta, ascending; tables without known ids are left out.
         self._ids = {
             index: _stored_ids(bundle, spec)
             for index, spec in self._base.growing.items()

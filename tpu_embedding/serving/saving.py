@@ -184,7 +184,7 @@ def _name_no_process(model: str) -> None:
     fingerprinting_utils.write_fingerprint(model)
 
 
-# By number of the table its form, what converts it and its object in the model.
+# For each table's number its form, what converts it and its object in the model.
 _Conversions = Mapping[int, tuple[ConvertedTable, Conversion, str]]
 
 
@@ -270,7 +270,7 @@ class _Module(tf.Module):
         self.deltas = deltas
         graphs = [function.graph for function in functions.values()]
         read = [v for graph in graphs for v in graph.variables]
-        # Those of tables have their names by the tables.
+        # The variables of tables are named by their tables.
         modules = [*tables.values(), *([] if deltas is None else [deltas])]
         own = {id(v) for module in modules for v in _variables(module)}
         self.variables_read = [v for v in read if id(v) not in own]

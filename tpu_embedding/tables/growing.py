@@ -18,7 +18,7 @@ from tpu_embedding.ops import library, records
 from tpu_embedding.tables.codes import first_coded, joined_values
 from tpu_embedding.tables.rows import PARAMETERS, SCALE_OFFSET
 
-# By class of an initializer of Keras or TensorFlow the kind of first values and the
+# The kind of first values of each initializer class of Keras or TensorFlow, and the
 # options that are its two numbers.
 _KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "RandomUniform": ("uniform", ("minval", "maxval")),
@@ -106,8 +106,8 @@ def first_values_read(spec: TableSpec, ids: tf.Tensor) -> tf.Tensor:
     return first_coded(values, numbers, spec.rounding_seed)
 
 
-# Of NormalQuantile in core/first_values.cc: numerator and denominator in the middle,
-# where a tail begins, and far out.
+# Coefficients of NormalQuantile in core/first_values.cc: numerator and denominator in
+# the middle, where a tail begins, and far out.
 _MIDDLE = (
     (59.109374720, 159.29113202, 50.434271938, 3.3871327179),
     (67.187563600, 78.757757664, 17.895169469, 1.0),

@@ -261,7 +261,7 @@ def stored_table(
 def _stored_reader(parameters: Sequence[tf.Variable], columns: int) -> StoredReader:
     if len(parameters) == 1:
         return VariableReader(parameters[0])
-    # Of growing tables the rows of parts are read by their ids only.
+    # The rows of parts of growing tables are read by their ids only.
     heights: list[Any] = [variable.shape[0] or 0 for variable in parameters]
     starts = [sum(heights[:k]) for k in range(len(heights))]
     partition = Partition(len(parameters))

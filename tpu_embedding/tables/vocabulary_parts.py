@@ -29,7 +29,7 @@ from tpu_embedding.vocabulary import (
 
 # Places in the `state` of a VocabularySnapshot (core/vocabulary.h).
 _EVICTED, _NEXT_CANDIDATE = 5, 6
-# Of what a part will be: for each of its rows the place of it in what is read.
+# The field of a part to be made that tells where each of its rows is in what is read.
 PLACES = "places"
 
 _Arrays = dict[str, Any]  # NumPy arrays

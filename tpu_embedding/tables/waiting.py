@@ -212,7 +212,7 @@ def outermost_graph() -> Any:
     return graph
 
 
-# By graph, what is done before each of its calls.
+# What is done before each call of each graph.
 _done_before: weakref.WeakKeyDictionary[Any, list[Callable[[], None]]] = (
     weakref.WeakKeyDictionary()
 )

@@ -121,7 +121,7 @@ class SoftwareTPUStrategy(TPUStrategyOfCPUs):
 class _Extended(mirrored_strategy.MirroredExtended):
     """Variables, datasets and reductions of MirroredStrategy, with another `run`."""
 
-    # As for TPUStrategy: the devices of a software TPU belong to this process.
+    # The devices of a software TPU belong to this process, as for TPUStrategy.
     num_hosts = 1
 
     def __init__(
@@ -139,11 +139,11 @@ class _Extended(mirrored_strategy.MirroredExtended):
             cross_device_ops=tf.distribute.ReductionToOneDevice(),
         )
         self.tpu_hardware = generation
-        # By this name programs ask a TPUStrategy which embedding hardware it has.
+        # Programs ask a TPUStrategy by this name which embedding hardware it has.
         self.tpu_hardware_feature = tf.tpu.experimental.HardwareFeature(
             describe_hardware(generation)
         )
-        # For each replica the full names of its cores, as in `worker_devices`.
+        # The full names of the cores of each replica, as in `worker_devices`.
         name = tf.DeviceSpec.from_string(self.worker_devices[0])
         self.replica_devices = tuple(
             tuple(name.replace(device_index=core).to_string() for core in own)
@@ -201,7 +201,7 @@ class _Extended(mirrored_strategy.MirroredExtended):
         method = getattr(fn, "__func__", None)
         programs = self._programs.setdefault(getattr(fn, "__self__", fn), {})
         if method not in programs:
-            # Weak: a strong reference would keep the key of the program alive.
+            # This is weak: a strong reference would keep the key of the program alive.
             reference = weakref.WeakMethod(fn) if method else weakref.ref(fn)
             # Autograph is off inside `program`, because this package does not need it.
             status = tf.__internal__.autograph.control_status_ctx()
@@ -214,8 +214,8 @@ class _Extended(mirrored_strategy.MirroredExtended):
             programs[method] = program
         return programs[method]
 
-    # As of TPUStrategy, the function of a merge_call is part of the program of each
-    # replica. It calls what follows with the values of its replica.
+    # The function of a merge_call is part of the program of each replica, as in a
+    # TPUStrategy. It calls what follows with the values of its replica.
 
     def _reduce_to(
         self, reduce_op: Any, value: Any, destinations: Any, options: Any

@@ -5,7 +5,7 @@ keeps libtpu off the network. It uses private interfaces of TensorFlow 2.20 and 
 0.8.2, which is why their versions are pinned, and none of it is imported elsewhere.
 """
 
-# Its packages are those of the extra `tpu-check`, which a type checker does not see.
+# Type checkers do not see the packages of the extra `tpu-check`, which this imports.
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tpu_embedding.ops import library
 from tpu_embedding.testing.strategy import create_topology, describe_hardware
 
 _DEVICE = "/job:localhost/replica:0/task:0/device:TPU:"
-# Row by row, as SparseCores read tables.
+# SparseCores read tables row by row.
 _ROWS = "{1,0:T(8)}"
 _REFUSED = re.compile(r"error: 'tf\.(\w+)' op")
 # A dynamic reshape, which jaxlib cannot write down, between equal types. It is one in

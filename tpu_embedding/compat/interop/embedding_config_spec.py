@@ -19,7 +19,7 @@ from tpu_embedding.embedding import TPUEmbedding
 PARTITION_STRATEGIES = ("div", "mod")
 _DICTS = ("feature_to_config_dict", "table_to_config_dict")
 _DERIVED = "tensor_core_feature_columns"
-# In TensorFlow's order; the derived field is the second.
+# The fields in TensorFlow's order, in which the derived field is the second.
 _FIELDS = (
     "feature_columns",
     _DERIVED,

@@ -323,7 +323,7 @@ class HostEngine(Engine):
             try:
                 part.apply(part.receive_gradients(batches, messages, rates, push))
             except tf.errors.OpError as error:
-                # Of servers each rejects alone. In a graph nothing is raised here.
+                # Each server rejects alone. In a graph nothing is raised here.
                 refused = refused or error
         if refused is not None:
             raise refused

@@ -70,7 +70,7 @@ class ParameterServerEngine(HostEngine):
         owners = tuple(o if o < 0 else used.index(o) for o in owners)
         devices = [servers[k] for k in used]
         places = [Placement(k, len(used), owners) for k in range(len(used))]
-        # In plan order, as the numbers of random initializers depend on it.
+        # These are in plan order, on which the numbers of random initializers depend.
         variables = create_parts(
             plan, [places_on_servers(spec, places[0], devices) for spec in plan.tables]
         )

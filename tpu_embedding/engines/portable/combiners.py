@@ -35,7 +35,7 @@ class Combiners:
         """Makes the weights, on the device that is current."""
         self._plan = plan
         self._stacks = layout.stacks if layout else ()
-        # By index of the table, and the combiner by index of the feature.
+        # The weights by index of the table, and the combiner by index of the feature.
         self._weights: dict[int, tf.Variable] = {}
         self._of_features: dict[int, CustomCombiner] = {}
         for table in plan.tables:

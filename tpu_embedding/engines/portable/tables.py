@@ -15,7 +15,7 @@ from tpu_embedding.lookup.entries import Entries
 from tpu_embedding.optimizers.base import ArrayOps, apply_rule
 from tpu_embedding.tables.variables import TableVariables
 
-# Of Threefry, then of the bits of a float32.
+# The constants of Threefry, then those of the bits of a float32.
 _ROTATIONS = (
     ((10, 26), (11, 21), (13, 27), (23, 5)),
     ((6, 20), (17, 11), (25, 10), (18, 20)),

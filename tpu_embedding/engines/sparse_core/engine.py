@@ -43,7 +43,7 @@ from tpu_embedding.tables.rows import PARAMETERS, checkpoint_name
 from tpu_embedding.tables.table import Table
 from tpu_embedding.tables.trackable import ShardedArray
 
-# By stack name, the inputs of an update op.
+# The inputs of an update op, by stack name.
 UpdateInputs = Mapping[str, Mapping[str, tf.Tensor]]
 
 
@@ -88,7 +88,7 @@ class SparseCoreEngine(Engine):
             check_numerics=options.check_numerics, device=topology.device
         )
         self._created = outside_of_replicas(lambda: create_state(options, layout))
-        # By name of a stack without first values, the devices not yet restored.
+        # The devices not yet restored, by name of a stack without first values.
         self._due = {
             state.stack.name: state.stack.num_devices
             for state in self._created
@@ -414,7 +414,7 @@ class SparseCoreEngine(Engine):
                 table, optimizer, functions, inputs[table.name], values
             )
             if stack.combiner_weights is not None:
-                # The update of nothing is not a number if the user's function is not.
+                # The update of nothing is NaN if the user's function gives NaN.
                 updated[-1] = tf.where(is_there, updated[-1], values[-1])
                 variables.append(stack.combiner_weights)
             changes += zip(variables, updated, strict=False)

@@ -206,7 +206,7 @@ class SparseCoreQueue(StepQueue):
 
     def _take(self, queue: BatchRing) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Takes the next batch; returns its tensors, and whether it is for training."""
-        # Of a software TPU no replica takes its batch unless all can. The hosts of a
+        # No replica of a software TPU takes its batch unless all can. The hosts of a
         # TPU decide alone: there this repeats what `dequeue` checks.
         with tf.control_dependencies(self._topology.barrier(queue.check_batch())):
             training, batch = queue.take()

@@ -64,7 +64,7 @@ class TPUQueue(StepQueue):
         self._rates = rates
         self._still_there = still_there
         self._combiners = [table.config.combiner for table in self._plan.tables]
-        # By graph and device, the last op that enqueued there.
+        # The last op that enqueued in each graph and on each device.
         self._last: weakref.WeakKeyDictionary[tf.Graph, dict[str, Any]]
         self._last = weakref.WeakKeyDictionary()
 
@@ -262,7 +262,7 @@ def _split(
         ids = tf.split(tf.reshape(selection.rows, [-1]), cores)
         return [(no_splits, part, no_weights) for part in ids]
     count = selection.num_samples
-    # After the checks: the shape of a sparse input may claim any number of samples.
+    # This waits for the checks: a sparse shape may claim any number of samples.
     with tf.control_dependencies([selection.samples]):
         ends = tf.range(count + 1)
     splits = tf.searchsorted(selection.samples, ends, side="left", out_type=tf.int32)

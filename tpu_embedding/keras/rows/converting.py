@@ -199,7 +199,7 @@ def _hook_embeddings(note: Callable[[str, str], None]) -> None:
 
 
 def _hook_optimizers(note: Callable[[str, str], None]) -> None:
-    # Those of the classes come first: they call those of the bases.
+    # The `build` of a class runs before that of its base, which it calls.
     classes = [(cls, "build") for cls in CLASSES if "build" in vars(cls)]
     for owner, name in (*keras_api.slot_makers, *classes):
         setattr(owner, name, _convert_before(name, getattr(owner, name), note))

@@ -33,8 +33,8 @@ class RowCounter:
         self._table = table
         self._size, self._dim = (int(axis) for axis in table.shape)
         self._knows_ids = True  # Until a dense gradient comes, which has none.
-        # How many updates are one that counts, or 0; updates; those counted; their ids
-        # and distinct ids.
+        # The number of updates of which one counts, or 0; updates; those counted; their
+        # ids and distinct ids.
         self._totals = make_variable(np.zeros([5], np.int64))
         self._ids_by_row = make_variable(np.zeros([0], np.int64), [None])
         self._last = [make_variable(np.zeros([0], kind), [None]) for kind in _LAST]

@@ -436,7 +436,7 @@ def _row_sparse_class(rule: Any) -> Any:
     return cls
 
 
-# By the class of Keras, the one whose rows wait.
+# The class whose rows wait, by the class of Keras.
 CLASSES = {
     rule: _row_sparse_class(rule)
     for rule in (getattr(keras_api.optimizers, name) for name in SLOTS)

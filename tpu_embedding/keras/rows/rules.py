@@ -164,7 +164,7 @@ SLOTS: dict[str, tuple[str, ...]] = {
 }
 
 
-# Their names in checkpoints, where a class of this package has the same slots.
+# The names of slots in checkpoints, where a class of this package has the same ones.
 _NAMES: dict[str, tuple[str, ...]] = {
     "Adagrad": ("accumulators",),
     "Adam": ("momenta", "velocities"),

@@ -243,7 +243,7 @@ class ModelTables(WeightTables):
         return tables
 
 
-# By id of a layer the table that is looked up in the place of its weight.
+# The table that is looked up in place of the weight of each layer, by the layer's id.
 _served: contextvars.ContextVar[Mapping[int, TableReader] | None] = (
     contextvars.ContextVar("served", default=None)
 )

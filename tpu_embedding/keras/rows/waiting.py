@@ -32,7 +32,7 @@ from tpu_embedding.tables.waiting import instead
 # Rows that TensorFlow's ops catch up at one time, and values, which bound the memory.
 _VALUES_AT_ONCE = 1 << 20
 
-# Where variables are unless told otherwise, and this process has the ops.
+# Variables are here unless told otherwise, and this process has the ops.
 _DEVICE = "/job:localhost/replica:0/task:0/device:CPU:0"
 
 _owners = itertools.count(1)
@@ -126,8 +126,8 @@ class Waiting:
             # The number of steps, the step at which all rows were caught up, the owner.
             self.clock = make_variable(np.array([0, 0, owner], np.int64))
             self.since = make_variable(np.zeros(rows, np.int32))
-            # Of each step: the logarithm of all decay factors so far, a number that the
-            # rule needs, and the weights of a row that waits since then.
+            # For each step: the logarithm of all decay factors so far, a number that
+            # the rule needs, and the weights of a row that waits since then.
             self.history = make_variable(np.zeros([self.capacity, 2 + terms]))
 
     def arguments(self) -> dict[str, Any]:
@@ -342,7 +342,7 @@ class Waiting:
             return
         graph = tf.compat.v1.get_default_graph()
         if not tf.executing_eagerly() and not hasattr(graph, "outer_graph"):
-            # A graph of TensorFlow 1, as of the writer of SavedModels.
+            # The writer of SavedModels uses a graph of TensorFlow 1.
             with context.eager_mode():
                 self._flush()
         else:
@@ -424,7 +424,7 @@ def _shrunk(value: tf.Tensor, moved: Any, factor: tf.Tensor) -> tf.Tensor:
 
 def make_variable(value: np.ndarray, shape: Any = None) -> Any:
     """Creates a variable, of the shape of the value unless another one is given."""
-    # Not by tf.Variable, whose creators a strategy and a tf.function replace.
+    # A strategy and a tf.function replace the creators of tf.Variable.
     return resource_variable_ops.ResourceVariable(value, trainable=False, shape=shape)
 
 

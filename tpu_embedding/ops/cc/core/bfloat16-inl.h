@@ -1,4 +1,4 @@
-// Rows of bfloat16: stochastic rounding, whose random bits int8 has, too.
+// Rounds rows of bfloat16 stochastically. int8 uses the same random bits.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_BFLOAT16_INL_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_BFLOAT16_INL_H_
@@ -14,7 +14,7 @@
 
 namespace tpu_embedding {
 
-// Rows whose random bits are made together, in less than half the time.
+// The rows whose random bits are made together, in less than half the time.
 constexpr int kRowsAtOnce = 4;
 constexpr int64_t kRandomBlocks = 8;
 constexpr int64_t kRandomColumns = 64;  // of kRandomBlocks blocks of 128 bits
@@ -27,7 +27,7 @@ constexpr uint32_t kLargest =
 constexpr uint32_t kLargestOfSum = kLargest - 0xFFFF;  // with any random bits
 constexpr uint32_t kQuiet = 0x00400000;  // makes a NaN of whatever is cut
 
-// One word of each of kRandomBlocks blocks, of as many rows as fill a register.
+// One word of each of kRandomBlocks blocks, for rows that fill a register.
 template <class F32xN>
 using RandomWords = std::conditional_t<kWidth<F32xN> == 16, U32x16, U32x8>;
 
@@ -38,12 +38,12 @@ TPU_EMBEDDING_INLINE void NumberLanes(U32x16* lanes) {
   *lanes = U32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 }
 
-// The generator for kRowsAtOnce rows: for one alone each word would wait for
-// the one before.
+// Generates the bits of kRowsAtOnce rows. With one row alone each word would
+// wait for the word before it.
 template <class Words>
 class Threefry {
  public:
-  // The blocks `first`, `first` + 1, ... of rows, word by word.
+  // Writes the blocks `first`, `first` + 1, ... of the rows, word by word.
   TPU_EMBEDDING_INLINE static void Run(const Rounding& rounding, uint32_t first,
                                        const uint32_t* rows, uint16_t* bits) {
     Threefry state(rounding, first, rows);
@@ -80,7 +80,7 @@ class Threefry {
     }
   }
 
-  // Four rounds, then the key for the time kNumber.
+  // Runs four rounds, then adds the key for the time kNumber.
   template <int kNumber>
   TPU_EMBEDDING_INLINE void OddRounds() {
     Mix<10, 26>(1, 3);
@@ -98,7 +98,7 @@ class Threefry {
     AddKey<kNumber>();
   }
 
-  // One round: word 0 is mixed with `with_0`, word 2 with `with_2`.
+  // Runs one round: word 0 is mixed with `with_0`, word 2 with `with_2`.
   template <int kOf0, int kOf2>
   TPU_EMBEDDING_INLINE void Mix(int with_0, int with_2) {
     for (int k = 0; k < kCount; ++k) {
@@ -158,7 +158,7 @@ TPU_EMBEDDING_INLINE BFloat16 Round(float value, uint16_t random) {
 // The functions below round columns of one row, whose random bits are every
 // kRowsAtOnce-th run of kWordColumns.
 
-// Rounds as many columns as Words has, of which no sum grows too large.
+// Rounds as many columns as Words has, correctly if no sum grows too large.
 template <class Words>
 TPU_EMBEDDING_INLINE void RoundLanes(const float* values,
                                      const uint16_t* random, BFloat16* out,
@@ -207,7 +207,7 @@ TPU_EMBEDDING_INLINE void RoundColumns(const float* values,
   }
 }
 
-// Rows with their numbers; the last one again where there are fewer.
+// Rows with their numbers. If there are fewer, the last one is repeated.
 struct RowsToRound {
   const float* values[kRowsAtOnce];
   int64_t rows[kRowsAtOnce];

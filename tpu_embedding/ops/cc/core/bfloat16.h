@@ -9,8 +9,8 @@
 
 namespace tpu_embedding {
 
-// What the random bits of one table in one step come from, beside the number of
-// a row, of which the lower 32 bits count, and the column.
+// The sources of the random bits of one table in one step, beside the column
+// and the lower 32 bits of a row's number.
 struct Rounding {
   uint64_t seed = 0;
   uint64_t step = 0;  // the updates that came before
@@ -19,7 +19,7 @@ struct Rounding {
   int64_t row_step = 1;
   const int64_t* ids = nullptr;  // of the rows of a growing table
 
-  // The number of a row: of a growing table a hash of its id.
+  // Returns the number of a row: in a growing table a hash of its id.
   int64_t NumberOf(int64_t row) const {
     return ids ? NumberOfId(ids[row]) : first_row + row * row_step;
   }

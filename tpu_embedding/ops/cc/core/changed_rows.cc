@@ -31,7 +31,7 @@ void RowBits::Take(RowBits* other) {
 void MarkingObserver::Apply(const UpdatePiece& piece,
                             const std::function<void()>& apply) {
   apply();
-  // After it: a row is marked only once its new value can be read.
+  // A row is marked only after its new value can be read.
   RowBits& bits = *consumer_->since[piece.table];
   const RowGroups& groups = *piece.gradients.groups;
   for (int64_t unit = piece.begin; unit < piece.end; ++unit) {

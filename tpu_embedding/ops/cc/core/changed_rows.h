@@ -23,7 +23,7 @@ class RowBits {
   explicit RowBits(int64_t num_rows)
       : words_((num_rows + 63) / 64), num_rows_(num_rows) {}
 
-  // Thread-safe.
+  // Marks a row. Thread-safe.
   void Set(int64_t row) {
     std::atomic<uint64_t>& word = words_[row / 64];
     const uint64_t bit = uint64_t{1} << (row % 64);
@@ -32,7 +32,7 @@ class RowBits {
       word.fetch_or(bit, std::memory_order_relaxed);
     }
   }
-  // Thread-safe.
+  // Removes the mark of a row. Thread-safe.
   void Clear(int64_t row) {
     words_[row / 64].fetch_and(~(uint64_t{1} << (row % 64)),
                                std::memory_order_relaxed);
@@ -52,17 +52,17 @@ class RowBits {
   int64_t num_rows_;
 };
 
-// What bits of rows do not tell of a growing table, whose rows pass from id to
-// id. The lock of the table guards it.
+// Changes of a growing table that bits of rows do not tell, because its rows
+// pass from id to id. The lock of the table guards it.
 struct ConsumerIds {
   // The rows whose ids the consumer may have, so that it must hear of their
-  // end; null before it has marked any: all.
+  // end. Null means all rows: nothing was marked yet.
   std::unique_ptr<RowBits> known;
-  // Ids that it may have and that lost their rows; `since` and `taken` as
-  // below.
+  // Ids that the consumer may have and that lost their rows. `since` and
+  // `taken` are as in ConsumerRows.
   std::vector<int64_t> since, taken;
 
-  // `id` lost its row.
+  // Notes that `id` lost its row.
   void Lose(int64_t row, int64_t id) {
     if (known && !known->Has(row)) return;
     since.push_back(id);
@@ -70,8 +70,8 @@ struct ConsumerIds {
   }
 };
 
-// What changed for one consumer: `since` the last rows were taken, and those
-// that were `taken` and not yet committed; by table.
+// What changed for one consumer, by table: `since` has the rows since the last
+// take, `taken` those that were taken and are not committed.
 struct ConsumerRows {
   std::vector<std::unique_ptr<RowBits>> since, taken;
   std::vector<ConsumerIds> lost;
@@ -83,12 +83,12 @@ class ChangedRows {
   explicit ChangedRows(std::vector<int64_t> num_rows)
       : num_rows_(std::move(num_rows)) {}
 
-  // The consumers whose rows an update marks.
+  // Returns the consumers whose rows an update marks.
   std::vector<std::shared_ptr<ConsumerRows>> Consumers() const;
 
-  // A consumer, new unless it is there; null without enough memory.
+  // Returns a consumer, which is new unless it exists; null if memory is short.
   std::shared_ptr<ConsumerRows> Begin(const std::string& name);
-  // The consumer, or null.
+  // Returns the consumer, or null.
   std::shared_ptr<ConsumerRows> Find(const std::string& name) const;
   void End(const std::string& name);
 

@@ -26,7 +26,7 @@ int64_t CountIds(const std::vector<FeatureInput>& inputs) {
   return count;
 }
 
-// The samples of all features of a group.
+// Returns the samples of all features of a group.
 SampleSpan SpanOf(const std::vector<SampleRange>& ranges) {
   int64_t first = std::numeric_limits<int64_t>::max();
   int64_t end = 0;
@@ -66,7 +66,7 @@ Error CsrBatch::ReadFeatures(const std::vector<FeatureInput>& inputs,
     for (int64_t f = begin; f < end; ++f) {
       const FeatureSpec& spec = setup_.features[f].spec;
       errors[f] = ReadRows(spec, inputs[f], &rows_[f]);
-      // The samples of a sequence leave entries out, which are checked here.
+      // A sequence leaves entries out of its samples: all are checked here.
       if (!errors[f] && rows_[f].positions) {
         errors[f] = CheckEntries(spec, inputs[f], rows_[f]);
       }
@@ -145,7 +145,7 @@ Error CsrBatch::FinishTable(int table, uint64_t splits) {
   return error;
 }
 
-// Sets `largest`; an error tells of the first partition above the limits.
+// Sets `largest`. Returns an error for the first partition above the limits.
 Error CsrBatch::CheckPartitions(int table, CsrResult* result) {
   const CsrTable& spec = setup_.tables[table];
   Error error;
@@ -225,7 +225,7 @@ Error CsrBatch::PlaceTable(int table, CsrResult* result) {
       u.places.resize(cells.num_shards * minibatches);
       for (int64_t s = 0; s < cells.num_shards; ++s) {
         for (int64_t m = 0; m < minibatches; ++m) {
-          // First counted from the start of the cell, which is not known yet.
+          // The start of the cell is not known yet: the place counts from it.
           const int64_t* cut = &u.cuts[s * (minibatches + 1) + m];
           int64_t& count = counts[cells.index(core, m, s)];
           u.places[s * minibatches + m] = count;
@@ -243,7 +243,7 @@ Error CsrBatch::PlaceTable(int table, CsrResult* result) {
   return std::nullopt;
 }
 
-// The entries of one unit in one cell that have room in the buffer.
+// Returns how many entries of a unit in one cell have room in the buffer.
 int64_t CsrBatch::Kept(int64_t core, int64_t g, int64_t s, int64_t m) const {
   const Unit& u = units_[core * num_groups() + g];
   const CsrLayout& layout = results_[setup_.groups[g].table].layout;

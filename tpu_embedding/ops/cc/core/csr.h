@@ -71,7 +71,7 @@ struct CsrSetup {
   }
 };
 
-// Checks what the caller says and derives the groups. To be called once.
+// Checks what the caller says and derives the groups. Must be called once.
 Error CompleteSetup(CsrSetup* setup);
 
 // What is known of one table of a batch.
@@ -96,14 +96,14 @@ class CsrBatch {
 
   const CsrResult& result(int table) const { return results_[table]; }
 
-  // The number of entries that did not fit into the id buffer of their stack,
-  // of all features of the table that `feature` looks up.
+  // Returns the number of entries that did not fit into the id buffer of their
+  // stack, of all features of the table that `feature` looks up.
   int64_t dropped_ids(int feature) const {
     return dropped_[setup_.features[feature].group];
   }
 
-  // Writes the tables: of each `layout.row_pointers_size` row pointers and
-  // `layout.ids_size` of the others.
+  // Writes the tables. Each has `layout.row_pointers_size` row pointers, and
+  // `layout.ids_size` elements in the other arrays.
   void Write(const std::vector<CsrArrays>& arrays,
              const ParallelFor& parallel_for) const;
 

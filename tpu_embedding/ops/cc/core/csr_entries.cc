@@ -10,7 +10,7 @@
 namespace tpu_embedding {
 namespace {
 
-// The key of an id. All hardware so far has a power of two of shards, which
+// Computes keys of ids. All hardware so far has a power of two of shards, which
 // saves the divisions.
 class Keys {
  public:
@@ -52,8 +52,8 @@ struct Span {
   int64_t end;
 };
 
-// The entries of one sample. Where each position of a row is a sample, that is
-// one entry or none.
+// Returns the entries of one sample: one entry or none, if each position of a
+// row is a sample.
 Span SpanOf(const FeatureSpec& spec, const FeatureInput& input,
             const FeatureRows& rows, int64_t sample) {
   if (!rows.positions) {
@@ -89,8 +89,8 @@ Error TooManyEntries(const FeatureSpec& spec, int64_t row, int64_t count,
                 max_valency, " (max_valency).");
 }
 
-// The same float32 operations as Google's op where float32 has the range;
-// where it has not, the quotients of docs/semantics.md in float64.
+// Scales gains with the float32 operations of Google's op where float32 has the
+// range, else with the float64 quotients of docs/semantics.md.
 class GainScale {
  public:
   explicit GainScale(Combiner combiner) : combiner_(combiner) {}
@@ -111,7 +111,7 @@ class GainScale {
       return;
     }
     const double divisor = mean ? wide_sum_ : std::sqrt(wide_sum_);
-    // A mean whose float32 sum is exactly 0 is 0 to Google's op.
+    // A mean whose float32 sum is exactly 0 is 0 in Google's op.
     const bool zero = divisor == 0.0 || (mean && sum_ == 0.0f);
     for (int64_t i = 0; i < size; ++i) {
       float& gain = payloads[i].gain;
@@ -125,7 +125,7 @@ class GainScale {
   double wide_sum_ = 0.0;
 };
 
-// `kOnes`: the entries have the form of that name.
+// Appends entries; in the form CsrForm::kOnes if `kOnes` is set.
 template <class Id, class Word, bool kOnes, bool kWeighted>
 class Appender {
  public:
@@ -143,7 +143,7 @@ class Appender {
   Error AppendSample(const Span& span, int32_t sample, int64_t max_valency) {
     GainScale scale(spec_.combiner);
     const int64_t first = out_->size;
-    // Locals, which stay in registers.
+    // Locals stay in registers.
     Word* const words = out_->words.of<Word>().data();
     CsrPayload* const payloads = out_->payloads.data();
     const Word own_sample = static_cast<Word>(sample - out_->first_sample);
@@ -198,7 +198,7 @@ class Appender {
   CsrEntries* out_;
 };
 
-// Writes the words of ids, without their samples; whether all were valid.
+// Writes the words of ids, without samples; returns whether all are valid.
 struct WriteKeys {
   template <class F32xN, class Id, class Word>
   TPU_EMBEDDING_INLINE static bool Run(const Id* ids, int64_t size,
@@ -214,9 +214,9 @@ struct WriteKeys {
   }
 };
 
-// The entries of samples, in the form kOnes, if all ids are valid: in two
-// passes, the first of which has many ids to an instruction. If not, nothing
-// is appended.
+// Appends entries of samples in the form kOnes if all ids are valid, else
+// nothing. Of its two passes the first handles many ids with one instruction.
+// Returns whether it appended.
 template <class Id, class Word>
 bool AppendOnes(const FeatureSpec& spec, const Id* ids, const FeatureRows& rows,
                 const SampleRange& range, CsrEntries* entries) {

@@ -1,4 +1,4 @@
-// From the samples of one feature to entries with a place in a stacked table.
+// Turns the samples of a feature into entries with places in a stacked table.
 //
 // A stacked table is cut over all SparseCores of all devices: shard after shard
 // has one row more, under its number there (its token). Within a stack a table
@@ -42,7 +42,7 @@ enum class CsrForm {
   kPositions,  // and its position in the sample; no entries are merged
 };
 
-// Sums of ones are exact below this.
+// Sums of ones below this number are exact.
 constexpr int64_t kMaxOnes = int64_t{1} << 24;
 
 // Entries as numbers, whose order is that of their keys:
@@ -55,7 +55,7 @@ struct CsrWords {
   // Keys are below `num_keys`, low parts below `num_lows`.
   void Start(uint64_t num_keys, uint64_t num_lows, bool may_be_narrow,
              int64_t capacity);
-  // Words of the same form.
+  // Begins words of the same form.
   void StartLike(const CsrWords& other, int64_t capacity);
 
   template <class Word>
@@ -86,7 +86,7 @@ auto WithWord(const CsrWords& words, const Body& body) {
   return words.narrow ? body(uint32_t{}) : body(uint64_t{});
 }
 
-// Which samples entries are of: [first, first + count).
+// The samples that entries belong to: [first, first + count).
 struct SampleSpan {
   int64_t first = 0;
   int64_t count = 0;
@@ -125,7 +125,7 @@ struct SampleRange {
   int64_t first_sample = 0;
 };
 
-// How many entries the samples have, before any is dropped or merged.
+// Counts the entries of the samples, before any is dropped or merged.
 int64_t CountEntries(const FeatureInput& input, const FeatureRows& rows,
                      const SampleRange& range);
 
@@ -139,8 +139,8 @@ Error AppendEntries(const FeatureSpec& spec, const FeatureInput& input,
                     const FeatureRows& rows, const SampleRange& range,
                     int64_t max_valency, CsrEntries* entries);
 
-// Checks the ids and weights of a whole input: those that the samples of a
-// sequence leave out too.
+// Checks the ids and weights of a whole input, also those that the samples of a
+// sequence leave out.
 Error CheckEntries(const FeatureSpec& spec, const FeatureInput& input,
                    const FeatureRows& rows);
 

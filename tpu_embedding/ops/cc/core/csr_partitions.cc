@@ -15,8 +15,8 @@ void Sort(int64_t num_keys, int64_t size, CsrWords* words,
             scratch);
 }
 
-// Makes one entry of equal ones; returns how many there are. Without branches:
-// that two ids follow each other cannot be foreseen.
+// Merges equal ones into one entry; returns how many entries remain. It has no
+// branches: nobody can predict whether two equal ids follow each other.
 template <class Word>
 int64_t MergeOnes(const Word* words, int64_t size, Word* merged,
                   uint32_t* ends) {
@@ -34,7 +34,7 @@ int64_t MergeOnes(const Word* words, int64_t size, Word* merged,
   return last + 1;
 }
 
-// The same with gains. Positions, if there are any, keep entries apart.
+// Does the same for entries with gains. Entries with positions stay apart.
 int64_t MergeGains(const CsrEntries& entries, Partitions* partitions) {
   const uint64_t* const words = entries.words.wide_words.data();
   const CsrPayload* const payloads = entries.payloads.data();
@@ -79,8 +79,8 @@ void Merge(const CsrEntries& entries, Partitions* partitions) {
   }
 }
 
-// The first of entries [begin, end) with a key of at least `key`. Without
-// branches, which nobody could predict.
+// Returns the first of entries [begin, end) with a key of at least `key`. It
+// has no branches, because nobody could predict them.
 int64_t LowerBound(const CsrWords& words, int64_t begin, int64_t end,
                    uint64_t key) {
   return WithWord(words, [&](auto word) {
@@ -95,7 +95,7 @@ int64_t LowerBound(const CsrWords& words, int64_t begin, int64_t end,
   });
 }
 
-// How many keys there are among entries [begin, end), which are sorted.
+// Counts the different keys among entries [begin, end), which are sorted.
 struct CountKeys {
   template <class F32xN, class Word>
   TPU_EMBEDDING_INLINE static int64_t Run(const Word* words, int64_t begin,
@@ -194,7 +194,7 @@ void WriteEntries(const Partitions& partitions, int64_t shard, int64_t begin,
                   int64_t end, int64_t out, const CsrArrays& arrays) {
   const TablePlace& place = partitions.place;
   const CsrWords& words = partitions.words;
-  // Modulo 2^32, as keys are.
+  // The shift wraps modulo 2^32, as keys do.
   const auto shift =
       static_cast<uint32_t>(place.row_offset - shard * place.num_tokens);
   const int64_t size = end - begin;

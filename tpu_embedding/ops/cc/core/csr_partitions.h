@@ -17,14 +17,14 @@
 
 namespace tpu_embedding {
 
-// In few bytes for each entry, as all partitions of a table must be known
+// Takes few bytes for each entry, as all partitions of a table must be known
 // before the first can be written.
 struct Partitions {
   TablePlace place;
   CsrForm form = CsrForm::kGains;
   CsrWords words;  // keys over samples, less `first_sample`
   int32_t first_sample = 0;
-  // In the form kOnes: entries [ends[i], ends[i + 1]) became entry i, so that
+  // In the form kOnes entries [ends[i], ends[i + 1]) became entry i, so that
   // its gain is their number. [size + 1]
   Buffer<uint32_t> ends;
   Buffer<float> gains;        // in the other forms
@@ -38,7 +38,7 @@ struct Partitions {
   }
 };
 
-// Room for a sort; a caller that sorts often keeps it.
+// The memory of a sort. A caller that sorts often keeps it.
 struct SortScratch {
   Buffer<uint32_t> narrow_words;
   Buffer<uint64_t> wide_words;
@@ -50,7 +50,7 @@ struct SortScratch {
 void SortIntoPartitions(CsrEntries* entries, SortScratch* scratch,
                         Partitions* partitions);
 
-// The first entry of a shard whose row of the stack is at least `row`.
+// Returns the first entry of a shard whose row of the stack is at least `row`.
 int64_t FirstOfRow(const Partitions& partitions, int64_t shard, int64_t row);
 
 // Counts the ids of one shard by bucket, of `width` rows of the stack each, and
@@ -62,7 +62,7 @@ void AddBuckets(const Partitions& partitions, int64_t shard, int64_t width,
 void WriteEntries(const Partitions& partitions, int64_t shard, int64_t begin,
                   int64_t end, int64_t out, const CsrArrays& arrays);
 
-// All of its entries.
+// Writes all entries of one shard.
 inline void WritePartition(const Partitions& partitions, int64_t shard,
                            int64_t out, const CsrArrays& arrays) {
   WriteEntries(partitions, shard, partitions.begins[shard],

@@ -1,4 +1,4 @@
-// CompleteSetup: what a partitioning must be like.
+// CompleteSetup checks a partitioning.
 
 #include <limits>
 #include <map>
@@ -61,7 +61,7 @@ Error CheckTable(const CsrSetup& setup, const CsrTable& table) {
   return std::nullopt;
 }
 
-// The groups of one table; the features of a group agree on its place.
+// Adds the groups of one table. The features of a group agree on its place.
 Error AddGroups(CsrSetup* setup, int t) {
   std::map<int64_t, CsrGroup> groups;  // by first row
   const int64_t shards = setup->num_shards();

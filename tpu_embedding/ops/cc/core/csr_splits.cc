@@ -5,8 +5,8 @@
 namespace tpu_embedding {
 namespace {
 
-// Some neighbouring buckets: what lies before their first cut and after their
-// last; the same where there is no cut.
+// Counts of neighbouring buckets: before their first cut and after their last.
+// Without a cut both count all of them.
 struct Section {
   IdCounts head;
   IdCounts tail;

@@ -1,5 +1,5 @@
-// Where a batch is cut into minibatches, so that each partition of each stays
-// within its limits.
+// Decides where a batch is cut into minibatches, so that each of their
+// partitions stays within its limits.
 //
 // The rows of a stacked table fall into 64 buckets of equal width. The splits
 // are the nodes of a binary tree over the buckets, as one word: bit 0 cuts at
@@ -17,7 +17,7 @@ namespace tpu_embedding {
 
 constexpr int kNumBuckets = 64;
 
-// Rows per bucket of a stacked table.
+// Returns the rows per bucket of a stacked table.
 inline int64_t BucketWidth(int64_t rows) {
   return (rows + kNumBuckets - 1) / kNumBuckets;
 }
@@ -37,15 +37,15 @@ struct IdCounts {
 
 using BucketCounts = std::array<IdCounts, kNumBuckets>;
 
-// The splits that one partition needs. From the leaves up, two neighbours are
-// cut apart if what lies between their next cuts exceeds the limit. A single
-// bucket above the limit cannot be cut: see `FirstBucketAbove`.
+// Returns the splits that one partition needs. From the leaves up, two
+// neighbours are cut apart if what lies between their next cuts exceeds the
+// limit. A single bucket above the limit cannot be cut: see `FirstBucketAbove`.
 uint64_t FindSplits(const BucketCounts& buckets, const IdCounts& limit);
 
-// The first bucket that exceeds the limit, or -1.
+// Returns the first bucket that exceeds the limit, or -1.
 int FirstBucketAbove(const BucketCounts& buckets, const IdCounts& limit);
 
-// The first bucket of each minibatch, and 64: [0, 64] without splits.
+// Returns the first bucket of each minibatch, and 64: [0, 64] without splits.
 std::vector<int> MinibatchBounds(uint64_t splits);
 
 }  // namespace tpu_embedding

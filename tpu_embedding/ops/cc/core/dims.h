@@ -11,7 +11,7 @@
 
 namespace tpu_embedding {
 
-// The dim of a table: a constant, or any dim.
+// The dim of a table as a constant; AnyDim stands for any dim.
 template <int64_t kDim>
 struct FixedDim {
   static constexpr int64_t Of(int64_t) { return kDim; }

@@ -1,4 +1,4 @@
-// Which of the rows that entries name are the same.
+// Finds which rows that entries name are the same.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_DISTINCT_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_DISTINCT_H_
@@ -10,17 +10,17 @@
 
 namespace tpu_embedding {
 
-// Where each distinct row is read into: the first of its places.
+// Finds the first place of each distinct row, which is where it is read into.
 class FirstPlaces {
  public:
-  // Forgets all rows, and makes room for so many places.
+  // Forgets all rows, and makes room for `count` places.
   void Start(int64_t count) {
     int64_t size = 16;
     while (size < 2 * count) size *= 2;
     places_.Resize(size);
     std::fill_n(places_.data(), size, -1);
   }
-  // The first place of the row `rows[place]`, which is `place` if it is new.
+  // Returns the first place of the row `rows[place]`: `place` if it is new.
   template <class Rows>
   int64_t Of(const Rows& rows, int32_t place) {
     const uint64_t mask = places_.size() - 1;

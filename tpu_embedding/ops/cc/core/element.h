@@ -1,4 +1,4 @@
-// What the rows of a table are stored as. All arithmetic is float32.
+// The types that the rows of a table are stored as. All arithmetic is float32.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_ELEMENT_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_ELEMENT_H_
@@ -33,10 +33,10 @@ using TableData = std::variant<float*, BFloat16*, Int8Table>;
 using ConstTableData =
     std::variant<const float*, const BFloat16*, ConstInt8Table>;
 
-// The same, in the order of the alternatives.
+// The alternatives of TableData, in their order.
 enum class RowStorage { kFloat32, kBFloat16, kInt8 };
 
-// Bytes of a row in each of the arrays of a table; 0: there is no such array.
+// Returns the bytes of a row in each array of a table; 0 means no such array.
 inline std::array<int64_t, 2> ArrayBytes(RowStorage storage, int64_t dim) {
   switch (storage) {
     case RowStorage::kBFloat16:
@@ -48,7 +48,7 @@ inline std::array<int64_t, 2> ArrayBytes(RowStorage storage, int64_t dim) {
   }
 }
 
-// A table whose arrays begin at `arrays`.
+// Returns the table whose arrays begin at `arrays`.
 inline ConstTableData TableAt(RowStorage storage,
                               const std::array<const void*, 2>& arrays) {
   switch (storage) {

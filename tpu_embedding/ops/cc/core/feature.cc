@@ -29,7 +29,7 @@ void SetGains(Combiner combiner, int64_t begin, int64_t end, float* gains) {
   }
 }
 
-// The gain of each entry of a sample that has no weights.
+// Returns the gain of each entry of a sample that has no weights.
 float GainWithoutWeights(Combiner combiner, int64_t num_entries) {
   if (num_entries == 0) return 0.0f;
   const double sum = num_entries;
@@ -37,7 +37,7 @@ float GainWithoutWeights(Combiner combiner, int64_t num_entries) {
   return static_cast<float>(1.0 / divisor);
 }
 
-// Whether no id is invalid. Read as unsigned, negative ids are the largest.
+// Checks that ids are valid. Read as unsigned, negative ids are the largest.
 struct AreInRange {
   template <class F32xN, class Id>
   TPU_EMBEDDING_INLINE static bool Run(const Id* ids, int64_t size,
@@ -51,7 +51,7 @@ struct AreInRange {
   }
 };
 
-// The row of an id in a hashed table: see rows_of in hashing.py.
+// Returns the row of an id in a hashed table: see rows_of in hashing.py.
 TPU_EMBEDDING_INLINE int32_t HashedRow(int64_t id, uint64_t key,
                                        uint64_t num_rows) {
   const uint64_t mixed = MixBits(static_cast<uint64_t>(id) ^ key);
@@ -69,7 +69,7 @@ struct WriteHashedRows {
   }
 };
 
-// Where rows and IDs of entries go.
+// Returns the buffer for rows or for IDs of entries.
 Buffer<int32_t>* EntriesOf(FeatureCsr* csr, int32_t) { return &csr->rows; }
 Buffer<int64_t>* EntriesOf(FeatureCsr* csr, int64_t) { return &csr->ids; }
 
@@ -113,7 +113,7 @@ class CsrWriter {
     return std::is_same_v<Entry, int64_t> || spec_.hash_key;
   }
 
-  // Whether each id is an entry of its row, with nothing to cut or to refuse.
+  // Returns whether each id is an entry of its row, with none to cut or refuse.
   bool KeepsAllEntries() const {
     const bool checks_weights = spec_.check_numerics && input_.weights;
     return !positions_ && !checks_weights &&
@@ -121,7 +121,7 @@ class CsrWriter {
                                                       spec_.vocabulary_size));
   }
 
-  // The usual batch, without a branch for each id.
+  // Writes the usual batch, without a branch for each id.
   void WriteAll(const FeatureRows& rows) {
     const int64_t size = input_.num_ids;
     for (int64_t row = 0; row < rows.count; ++row) {
@@ -187,8 +187,7 @@ class CsrWriter {
                                             : entry - rows.begin(row);
   }
 
-  // Appends the entries [begin, end), up to the first that is an error; none
-  // after that.
+  // Appends the entries [begin, end) up to the first that is an error.
   void AppendAll(int64_t row, int64_t begin, int64_t end) {
     const int64_t vocabulary_size = spec_.vocabulary_size;
     for (int64_t entry = begin; entry < end && !error_; ++entry) {

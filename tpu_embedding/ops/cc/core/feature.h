@@ -56,34 +56,34 @@ struct FeatureSpec {
   std::string declared_source;  // who declared it, for messages
 };
 
-// A view of one batch of ids as TensorFlow holds it.
+// Shows one batch of ids as TensorFlow holds it.
 struct FeatureInput {
   const int32_t* ids32 = nullptr;  // exactly one of ids32 and ids64 is set,
   const int64_t* ids64 = nullptr;  // unless there are no ids
   int64_t num_ids = 0;
   const float* weights = nullptr;  // num_ids values, or null for all ones
-  // Sparse: indices [num_ids, rank]. Ragged: row splits [num_rows + 1].
+  // Sparse indices [num_ids, rank], or ragged row splits [num_rows + 1].
   const int64_t* structure = nullptr;
   int64_t structure_size = 0;
-  // The same of the weights, where they came with a structure of their own.
+  // The structure of the weights, if they came with one of their own.
   const int64_t* weight_structure = nullptr;
   int64_t weight_structure_size = 0;
   // The input's own shape; for ragged input [num_rows].
   std::vector<int64_t> shape;
 };
 
-// What the entries of a feature or table are multiplied by.
+// The numbers that the entries of a feature or table are multiplied by.
 enum class Gains { kOnes, kOfSamples, kOfEntries };
 
 struct FeatureCsr {
   std::vector<int64_t> output_shape;  // without the embedding axis
   Buffer<int64_t> offsets;            // [num_samples + 1]
   Buffer<int32_t> rows;               // [num_entries], each in [0, V)
-  // Of a growing table in the place of `rows`, which it finds when they are
+  // A growing table has ids instead of `rows`, which it finds when they are
   // used.
   Buffer<int64_t> ids;
-  // Each entry has a gain of its own, if there were weights, or all of a sample
-  // have one. At most one of both has elements; without any all gains are 1.
+  // If there were weights, either each entry has a gain of its own, or all of a
+  // sample share one. If both buffers are empty, all gains are 1.
   Buffer<float> gains;         // [num_entries], or empty
   Buffer<float> sample_gains;  // [num_samples], or empty
   int64_t num_invalid = 0;     // IDs that were dropped or taken modulo V

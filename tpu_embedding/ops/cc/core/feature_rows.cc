@@ -8,8 +8,8 @@
 namespace tpu_embedding {
 namespace {
 
-// The product of a shape, or -1 where an axis is negative or the product is
-// larger than `most`.
+// Returns the product of a shape, or -1 if an axis is negative or the product
+// is larger than `most`.
 int64_t Product(const std::vector<int64_t>& shape, int64_t most = kMaxSamples) {
   int64_t product = 1;
   for (const int64_t axis : shape) {
@@ -20,7 +20,7 @@ int64_t Product(const std::vector<int64_t>& shape, int64_t most = kMaxSamples) {
   return product;
 }
 
-// The rows that an input of so many ids may claim.
+// Returns how many rows an input with `num_ids` ids may claim.
 int64_t MostRows(int64_t num_ids) {
   if (num_ids > kMaxSamples / kMaxRowsPerId) return kMaxSamples;
   return std::max(kMaxUnbackedRows, num_ids * kMaxRowsPerId);
@@ -41,7 +41,7 @@ Error TooManySamples(const FeatureSpec& spec, const std::vector<int64_t>& shape,
                 " has a negative axis or more than ", most, " samples.");
 }
 
-// Counts the rows of a shape that no splits stand for.
+// Counts the rows of a shape if no splits stand for them.
 Error CountRows(const FeatureSpec& spec, const FeatureInput& input,
                 FeatureRows* rows) {
   const int64_t most = MostRows(input.num_ids);
@@ -152,8 +152,8 @@ std::string DeclaredText(const FeatureSpec& spec) {
                 " declares");
 }
 
-// A declared shape holds `count` rows if its product is `count`, where one
-// open axis may take up what the others leave.
+// Returns whether a declared shape holds `count` rows: its product is `count`,
+// where one open axis may take up what the others leave.
 bool FillOpenAxis(int64_t count, std::vector<int64_t>* shape) {
   int64_t known = 1;
   int64_t* open = nullptr;

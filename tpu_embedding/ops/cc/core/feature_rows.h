@@ -1,5 +1,5 @@
-// Where the samples of a feature lie in its input: what every reader of ids
-// needs, whichever form it brings them into.
+// Finds where the samples of a feature lie in its input. Every reader of ids
+// needs this, whichever form it brings them into.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_FEATURE_ROWS_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_FEATURE_ROWS_H_
@@ -31,7 +31,7 @@ struct FeatureRows {
 };
 
 // The position of one sparse entry: its row, counted over all axes but the
-// last, and its column. Neither means anything where it is not `inside`.
+// last, and its column. Neither means anything if it is not `inside`.
 struct SparseCell {
   int64_t row;
   int64_t column;
@@ -45,11 +45,11 @@ SparseCell ReadCell(const FeatureInput& input, int64_t entry);
 Error ReadRows(const FeatureSpec& spec, const FeatureInput& input,
                FeatureRows* rows);
 
-// The errors of one entry; `row` is the row of the input that it stands in.
+// Make the errors of one entry; `row` is the row of the input that has it.
 Error InvalidId(const FeatureSpec& spec, int64_t row, int64_t id);
 Error WeightNotFinite(const FeatureSpec& spec, int64_t row, float weight);
 
-// `id` mod `vocabulary_size`, never negative.
+// Returns `id` mod `vocabulary_size`, which is never negative.
 int64_t Modulo(int64_t id, int64_t vocabulary_size);
 
 }  // namespace tpu_embedding

@@ -1,4 +1,4 @@
-// Rows of a file, read where they are in the system's cache.
+// Reads rows of a file from the system's cache.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_FILE_ROWS_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_FILE_ROWS_H_

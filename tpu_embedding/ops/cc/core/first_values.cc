@@ -13,10 +13,10 @@ namespace {
 
 using Kind = FirstValues::Kind;
 
-// Between two and minus two standard deviations.
+// The probabilities below -2 standard deviations, and between -2 and 2.
 constexpr double kBelow = 0.022750131948179195;
 constexpr double kWithin = 0.9544997361036416;
-// So far from a half, a probability is in a tail of the normal distribution.
+// A probability farther from a half than this is in a tail of the distribution.
 constexpr double kTail = 0.425;
 constexpr uint64_t kMantissa = (uint64_t{1} << 52) - 1;
 
@@ -32,17 +32,17 @@ TPU_EMBEDDING_INLINE uint64_t BitsOf(double value) {
   return bits;
 }
 
-// An integer below 2^53. Each half is put behind the bits of a power of two,
-// which is then subtracted: AVX2 has no conversion, and the compiler would
-// vectorize no loop with one.
+// Converts an integer below 2^53. Each half is put behind the bits of a power
+// of two, which is then subtracted: AVX2 has no conversion, and the compiler
+// would vectorize no loop with one.
 TPU_EMBEDDING_INLINE double ToDouble(uint64_t integer) {
   const double high = FromBits(0x4530000000000000 | integer >> 32);
   const double low = FromBits(0x4330000000000000 | (integer & 0xffffffff));
   return (high - (0x1p84 + 0x1p52)) + low;
 }
 
-// The natural logarithm of a normal x > 0. The libraries of two systems may
-// differ in the last bit of std::log; this does not.
+// Returns the natural logarithm of a normal x > 0. The libraries of two systems
+// may differ in the last bit of std::log; this does not.
 TPU_EMBEDDING_INLINE double Log(double x) {
   const uint64_t bits = BitsOf(x);
   double mantissa = FromBits(0x3fe0000000000000 | (bits & kMantissa));
@@ -57,13 +57,13 @@ TPU_EMBEDDING_INLINE double Log(double x) {
   return 2.0 * s * sum + exponent * 0.6931471805599453;
 }
 
-// In (0, 1), never at an end.
+// Returns a number in (0, 1), never at an end.
 TPU_EMBEDDING_INLINE double Uniform(uint64_t bits) {
   return (ToDouble(bits >> 11) + 0.5) * 0x1p-53;
 }
 
-// NormalQuantile is algorithm AS 241 (Wichura, 1988), PPND7; here between the
-// tails.
+// Computes NormalQuantile between the tails, by PPND7 of algorithm AS 241
+// (Wichura, 1988).
 TPU_EMBEDDING_INLINE double QuantileInside(double p) {
   const double q = p - 0.5;
   const double r = 0.180625 - q * q;
@@ -92,7 +92,7 @@ TPU_EMBEDDING_INLINE double QuantileInTail(double p) {
 
 bool IsInTail(double p) { return std::abs(p - 0.5) > kTail; }
 
-// Columns that are made in one pass; buffers of so many stay in the first
+// The number of columns made in one pass: their buffers stay in the first
 // cache.
 constexpr int64_t kColumns = 64;
 constexpr int kTailsAtOnce = 8;  // a register of AVX-512
@@ -118,7 +118,7 @@ TPU_EMBEDDING_INLINE void ToQuantiles(double* values) {
   for (int k = 0; k < count; ++k) values[places[k]] = tails[k];
 }
 
-// Writes `size` <= kColumns of the columns from `first` on; a body of simd.h.
+// Writes `size` <= kColumns of the columns from `first` on. A body of simd.h.
 struct WriteColumns {
   template <class F32xN>
   TPU_EMBEDDING_INLINE static void Run(const FirstValues& values, uint64_t row,

@@ -1,4 +1,4 @@
-// What a row of a growing table starts as: a function of a seed and its id.
+// The first values of a row of a growing table, made from a seed and its id.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_FIRST_VALUES_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_FIRST_VALUES_H_
@@ -13,8 +13,8 @@ struct FirstValues {
   enum class Kind { kConstant, kUniform, kNormal, kTruncatedNormal };
 
   Kind kind = Kind::kConstant;
-  // The constant; the bounds of kUniform; mean and standard deviation of the
-  // others. A truncated normal stays within two standard deviations.
+  // The constant; the bounds of kUniform; or mean and standard deviation. A
+  // truncated normal stays within two standard deviations.
   double first = 0.0;
   double second = 0.0;
   uint64_t seed = 0;
@@ -25,8 +25,8 @@ struct FirstValues {
   void Write(int64_t id, int64_t dim, BFloat16* row) const;
 };
 
-// The number below which a standard normal variable is with probability `p`, in
-// (0, 1); to 7 digits.
+// Returns the number, to 7 digits, below which a standard normal variable is
+// with probability `p`, in (0, 1).
 double NormalQuantile(double p);
 
 }  // namespace tpu_embedding

@@ -10,12 +10,12 @@
 namespace tpu_embedding {
 namespace {
 
-// Memory of fewer bytes gets huge pages where it is full alone; larger memory
-// has the next one while it is filled: clearing one costs less than 512 faults.
+// Memory of fewer bytes gets huge pages only where it is full. Larger memory
+// gets the next one while it fills: to clear it costs less than 512 faults.
 constexpr size_t kLarge = 4 * kHugePage;
 
-// Linux 6.1 has it: huge pages now, for memory that is already in use. The
-// headers of Debian 12 know the name, those of manylinux do not.
+// Linux 6.1 can make huge pages of memory that is already in use. The headers
+// of Debian 12 know the name, those of manylinux do not.
 [[maybe_unused]] constexpr int kCollapse = 25;
 
 size_t RoundUp(size_t bytes) {

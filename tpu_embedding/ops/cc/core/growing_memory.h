@@ -1,4 +1,4 @@
-// Memory that grows, as a rule without a copy.
+// Memory that grows, usually without a copy.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_GROWING_MEMORY_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_GROWING_MEMORY_H_
@@ -11,11 +11,11 @@ constexpr size_t kHugePage = size_t{2} << 20;
 
 // Asks for huge pages where they fit into this memory. Random rows of a large
 // table miss the TLB with small pages: on tables of 1.8 GB a lookup took 1.5
-// times as long. Where the system has none, only speed is lost.
+// times as long. On systems without them only speed is lost.
 void UseHugePages(const void* data, size_t size);
 
 // Addresses are reserved for all that may ever be needed; a page takes memory
-// once it is written. Where the system refuses to reserve so much, the memory
+// once it is written. If the system refuses to reserve so much, the memory
 // doubles when it is full, and moves.
 class GrowingMemory {
  public:
@@ -31,13 +31,13 @@ class GrowingMemory {
   // put under them, which take at most one huge page more than needed.
   void Grow(size_t bytes);
 
-  // Where the bytes after the front begin, and a huge page.
+  // Returns where the bytes after the front, and a huge page, begin.
   char* data() const { return data_; }
-  // Bytes that may be written without Grow, and mean nothing to it.
+  // Returns how many bytes may be written without Grow, which ignores them.
   size_t capacity() const { return capacity_; }
 
  private:
-  // New memory, not that of before; whether the system gave it.
+  // Reserves new memory. Returns whether the system gave it.
   bool Reserve(size_t bytes);
 
   const size_t front_;

@@ -16,7 +16,7 @@
 
 namespace tpu_embedding {
 
-// Mixes the bits of a word; a bijection.
+// Mixes the bits of a word. It is a bijection.
 inline uint64_t MixBits(uint64_t word) {
   word = (word ^ (word >> 32)) * 0xd6e8feb86659fd93u;
   word = (word ^ (word >> 32)) * 0xd6e8feb86659fd93u;
@@ -26,18 +26,18 @@ inline uint64_t MixBits(uint64_t word) {
 // Reading is thread-safe while nothing changes the map.
 class IdMap {
  public:
-  // How many ids ahead FindAll asks memory for an entry.
+  // The number of ids ahead for whose entries FindAll asks memory.
   static constexpr int64_t kAhead = 16;
 
-  // Who does not know `salt` cannot choose ids whose entries collide.
+  // Those who do not know `salt` cannot choose ids whose entries collide.
   explicit IdMap(uint64_t salt) : salt_(salt) {}
 
   int64_t size() const { return size_; }
 
-  // The number of `id`, or -1.
+  // Returns the number of `id`, or -1.
   int32_t Find(int64_t id) const { return Find(id, Hash(id)); }
 
-  // Asks memory for where `id` is.
+  // Asks memory for the entry of `id`.
   void Prefetch(int64_t id) const { Prefetched(id); }
 
   // Calls found(i, number or -1) for each of the ids, in order.
@@ -78,7 +78,7 @@ class IdMap {
       entries_.Erase(entry, *this);
       return;
     }
-    // Of an array that will go the entry only has to be found no more.
+    // The entry only must not be found again: its array will go.
     old_.Kill(old_.Find(id, Hash(id), moved_));
   }
 
@@ -90,8 +90,8 @@ class IdMap {
     State state;
   };
 
-  // Entries that a growing map moves with each insertion. It has moved all
-  // long before it is full again.
+  // The number of entries that a growing map moves with each insertion. It has
+  // moved all long before it is full again.
   static constexpr int64_t kMovedAtOnce = 8;
   static constexpr int64_t kSmallest = 64;
 
@@ -107,7 +107,7 @@ class IdMap {
     return entry ? entry->number : -1;
   }
 
-  // The hash of an id, for whose entry memory is asked.
+  // Asks memory for the entry of an id, and returns the hash of the id.
   uint64_t Prefetched(int64_t id) const {
     const uint64_t hash = Hash(id);
     if (entries_.capacity()) entries_.Prefetch(hash);
@@ -117,7 +117,7 @@ class IdMap {
   class Array {
    public:
     Array() = default;
-    // Memory of zeros, which the system gives page by page.
+    // Allocates zeros, which the system gives page by page.
     explicit Array(int64_t capacity)
         : entries_(static_cast<Entry*>(std::calloc(capacity, sizeof(Entry)))),
           capacity_(capacity),
@@ -139,7 +139,7 @@ class IdMap {
       __builtin_prefetch(entries_.get() + Home(hash));
     }
 
-    // The entry of `id` among those from `first` on, or null.
+    // Returns the entry of `id` among those from `first` on, or null.
     const Entry* Find(int64_t id, uint64_t hash, int64_t first) const {
       for (int64_t i = Home(hash);; i = Next(i)) {
         const Entry& entry = entries_.get()[i];
@@ -188,7 +188,7 @@ class IdMap {
     int shift_ = 0;
   };
 
-  // At most 5 of 8 entries are in use: probes stay short.
+  // Returns whether at most 5 of 8 entries are in use: probes stay short.
   static bool Fits(int64_t size, int64_t capacity) {
     return size <= capacity / 8 * 5;
   }

@@ -9,7 +9,7 @@
 #include "core/rows-inl.h"
 #include "core/simd.h"
 
-// The symbols of these functions that older systems have, too: see
+// Selects versions of these functions that older systems have, too: see
 // older_systems.cc.
 #if defined(__GLIBC__) && defined(__x86_64__)
 __asm__(".symver exp, exp@GLIBC_2.2.5");
@@ -25,19 +25,19 @@ namespace tpu_embedding {
 namespace {
 
 constexpr int64_t kMostSteps = int64_t{1} << 30;
-// Sums of a sign grow with the decay, and must not overflow.
+// The sums of kSign grow with the decay, and must not overflow.
 constexpr double kSmallestLog = -300.0;
 
-// What the loops over columns need. The loops are compiled for each number of
-// terms, and the terms are written out, so that the columns are vectorized.
+// Arguments of the loops over columns. The loops are compiled for each number
+// of terms, and the terms are written out, so that GCC vectorizes the columns.
 struct Columns {
   const float* row;
   const float* moment;
   const float* square;
   int64_t dim;
   float* out;  // may be `row`
-  // Where the moment and the square go, which may be where they are, or null;
-  // and what waiting leaves of them.
+  // Where the moment and the square are written, or null: in place or
+  // elsewhere. The fades are what waiting leaves of them.
   float* moment_out = nullptr;
   float* square_out = nullptr;
   Shrink moment_fade = {};
@@ -147,7 +147,7 @@ struct Fade {
 
 float Sign(float x) { return x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : x; }
 
-// A row as float32: where it is, or in `copy`.
+// Returns a row as float32: in place, or converted into `copy`.
 float* Floats(const TableView& table, int64_t row, float* copy) {
   if (float* const* const data = std::get_if<float*>(&table.parameters)) {
     return *data + row * table.dim;

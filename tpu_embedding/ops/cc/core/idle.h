@@ -1,5 +1,5 @@
-// Rows that wait for their next gradient, and what they are by now: the C++
-// side of tpu_embedding/optimizers/idle.py, which has the mathematics, and of
+// Catches up rows that wait for their next gradient: the C++ side of
+// tpu_embedding/optimizers/idle.py, which has the mathematics, and of
 // tpu_embedding/keras/rows/waiting.py, which does the same by TensorFlow's ops.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_IDLE_H_
@@ -22,12 +22,12 @@ constexpr int kMostPowers = 8;
 constexpr int kMostSlots = 4;
 constexpr int kFewSteps = 128;
 
-// What a factor leaves of a value, rounded once: as a factor near 1 would be
-// rounded, too, what is lost is taken off. Infinity stays.
+// Computes what a factor leaves of a value, rounded once: as a factor near 1
+// would be rounded, too, what is lost is taken off. Infinity stays.
 class Shrink {
  public:
   Shrink() = default;  // by nothing
-  // By a factor exp(log).
+  // Shrinks by a factor exp(log).
   explicit Shrink(double log);
   TPU_EMBEDDING_INLINE float operator()(float value, float move) const {
     const float rest = value - move;
@@ -41,7 +41,7 @@ class Shrink {
   bool keeps_most_ = true;
 };
 
-// What a step with a gradient of zeros does to a row; `Idle` of idle.py.
+// The effect of a step with a gradient of zeros on a row; `Idle` of idle.py.
 struct IdleRule {
   enum class Move { kNone, kMomentum, kSign, kRoot, kFollow };
 
@@ -61,16 +61,16 @@ struct IdleRule {
   std::string name;   // of the table
   int64_t owner = 0;  // the optimizer that this is of
   // For each slot what `fades` leave after 0, 1, ... steps, or nothing: most
-  // rows wait for few.
+  // rows wait for few steps.
   std::vector<std::array<Shrink, kFewSteps>> few_fades;
 
   void MakeFewFades();
   int64_t num_terms() const { return nodes.size(); }
-  // After how many steps the weights are final; 0 if there are none.
+  // Returns after how many steps the weights are final; 0 without weights.
   int64_t horizon() const { return node_weights.size() / nodes.size(); }
 };
 
-// How a row is caught up.
+// What catches a row up.
 struct Wait {
   int64_t steps = 0;
   double decay = 0.0;  // the logarithm of what weight decay leaves
@@ -110,15 +110,15 @@ class WaitingRows {
     __builtin_prefetch(start + width_ - 1);  // It may end in the next line.
   }
 
-  // What waiting did to a row.
+  // Finds what waiting did to a row.
   Wait Find(int64_t row) const;
 
-  // Applies it: `row` and `slots` are read, `row_out` and `slots_out` written,
-  // which may be the same. Without `slots_out` the slots are only read.
+  // Applies the wait: reads `row` and `slots`, writes `row_out` and
+  // `slots_out`, which may be the same. A null `slots_out` is not written.
   void CatchUp(const Wait& wait, const float* row, const float* const* slots,
                int64_t dim, float* row_out, float* const* slots_out) const;
 
-  // Catches a row up, which the step that begins now updates, and shrinks it.
+  // Catches up a row that the step that begins now updates, and shrinks it.
   void Begin(int64_t row, float* values, float* const* slots, int64_t dim,
              float shrinkage) const;
   // Notes that a row is caught up.
@@ -127,16 +127,16 @@ class WaitingRows {
   // Counts a step; see `Waiting.advance`. A decayed row loses `shrinkage` of
   // itself.
   void Advance(double weight, double note, double shrinkage);
-  // Whether a pass over all rows is due.
+  // Returns whether a pass over all rows is due.
   bool is_full() const;
-  // After all rows were caught up.
+  // Begins the history anew. All rows must be caught up.
   void Restart();
 
  private:
   int64_t Since(int64_t row) const {
     return std::max<int64_t>(state_.since[row], state_.clock[1]);
   }
-  // What waiting leaves of a slot.
+  // Returns what waiting leaves of a slot.
   Shrink FadeOf(int slot, int64_t steps) const {
     return steps < kFewSteps && !rule_.few_fades.empty()
                ? rule_.few_fades[slot][steps]
@@ -158,8 +158,8 @@ class WaitingRows {
 void ReadCaughtUp(const TableView& table, const WaitingRows& waiting,
                   int64_t row, float* values);
 
-// Catches up the rows [begin, end) of a table and their slots in memory.
-// bfloat16 is rounded.
+// Catches up the rows [begin, end) of a table and their slots in memory. Rounds
+// bfloat16.
 void CatchUpRows(const TableView& table, const WaitingRows& waiting,
                  const Rounding& rounding, int64_t begin, int64_t end);
 

@@ -1,4 +1,4 @@
-// Rows of int8: grids, and codes with stochastic rounding.
+// Stores rows of int8: grids, and codes with stochastic rounding.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_INT8_INL_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_INT8_INL_H_
@@ -23,11 +23,11 @@ constexpr float kLeastFull = 204.0f;         // 0.8 of the 255 steps of a grid
 constexpr uint8_t kCodeOfOffset = 128;       // of rows of one value
 constexpr BFloat16 kNotANumber{0x7FC0};
 
-// As many floats as `Words` has words.
+// A vector of as many floats as `Words` has words.
 template <class Words>
 using FloatsOf = std::conditional_t<sizeof(Words) == 64, F32x16, F32x8>;
 
-// The largest of a vector's lanes, or the smallest.
+// Returns the largest of a vector's lanes, or the smallest.
 template <bool kLargest, class Vector>
 TPU_EMBEDDING_INLINE auto EndOf(const Vector& lanes) {
   using Lane = std::decay_t<decltype(lanes[0])>;
@@ -51,7 +51,7 @@ struct RowRange {
   bool finite;
 };
 
-// The smallest and the largest value of a row.
+// Returns the smallest and the largest value of a row.
 template <class Words>
 TPU_EMBEDDING_INLINE RowRange RangeOf(const float* values, int64_t dim) {
   using F32xN = FloatsOf<Words>;
@@ -82,13 +82,13 @@ TPU_EMBEDDING_INLINE RowRange RangeOf(const float* values, int64_t dim) {
           EndOf<true>(largest) < kInfinity};
 }
 
-// Values that the arithmetic of TensorFlow's threads takes for 0.
+// Returns 0 for values that the arithmetic of TensorFlow's threads takes for 0.
 inline float WithoutDenormals(float value) {
   return std::abs(value) < std::numeric_limits<float>::min() ? 0.0f : value;
 }
 
-// Whether a row keeps its grid. Neither this nor `GridOf` has branches, which
-// would be mispredicted.
+// Returns whether a row keeps its grid. Neither this nor `GridOf` has branches,
+// which would be mispredicted.
 inline bool Fits(const Int8Row& grid, const RowRange& range) {
   const float reach = kMiddleCode * grid.scale;
   int fits = range.finite;
@@ -99,7 +99,7 @@ inline bool Fits(const Int8Row& grid, const RowRange& range) {
   return fits;
 }
 
-// The scale and the offset that `encode` of tables/codes.py gives.
+// Returns the scale and the offset that `encode` of tables/codes.py gives.
 inline std::array<BFloat16, 2> GridOf(const RowRange& range) {
   const double low = WithoutDenormals(range.low);
   const double high = WithoutDenormals(range.high);
@@ -121,7 +121,7 @@ inline std::array<BFloat16, 2> GridOf(const RowRange& range) {
   return {finite ? used : kNotANumber, finite ? start : BFloat16{0}};
 }
 
-// The codes of as many columns as `Words` has; each is in [0, 256).
+// Writes the codes of as many columns as `Words` has; each is in [0, 256).
 template <class Words>
 TPU_EMBEDDING_INLINE void CodeLanes(const Int8Row& grid, const float* values,
                                     const uint16_t* random, uint8_t* codes) {
@@ -143,13 +143,13 @@ TPU_EMBEDDING_INLINE void CodeLanes(const Int8Row& grid, const float* values,
   const Words size = bits & 0x7FFFFF;
   const Words fixed = ((size ^ negative) - negative) + 127 * 65536 + 32768;
   const Words sum = fixed + __builtin_convertvector(added, Words);
-  // In two steps, for each of which there is an instruction.
+  // CPUs have an instruction for each of these two steps.
   const Bytes rounded = __builtin_convertvector(
       __builtin_convertvector(sum >> 16, Halves), Bytes);
   std::memcpy(codes, &rounded, sizeof(rounded));
 }
 
-// Rows with their numbers; the last one again where there are fewer.
+// Rows with their numbers. If there are fewer, the last one is repeated.
 struct RowsToCode {
   const float* values[kRowsAtOnce];
   int64_t rows[kRowsAtOnce];

@@ -12,7 +12,7 @@
 namespace tpu_embedding {
 namespace {
 
-// The rows of a sample and their gains. Asking for a row asks for a later one.
+// The rows of a sample and their gains. A read of a row prefetches a later one.
 template <class Table, Gains kGains>
 struct RowTerms {
   Table table;
@@ -34,7 +34,7 @@ struct RowTerms {
   }
 };
 
-// All samples of a feature.
+// Returns the terms of all samples of a feature.
 template <class Table, Gains kGains>
 TPU_EMBEDDING_INLINE RowTerms<Table, kGains> TermsOf(
     const FeatureEntries& entries, Table table, int64_t dim) {
@@ -46,7 +46,7 @@ TPU_EMBEDDING_INLINE RowTerms<Table, kGains> TermsOf(
           RowsAhead(RowBytes(table, dim))};
 }
 
-// Entries of sample `s`, as terms of `SumManyTerms`.
+// Sums the entries of sample `s`, as `SumManyTerms` wants it.
 template <class Table, Gains kGains>
 struct PlainEntries {
   template <class F32xN>
@@ -86,7 +86,7 @@ struct PlainLookup {
   }
 };
 
-// Entries of sample `s`, whose values are rounded to `num_buckets` levels.
+// Sums the entries of sample `s`, with values rounded to `num_buckets` levels.
 template <class Table>
 struct QuantizedEntries {
   template <class F32xN>

@@ -1,4 +1,4 @@
-// Activations: for each sample the sum of its rows, each times its gain.
+// Computes activations: for each sample the sum of rows times gains.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_LOOKUP_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_LOOKUP_H_
@@ -24,8 +24,8 @@ void Lookup(const FeatureEntries& entries, const ConstTableData& table,
             int64_t dim, const Quantization& quantization, int64_t begin,
             int64_t end, float* out);
 
-// Rough cycles of the lookup of one feature of a batch: for each id and each
-// sample a fixed part, and one for the width.
+// Returns the rough cycles of the lookup of one feature of a batch: for each id
+// and each sample a fixed part, and one for the width.
 inline int64_t LookupCycles(const FeatureEntries& entries, int64_t dim) {
   return (entries.rows->size() + entries.csr->num_samples()) * (20 + dim / 2);
 }

@@ -1,11 +1,11 @@
-// What g++ 12 on Debian 12 would take from the C and C++ libraries of that
-// system, although TensorFlow's wheels run on older ones. Each library of this
-// package has its own, which nothing outside of it sees.
+// Defines what g++ 12 on Debian 12 would take from the C and C++ libraries of
+// that system, although TensorFlow's wheels run on older ones. Each library of
+// this package has its own, which nothing outside of it sees.
 
 #ifdef __linux__
 
-// Declared before any header does, as the first declaration decides who sees
-// it.
+// This comes before all headers, as the first declaration decides who sees the
+// function.
 namespace std {
 [[noreturn, gnu::visibility("hidden")]] void __throw_bad_array_new_length();
 }
@@ -13,7 +13,7 @@ extern "C" [[gnu::visibility("hidden")]] char __libc_single_threaded;
 
 #include <new>
 
-// Called where the length of a `new T[length]` overflows.
+// Is called if the length of a `new T[length]` overflows.
 void std::__throw_bad_array_new_length() { throw std::bad_array_new_length(); }
 
 // While it is true, std::shared_ptr counts without atomic instructions. A

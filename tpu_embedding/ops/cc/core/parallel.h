@@ -18,8 +18,8 @@ using ParallelFor =
     std::function<void(int64_t total, int64_t cost, const Range& body)>;
 
 // Runs body(i, &space) once for each i in [0, total). Whichever thread is free
-// takes the next: for items of very different sizes, the largest first. What
-// runs at one time has a `Space` of its own, which stays in its caches.
+// takes the next: items of very different sizes should begin with the largest.
+// Each thread at work has a `Space` of its own, which stays in its caches.
 template <class Space>
 void ForEachItemWith(const ParallelFor& parallel_for, int64_t total,
                      int64_t cost,
@@ -32,7 +32,7 @@ void ForEachItemWith(const ParallelFor& parallel_for, int64_t total,
   });
 }
 
-// The same without a space.
+// Does the same without a space.
 inline void ForEachItem(const ParallelFor& parallel_for, int64_t total,
                         int64_t cost,
                         const std::function<void(int64_t)>& body) {

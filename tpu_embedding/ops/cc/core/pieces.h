@@ -1,5 +1,5 @@
-// Work on several tables or features as one list of small pieces, so that one
-// parallel loop balances all of them.
+// Cuts work on several tables or features into one list of small pieces, so
+// that one parallel loop balances all of them.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_PIECES_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_PIECES_H_
@@ -18,13 +18,13 @@ struct Piece {
   int64_t end;
 };
 
-// What there is to do for one table or feature.
+// The work on one table or feature.
 struct Work {
   int64_t units;   // samples or rows
   int64_t cycles;  // for all of them, roughly
 };
 
-// About as long as a thread takes to wake up.
+// A piece takes about as long as a thread takes to wake up.
 constexpr int64_t kCyclesPerPiece = 50000;
 
 // Cuts each owner's units into pieces of about kCyclesPerPiece.

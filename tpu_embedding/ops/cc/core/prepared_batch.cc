@@ -9,7 +9,7 @@ namespace {
 // Rough cycles for checking one id.
 constexpr int64_t kCyclesPerCheck = 10;
 
-// The indices of `sizes`, the largest first.
+// Returns the indices of `sizes`, the largest first.
 std::vector<int> ByDescendingSize(const std::vector<int64_t>& sizes) {
   std::vector<int> order(sizes.size());
   std::iota(order.begin(), order.end(), 0);

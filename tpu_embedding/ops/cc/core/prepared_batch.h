@@ -20,21 +20,21 @@ struct PreparedBatch {
   std::vector<RowGroups> tables;          // by table; empty for evaluation
   std::vector<int64_t> vocabulary_sizes;  // by table: what ids were checked for
   bool trains = false;  // whether gradients of a lookup may come
-  // Of an update the batch that was looked up, where that is known to be
-  // another one, so that its rows stay.
+  // The batch that was looked up for this update, if it is known to be another
+  // one. The reference keeps its rows.
   std::shared_ptr<const PreparedBatch> looked_up;
-  // What this is a part of where tables are divided over processes, or null.
+  // The batch that this is part of if processes divide the tables, or null.
   const RoutedBatch* routed = nullptr;
 };
 
-// Which table each feature reads, and how large the tables are.
+// Maps each feature to its table, and has the sizes of the tables.
 struct TableMap {
   std::vector<int> feature_tables;
   std::vector<int64_t> vocabulary_sizes;
-  // By table, whether it asks for the places of entries; empty: none does.
+  // Whether each table asks for the places of entries; empty if none does.
   std::vector<bool> places = {};
 
-  // The features of `table`, in order.
+  // Returns the features of `table`, in order.
   std::vector<int> FeaturesOf(int table) const;
 };
 
@@ -45,7 +45,7 @@ Error PrepareBatch(const std::vector<FeatureSpec>& specs,
                    const std::vector<FeatureInput>& inputs, bool training,
                    const ParallelFor& parallel_for, PreparedBatch* batch);
 
-// Groups each table's entries by row: what an update needs of a batch.
+// Groups each table's entries by row, which is what an update needs of a batch.
 void GroupRows(const TableMap& tables, const ParallelFor& parallel_for,
                PreparedBatch* batch);
 

@@ -1,4 +1,4 @@
-// Stable sort of entries by an integer key: least significant digit first.
+// Sorts entries by an integer key, stably, the least significant digit first.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_RADIX_SORT_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_RADIX_SORT_H_
@@ -12,7 +12,7 @@
 
 namespace tpu_embedding {
 
-// How a sort cuts its keys into digits.
+// Decides how a sort cuts its keys into digits.
 class Digits {
  public:
   // Keys are below `bound` and stand `low_bits` above the end of their number.
@@ -43,8 +43,8 @@ class Digits {
   int bits_;
 };
 
-// Counts the digits of all keys, pass by pass. With the passes known to the
-// compiler its inner loop is gone, which is half of the time.
+// Counts the digits of all keys, pass by pass. If the compiler knows the number
+// of passes, the inner loop is gone, which is half of the time.
 template <int kPasses, class Source, class Key>
 void CountDigits(const Digits& digits, const Source& source, const Key& key,
                  int64_t* counts) {
@@ -110,7 +110,7 @@ void RadixSort(const Digits& digits, int64_t size, Buffer<Word>* words,
     std::for_each(begin, begin + size, visit);
   };
   const auto key = [](Word word) { return uint64_t{word}; };
-  // An even number of passes ends where it began.
+  // With an even number of passes the sort ends in the buffer it began in.
   if (digits.passes() % 2 == 0) {
     RadixSort(digits, size, source, key, words, scratch);
   } else {

@@ -16,11 +16,11 @@ constexpr int64_t kCyclesPerEntry = 30;
 constexpr int64_t kWordsOfId = sizeof(int64_t) / sizeof(int32_t);
 constexpr int64_t kHeaderWords = 4;
 
-// How a feature's entries are multiplied, as it stands in a message.
+// How a message says what a feature's entries are multiplied by.
 enum GainKind : int32_t { kNone = 0, kBySample = 1, kByEntry = 2 };
 
 // A batch with fewer entries than this part of the vocabulary is numbered by a
-// hash table; else an array of all rows is faster.
+// hash table. For others an array of all rows is faster.
 constexpr int64_t kMaxRowsPerEntry = 8;
 
 // Numbers rows in the order in which they are first seen.
@@ -66,7 +66,7 @@ class RowNumbers {
   std::vector<int32_t> distinct_;
 };
 
-// The same for ids.
+// Numbers ids in the order in which they are first seen.
 class IdNumbers {
  public:
   int32_t Number(int64_t id) {
@@ -105,8 +105,8 @@ GainKind KindOf(const FeatureCsr& csr) {
   return csr.sample_gains.size() ? kBySample : kNone;
 }
 
-// One table divided by rows: numbers its distinct rows, and divides the
-// entries of its features over their owners.
+// Numbers the distinct rows of a table divided by rows, and divides the entries
+// of its features over the rows' owners.
 class TableRoute {
  public:
   TableRoute(const PreparedBatch& batch, int table, std::vector<int> features,
@@ -149,7 +149,7 @@ class TableRoute {
   }
 
  private:
-  // Each entry's row or id becomes the number of it.
+  // Replaces each entry's row or id by its number.
   template <class Row, class Numbers>
   void NumberAll(const Buffer<Row>& from, int f, Numbers* numbers) {
     Buffer<int32_t>& to = routed_->batch.features[f].rows;
@@ -157,7 +157,7 @@ class TableRoute {
     for (int64_t i = 0; i < from.size(); ++i) to[i] = numbers->Number(from[i]);
   }
 
-  // `wanted`: where a Sent has what its owner calls number_there(row).
+  // Divides rows over owners, which call them number_there(row) in `wanted`.
   template <class Row, class Owner, class NumberThere>
   void Divide(const std::vector<Row>& distinct, Buffer<Row> Wanted::* wanted,
               const Owner& owner_of, const NumberThere& number_there) {
@@ -260,8 +260,8 @@ class Writer {
   int64_t size_ = 0;
 };
 
-// Lengths that are all alike take one word, others a word each and -1 before.
-// So do lengths of 0: each sample that a message claims is backed by a word.
+// Writes lengths: one word if all are alike, else -1 and a word for each.
+// Lengths of 0 are written one by one: a word backs each sample of a message.
 template <class LengthOf>
 void WriteLengths(int64_t count, const LengthOf& length_of, Writer* writer) {
   const int64_t first = count ? length_of(0) : 0;
@@ -302,7 +302,7 @@ void WriteWhole(const FeatureCsr& csr, Writer* writer) {
   writer->Words(csr.sample_gains.data(), csr.sample_gains.size());
 }
 
-// As both sides of a message know it: from the tables that `owner` has.
+// Returns the words of an id, as both sides of a message know them.
 int64_t WordsOfId(const RoutedBatch& routed, int owner) {
   for (size_t t = 0; t < routed.growing.size(); ++t) {
     if (routed.growing[t] && routed.placement.Holds(owner, t)) {
@@ -340,12 +340,12 @@ class Reader {
   explicit Reader(const Message& message)
       : next_(message.words), left_(message.size) {}
 
-  // A number in [0, end], or -1: the message is not one of ours.
+  // Returns a number in [0, end], or -1 if the message is not one of ours.
   int64_t Word(int64_t end) {
     const int32_t* word = Words(1);
     return word && *word >= 0 && *word <= end ? *word : -1;
   }
-  // The next `count` words, or null if there are not so many.
+  // Returns the next `count` words, or null if there are not so many.
   const int32_t* Words(int64_t count) {
     if (count < 0 || count > left_) {
       left_ = -1;
@@ -407,7 +407,7 @@ bool ReadIds(int64_t count, Reader* reader, Buffer<int64_t>* ids) {
   return true;
 }
 
-// Those that are wanted of this owner.
+// Reads the ids wanted of this owner; refuses those of other owners.
 bool ReadWantedIds(const Placement& placement, Reader* reader,
                    Buffer<int64_t>* ids) {
   if (!ReadIds(reader->Word(kMaxRows), reader, ids)) return false;
@@ -416,7 +416,7 @@ bool ReadWantedIds(const Placement& placement, Reader* reader,
   });
 }
 
-// Entries that are positions among the ids wanted.
+// Reads entries that are positions among the ids wanted.
 bool ReadPositions(const Buffer<int64_t>& wanted, int64_t entries,
                    Reader* reader, Buffer<int32_t>* positions,
                    FeatureCsr* csr) {
@@ -433,7 +433,7 @@ bool ReadPositions(const Buffer<int64_t>& wanted, int64_t entries,
   return true;
 }
 
-// In evaluation: all ids that are wanted as one sample.
+// Makes one sample of all ids that are wanted, for evaluation.
 void LookUpWanted(const Buffer<int64_t>& wanted, Buffer<int32_t>* positions,
                   FeatureCsr* csr) {
   Copy(wanted, &csr->ids);
@@ -445,7 +445,7 @@ void LookUpWanted(const Buffer<int64_t>& wanted, Buffer<int32_t>* positions,
   csr->offsets[1] = wanted.size();
 }
 
-// `rows`: what the entries are positions in, or null if they are rows.
+// Reads entries: positions in `rows`, or rows if it is null.
 bool ReadEntries(int64_t num_rows, const Buffer<int32_t>* rows, int64_t entries,
                  Reader* reader, FeatureCsr* csr) {
   const int32_t* words = reader->Words(entries);
@@ -460,7 +460,7 @@ bool ReadEntries(int64_t num_rows, const Buffer<int32_t>* rows, int64_t entries,
   return true;
 }
 
-// Calls read_entries(their number) for what follows the lengths.
+// Reads a feature. read_entries(their number) reads what follows the lengths.
 template <class Read>
 bool ReadFeature(Reader* reader, const Read& read_entries, FeatureCsr* csr) {
   const int64_t count = reader->Word(kMaxRows);
@@ -482,7 +482,7 @@ bool ReadFeature(Reader* reader, const Read& read_entries, FeatureCsr* csr) {
   return true;
 }
 
-// The message without its header and padding, or one that no one can read.
+// Returns the message without header and padding, or one that no one can read.
 Message ContentOf(const Message& message, int64_t words_of_id) {
   const int32_t* words = message.words;
   int64_t size = 0;

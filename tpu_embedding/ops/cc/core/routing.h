@@ -1,4 +1,4 @@
-// Which process needs what of a batch whose tables are divided over processes.
+// Decides which process needs what of a batch if processes divide its tables.
 //
 // A table is divided by rows (row r is row r / N of process r % N; of one that
 // grows a hash of an id tells its process) or lives whole in one process. Of a
@@ -58,7 +58,7 @@ constexpr int kAllProcesses = -1;
 
 constexpr int32_t kMessageVersion = 1;
 
-// The owner, of `size`, of an id of a growing table that is divided by rows.
+// Returns the owner, of `size`, of an id of a growing table divided by rows.
 inline int OwnerOf(int64_t id, int size) {
   return static_cast<int>((MixBits(id) >> 32) * size >> 32);
 }
@@ -74,14 +74,14 @@ struct Placement {
   bool Holds(int process, int table) const {
     return by_rows(table) || owners[table] == process;
   }
-  // Who asks an owner: all processes, or one worker.
+  // Returns who asks an owner: all processes, or one worker.
   int num_senders() const { return served ? 1 : size; }
-  // Whether what goes to `process`, or comes from it, stays here.
+  // Returns whether what goes to `process`, or comes from it, stays here.
   bool is_own(int process) const { return !served && process == rank; }
 };
 
-// The entries of a feature that another process sums gradients for: those of
-// a table divided by rows. Of a whole table all samples are sent as they are.
+// The entries of a feature that another process sums gradients for, if its
+// table is divided by rows. All samples of a whole table are sent as they are.
 struct SentFeature {
   Buffer<int32_t> samples;  // with an entry there, ascending
   Buffer<int32_t> lengths;  // of the same samples
@@ -90,7 +90,7 @@ struct SentFeature {
 };
 
 // What is asked of a table divided by rows: distinct rows, as the owner numbers
-// them, or ids of a table that grows.
+// them, or ids if the table grows.
 struct Wanted {
   Buffer<int32_t> rows;
   Buffer<int64_t> ids;
@@ -110,20 +110,20 @@ struct Sent {
 
 // What one process asks of this process.
 struct PeerRequest {
-  // Rows as numbered here. Of a growing table that is divided by rows the first
-  // feature has, in evaluation, all ids that are wanted as one sample.
+  // Rows as numbered here. In evaluation the first feature of a growing table
+  // that is divided by rows has one sample of all ids that are wanted.
   std::vector<FeatureCsr> features;
   std::vector<Wanted> wanted;  // by table
-  // By feature of a growing table that is divided by rows where each entry is
-  // in `wanted`.
+  // Where each entry is in `wanted`, by feature; only for growing tables that
+  // are divided by rows.
   std::vector<Buffer<int32_t>> positions;
 };
 
 struct RoutedBatch {
-  // This process's own features, none on a server. Where a table is divided by
-  // rows, a row is a position among the rows that arrive: those of process 0,
-  // then 1, ... For training `tables` groups the entries of all senders, in
-  // their order; on a worker the groups are empty.
+  // This process's own features, none on a server. If a table is divided by
+  // rows, its rows are positions among those that arrive: of process 0, then 1,
+  // ... For training `tables` groups the entries of all senders, in their
+  // order; on a worker the groups are empty.
   PreparedBatch batch;
   bool training = false;
   Placement placement;
@@ -135,30 +135,30 @@ struct RoutedBatch {
   bool by_rows(int feature) const {
     return placement.by_rows(feature_tables[feature]);
   }
-  // Whether the samples of `feature` that `process` looks up are all samples.
+  // Returns whether `process` looks up all samples of `feature`.
   bool IsWhole(int process, int feature) const {
     return placement.owners[feature_tables[feature]] == process;
   }
-  // Samples of this process's own feature whose gradients go to `process`.
+  // Returns how many samples of an own feature send gradients to `process`.
   int64_t NumSent(int process, int feature) const;
   bool grows(int feature) const { return table_grows(feature_tables[feature]); }
   bool table_grows(int table) const {
     return !growing.empty() && growing[table];
   }
-  // How many rows of `table` arrive from all processes.
+  // Returns how many rows of `table` arrive from all processes.
   int64_t NumArriving(int table) const;
 };
 
-// Divides a batch: all of `routed` but `requests` and the groups.
+// Divides a batch: writes all of `routed` but `requests` and the groups.
 void RouteBatch(const PreparedBatch& batch, const TableMap& tables,
                 const Placement& placement, bool training,
                 const ParallelFor& parallel_for, RoutedBatch* routed);
 
-// The words of the message to `receiver`, and the message.
+// Count the words of the message to `receiver`, and write the message.
 int64_t MessageWords(const RoutedBatch& routed, int receiver);
 void WriteMessage(const RoutedBatch& routed, int receiver, int32_t* words);
 
-// What came, which may be followed by padding.
+// A message that came. Padding may follow it.
 struct Message {
   const int32_t* words = nullptr;
   int64_t size = 0;
@@ -170,7 +170,7 @@ Error ReadMessages(const std::vector<Message>& messages, const TableMap& tables,
                    const ParallelFor& parallel_for, RoutedBatch* routed);
 
 // Copies rows [begin, end) of those asked for to where they travel from, array
-// by array; `narrow`: rows of float32 as bfloat16.
+// by array. If `narrow` is set, rows of float32 become bfloat16.
 void GatherRows(const Buffer<int32_t>& rows, const ConstTableData& table,
                 int64_t dim, bool narrow, int64_t begin, int64_t end,
                 char* out);

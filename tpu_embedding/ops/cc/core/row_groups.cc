@@ -8,14 +8,14 @@
 namespace tpu_embedding {
 namespace {
 
-// Entries in one part of a large table: a sort of so many stays in the
+// The entries in one part of a large table: a sort of so many stays in the
 // second-level cache (7 ns for each entry became 5 there, and 15 became 9).
 constexpr int64_t kEntriesPerPart = 8192;
 // Tables of fewer entries are not cut.
 constexpr int64_t kLargeTable = 4 * kEntriesPerPart;
-// At most so many parts: a thread writes entries to as many places at once.
+// A thread writes entries to as many places at once as there are parts.
 constexpr int kMaxPartBits = 8;
-// Entries that one thread hands out at a time, and rough cycles for one.
+// The entries that one thread hands out at a time, and rough cycles for one.
 constexpr int64_t kEntriesPerChunk = 16384;
 constexpr int64_t kCyclesPerMove = 8;
 constexpr int64_t kCyclesPerSort = 30;
@@ -42,12 +42,12 @@ struct SortSpace {
 };
 
 // Calls visit(entry) for the samples [begin, end) of a feature. With `numbers`
-// entries have their own number in the place of their sample's.
+// entries have their own number instead of their sample's.
 template <class Entry, class Visit>
 void VisitEntries(const FeatureEntries& entries, int64_t begin, int64_t end,
                   uint32_t first_sample, bool numbers, const Visit& visit) {
   const FeatureCsr& csr = *entries.csr;
-  // Plain pointers, which no write of `visit` can change.
+  // No write of `visit` can change these pointers.
   const int64_t* offsets = csr.offsets.data();
   const int32_t* rows = entries.rows->data();
   const float* gains = csr.gains.size() ? csr.gains.data() : nullptr;
@@ -64,8 +64,8 @@ void VisitEntries(const FeatureEntries& entries, int64_t begin, int64_t end,
 
 // Sorts what `source` hands over (see RadixSort), whose rows end in numbers
 // below `bound` and are alike before, and writes the groups to where entry
-// `first` is; returns how many rows there are. Writes no starts[first], so
-// that threads can work side by side.
+// `first` is. Returns the number of rows. Does not write starts[first], so that
+// threads can work side by side.
 template <class Entry, class Source>
 int64_t SortPart(uint64_t bound, int64_t size, const Source& source,
                  int64_t first, SortSpace<Entry>* space, RowGroups* groups) {
@@ -82,7 +82,7 @@ int64_t SortPart(uint64_t bound, int64_t size, const Source& source,
   uint32_t* samples = groups->samples.data() + first;
   float* gains = groups->gains.data() + (groups->gains.size() ? first : 0);
   int64_t row = 0;
-  // Without branches, as nobody can predict where a new row begins.
+  // There are no branches, as nobody can predict where a new row begins.
   for (int64_t i = 0; i < size; ++i) {
     samples[i] = SampleOf(entries[i]);
     SetGain(entries[i], gains + i);
@@ -93,7 +93,7 @@ int64_t SortPart(uint64_t bound, int64_t size, const Source& source,
   return row;
 }
 
-// One table's way from features to groups. A large table is cut into parts of
+// Turns one table's features into groups. A large table is cut into parts of
 // neighbouring rows, which are sorted side by side.
 template <class Entry>
 class Grouping {
@@ -125,7 +125,7 @@ class Grouping {
     Visit(c, [=](const Entry& entry) { ++counts[RowOf(entry) >> shift_]; });
   }
 
-  // Turns counts into places: part by part, in it chunk by chunk.
+  // Turns counts into places: by part, and within a part by chunk.
   void SetPlaces() {
     if (!is_cut()) return;
     int64_t next = 0;
@@ -214,7 +214,7 @@ class Grouping {
 
   bool is_cut() const { return part_bits_ > 0; }
 
-  // Where only some features have them, the gains of the others are 1.
+  // Copies the gains of samples; 1 for features without, if others have them.
   void CopySampleGains() {
     const auto has = [](const FeatureEntries& own) {
       return own.csr->sample_gains.size() > 0;
@@ -276,7 +276,7 @@ class Grouping {
   std::vector<int64_t> num_rows_;  // by part
 };
 
-// Work on one item of one table.
+// The work on one item of one table.
 struct Task {
   int64_t table;
   int64_t item;

@@ -1,4 +1,4 @@
-// The entries of one table, grouped by the row they name: the form in which
+// Groups the entries of one table by the row they name: the form in which
 // gradients are summed and rows updated.
 //
 //   rows of the entries, in order: 7 2 7     samples: 0 0 2
@@ -19,12 +19,12 @@ namespace tpu_embedding {
 struct RowEntry {
   int32_t row;
   // Numbered through all features of the table, as CollectGradients of
-  // kernels/update.cc numbers gradients: another order updates wrong rows.
+  // kernels/apply_updates.cc does it: another order updates wrong rows.
   uint32_t sample;
   float gain;
 };
 
-// An entry without a gain of its own: in one word, so that sorts move less.
+// An entry without a gain of its own fits in one word: sorts move less.
 class PlainEntry {
  public:
   PlainEntry() = default;
@@ -42,13 +42,13 @@ struct RowGroups {
   Buffer<int32_t> rows;      // [num_rows], ascending, each once
   Buffer<int64_t> starts;    // [num_rows + 1]: where a row's entries begin
   Buffer<uint32_t> samples;  // by row, the sample of each entry
-  // What gradients are multiplied by, as FeatureCsr has it.
+  // The factors of gradients, as FeatureCsr has them.
   Buffer<float> gains;         // of the same entries, or empty
   Buffer<float> sample_gains;  // by sample, or empty
-  // Of a table with `places`: by entry, which of `rows` it names.
+  // Which of `rows` each entry names, for a table with `places`.
   Buffer<int32_t> places;
   Buffer<uint32_t> sample_of;  // by entry, while entries are grouped
-  // What a large table's entries are sorted in.
+  // The memory in which a large table's entries are sorted.
   Buffer<PlainEntry> plain_space;
   Buffer<RowEntry> space;
 
@@ -73,7 +73,7 @@ struct TableEntries {
 void GroupByRow(const std::vector<TableEntries>& tables,
                 const ParallelFor& parallel_for);
 
-// The same for entries that are listed, in the order given.
+// Does the same for entries that are listed, in the order given.
 void GroupByRow(const Buffer<RowEntry>& entries, int64_t vocabulary_size,
                 RowGroups* groups);
 

@@ -1,4 +1,4 @@
-// What surrounds every rule: clipping, weight decay, and rows without entries.
+// The options of every rule: clipping, weight decay, and rows without entries.
 // Few files include this, as an option must not be the reason to compile all
 // others.
 

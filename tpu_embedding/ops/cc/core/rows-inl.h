@@ -1,4 +1,4 @@
-// Rows of tables, however they are stored: where they are, and their values.
+// Finds and reads rows of tables, however they are stored.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_ROWS_INL_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_ROWS_INL_H_
@@ -19,7 +19,7 @@ constexpr int64_t RowBytes(const Element*, int64_t dim) {
 }
 inline int64_t RowBytes(const ConstInt8Table&, int64_t dim) { return dim + 4; }
 
-// A row, of whose columns from d on `Load` reads `RowAt(table, row, dim) + d`.
+// Returns a row; `Load(row + d, ...)` reads its columns from d on.
 template <class Element>
 TPU_EMBEDDING_INLINE const Element* RowAt(const Element* table, int64_t row,
                                           int64_t dim) {
@@ -46,7 +46,7 @@ TPU_EMBEDDING_INLINE void PrefetchRow(const ConstInt8Table& table, int64_t row,
   Prefetch<kLocality>(table.grids + 2 * row, 2);
 }
 
-// A body of simd.h: out[d] = column d of the row, for d < dim.
+// Sets out[d] to column d of the row, for d < dim. A body of simd.h.
 struct ExpandBody {
   template <class F32xN, class Row>
   TPU_EMBEDDING_INLINE static void Run(const Row row, int64_t dim,

@@ -16,7 +16,7 @@ struct RuleEntry {
   int num_slots;
   bool slots_per_row;  // Slots have width 1, else the width of the table.
   int num_hyperparameters;
-  // One for each alternative of TableData, in the order of TableData.
+  // One function for each alternative of TableData, in their order.
   std::array<UpdateFn, std::variant_size_v<TableData>> updates;
 
   UpdateFn UpdateOf(const TableData& table) const {
@@ -24,7 +24,7 @@ struct RuleEntry {
   }
 };
 
-// The rule called `name`, or null.
+// Returns the rule called `name`, or null.
 const RuleEntry* FindRule(std::string_view name);
 
 }  // namespace tpu_embedding

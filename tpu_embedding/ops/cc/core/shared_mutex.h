@@ -12,7 +12,7 @@
 
 namespace tpu_embedding {
 
-// For std::unique_lock and std::shared_lock. Readers that come while a writer
+// Fits std::unique_lock and std::shared_lock. Readers that come while a writer
 // waits let it pass.
 class SharedMutex {
  public:

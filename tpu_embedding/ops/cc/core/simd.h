@@ -1,4 +1,4 @@
-// Vectors of floats, and the one dispatch of hot loops to the CPU they run on.
+// Defines vectors of floats, and dispatches hot loops to the CPU they run on.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_SIMD_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_SIMD_H_
@@ -33,7 +33,7 @@ using F32x1 = float;
 template <class F32xN>
 constexpr int64_t kWidth = sizeof(F32xN) / sizeof(float);
 
-// As many bfloat16, bytes and words of 32 bits.
+// Vectors of as many bfloat16, bytes and words of 32 bits.
 using U16x16 = uint16_t __attribute__((vector_size(32)));
 using U16x8 = uint16_t __attribute__((vector_size(16)));
 using U16x4 = uint16_t __attribute__((vector_size(8)));
@@ -89,7 +89,7 @@ struct Int8Row {
 
 constexpr float kMiddleCode = 127.5f;
 
-// By way of 16 bits: GCC takes four times the width apart, column by column.
+// Decodes through 16 bits: GCC takes four times the width apart by column.
 template <class U8xN, class U16xN, class I32xN, class F32xN>
 TPU_EMBEDDING_INLINE void Decode(const Int8Row& row, F32xN* vector) {
   U8xN codes;
@@ -139,7 +139,7 @@ __attribute__((target("arch=x86-64-v4"))) auto RunOnAvx512(
 }
 #endif
 
-// The function for the highest level that this CPU supports.
+// Returns the function for the highest level that this CPU supports.
 template <class Body, class... Arguments>
 auto FunctionForThisCpu() {
 #ifdef TPU_EMBEDDING_LEVELS

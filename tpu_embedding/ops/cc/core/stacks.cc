@@ -10,7 +10,7 @@ std::string Stack(const StackInput& input) {
   return "Stacked table " + input.name + ": ";
 }
 
-// The product of the axes, or -1 where one is negative or it is too large.
+// Returns the product of the axes, or -1 if it is too large or one is negative.
 int64_t NumSamples(const std::vector<int64_t>& shape) {
   constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
   int64_t samples = 1;

@@ -55,16 +55,16 @@ class StepQueue {
   };
   // Counts an update that is complete; returns the number of updates before.
   using Count = std::function<int64_t()>;
-  // Whether a batch can be looked up. It must not call the queue.
+  // Tells whether a batch can be looked up. It must not call the queue.
   using Accept = std::function<bool(const Batch&)>;
   // The run of calls outside of strategy.run, with one replica's batch each.
   static constexpr int64_t kOutside = 0;
 
-  // What gradients past the queue belonged to that are discarded. It must not
-  // call the queue.
+  // Is told of batches past the queue whose gradients are discarded. It must
+  // not call the queue.
   using GivenUp = std::function<void(const Batch&)>;
 
-  // `pipelined`: an update is left pending until it is one step old.
+  // If `pipelined`, an update is left pending until it is one step old.
   StepQueue(
       int num_replicas, int64_t capacity, bool pipelined,
       GivenUp given_up = [](const Batch&) {})
@@ -81,7 +81,7 @@ class StepQueue {
 
   int num_replicas() const { return next_enqueue_.size(); }
 
-  // Queues one batch for every replica, or for none. `*apply_now`: whether
+  // Queues one batch for every replica, or for none. `*apply_now` tells whether
   // updates are due, as they are before an evaluation.
   Error EnqueueAll(std::vector<Batch> batches, bool training, bool* apply_now) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -121,9 +121,9 @@ class StepQueue {
     return std::nullopt;
   }
 
-  // The input of `replica` for its next step failed its checks: the batches
-  // that other replicas queue for that step are discarded. Outside of runs each
-  // call is alone, and nothing is.
+  // Notes that the input of `replica` for its next step failed its checks: the
+  // batches that other replicas queue for that step are discarded. Outside of
+  // runs each call is alone, and nothing is discarded.
   void FailEnqueue(int replica, int64_t run) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (num_replicas() == 1 || run == kOutside) return;
@@ -167,9 +167,9 @@ class StepQueue {
     return std::nullopt;
   }
 
-  // To be asked after each dequeue and its lookup: whether updates are due.
-  // With pipelining the pending one is, once every replica has looked up the
-  // training step after it.
+  // Returns whether updates are due. Must be called after each dequeue and its
+  // lookup. With pipelining the pending update is due once every replica has
+  // looked up the training step after it.
   bool LookupsAreDone() {
     std::lock_guard<std::mutex> lock(mutex_);
     const bool looked_up =
@@ -184,7 +184,7 @@ class StepQueue {
     return looked_up && SetDue(updates_.size());
   }
 
-  // The batch whose gradients `replica` owes.
+  // Gets the batch whose gradients `replica` owes.
   Error Owed(int replica, Batch* batch) {
     std::lock_guard<std::mutex> lock(mutex_);
     Step* step = OwedStep(replica);
@@ -193,8 +193,8 @@ class StepQueue {
     return std::nullopt;
   }
 
-  // The batches of the update that these gradients of `replica` would complete,
-  // by replica; none if other replicas must come first.
+  // Returns the batches, by replica, of the update that these gradients of
+  // `replica` would complete; none if other replicas must come first.
   std::vector<Batch> CompletedByOwed(int replica) {
     std::lock_guard<std::mutex> lock(mutex_);
     const Step* step = OwedStep(replica);
@@ -207,7 +207,7 @@ class StepQueue {
     return batches;
   }
 
-  // The same for gradients of `batch` past the queue.
+  // Does the same for gradients of `batch` past the queue.
   std::vector<Batch> CompletedBy(int replica, const Batch& batch) {
     std::lock_guard<std::mutex> lock(mutex_);
     const size_t index = next_submit_[replica];
@@ -243,8 +243,8 @@ class StepQueue {
     return std::nullopt;
   }
 
-  // The gradients of `replica` failed their checks. Among several replicas
-  // the step is lost; a single one still owes and may try again.
+  // Notes that the gradients of `replica` failed their checks. With several
+  // replicas the step is lost; a single one still owes and may try again.
   void FailOwed(int replica) {
     std::lock_guard<std::mutex> lock(mutex_);
     const Step* step = OwedStep(replica);
@@ -258,16 +258,16 @@ class StepQueue {
       Discard(number);
       return;
     }
-    // A replica has not come to the step yet: it is discarded as if an input
-    // had failed, else the replicas would be at different steps for ever.
+    // A replica has not come to the step yet: the step is discarded as if an
+    // input had failed, else the replicas would be at different steps.
     Remove(number);
     failed_ = std::min(failed_.value_or(number), number);
     arrived_ = arrived;
   }
 
-  // In a job, before a batch of `run` is queued: how many of the newest batches
-  // an earlier run has left in the queue. It has if its lookup was refused, if
-  // it is `ended`, or if it dequeues what it enqueues and has not.
+  // Returns, before a job queues a batch of `run`, how many of the newest
+  // batches an earlier run has left in the queue. It has if its lookup was
+  // refused, if it is `ended`, or if it dequeues what it enqueues and has not.
   int64_t Left(int64_t run, int64_t ended) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (enqueue_run_ == kOutside || enqueue_run_ == run) return 0;
@@ -276,8 +276,8 @@ class StepQueue {
     return std::clamp<int64_t>(excess_, 0, queued);
   }
 
-  // In a job, before a batch of `run` is queued: discards the newest `left`.
-  // `dequeues`: whether the run is known to dequeue what it enqueues.
+  // Discards, before a job queues a batch of `run`, the newest `left` batches.
+  // `dequeues` says if the run is known to dequeue what it enqueues.
   void BeginRun(int64_t run, bool dequeues, int64_t left) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (left > 0) DiscardFrom(next_enqueue_[0] - left);
@@ -288,8 +288,8 @@ class StepQueue {
     refused_ = false;
   }
 
-  // In a job, before a training batch is looked up: gradients that an earlier
-  // run owes are discarded.
+  // Discards, before a job looks up a training batch, gradients that an earlier
+  // run owes.
   void BeginDequeue(int64_t run) {
     std::lock_guard<std::mutex> lock(mutex_);
     const bool is_new = run != dequeue_run_ && run != kOutside;
@@ -301,7 +301,7 @@ class StepQueue {
     dequeue_run_ = run;
   }
 
-  // In a job: another process has left the step that is to be looked up.
+  // Discards the next step: another process of the job has left it.
   void DiscardNext() {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!Find(next_dequeue_[0])) return;
@@ -309,28 +309,28 @@ class StepQueue {
     --excess_;
   }
 
-  // In a job: another process has left the step that owes its gradients.
+  // Discards the step that owes its gradients: another process has left it.
   void DiscardOwed() {
     std::lock_guard<std::mutex> lock(mutex_);
     if (const Step* step = OwedStep(0)) Remove(step->number);
   }
 
-  // In a job: the next lookup was refused in some process. It may be repeated,
-  // unless the next run begins with another batch.
+  // Notes that a process of the job refused the next lookup. It may be
+  // repeated, unless the next run begins with another batch.
   void RefuseNext() {
     std::lock_guard<std::mutex> lock(mutex_);
     refused_ = Find(next_dequeue_[0]) != nullptr;
   }
 
-  // In a job: the gradients that are owed were refused in some process. Others
+  // Notes that a process of the job refused the gradients that are owed. Others
   // may be submitted; the dequeue of the next step gives this one up.
   void RefuseOwed() {
     std::lock_guard<std::mutex> lock(mutex_);
     if (Step* step = OwedStep(0)) step->refused = true;
   }
 
-  // A lookup past the queue, whose gradients may come by Submit. `*epoch` is
-  // what Submit wants, by which late gradients of a given-up step are told.
+  // Begins a lookup past the queue, whose gradients may come by Submit. By
+  // `*epoch` Submit recognizes late gradients of a given-up step.
   Error BeginLookup(int replica, int64_t run, int64_t* epoch) {
     std::lock_guard<std::mutex> lock(mutex_);
     const bool new_run = IsNewRun(&lookup_runs_, replica, run);
@@ -350,8 +350,8 @@ class StepQueue {
     return std::nullopt;
   }
 
-  // A lookup or gradients of `replica` past the queue failed their checks:
-  // the step is discarded in every replica.
+  // Notes that a lookup or gradients past the queue failed their checks: the
+  // step is discarded in every replica.
   void FailLookup() {
     std::lock_guard<std::mutex> lock(mutex_);
     if (num_replicas() > 1) DiscardSubmissions();
@@ -359,7 +359,7 @@ class StepQueue {
 
   // Takes a batch together with its gradients. The n-th ones of all replicas
   // make up one update. With pipelining the newest update is left pending and
-  // those before it are due. `epoch`: of BeginLookup, or nothing if unknown.
+  // those before it are due. `epoch` is BeginLookup's, or nothing if unknown.
   Error Submit(int replica, Batch batch, Gradients gradients,
                std::optional<int64_t> epoch, const Count& count,
                bool* apply_now) {
@@ -425,7 +425,7 @@ class StepQueue {
     return discarded;
   }
 
-  // Steps that some replica has enqueued and not dequeued yet.
+  // Returns how many steps some replica has enqueued and not dequeued yet.
   int64_t Depth() {
     std::lock_guard<std::mutex> lock(mutex_);
     return std::count_if(steps_.begin(), steps_.end(), [](const Step& step) {
@@ -435,7 +435,7 @@ class StepQueue {
     });
   }
 
-  // Complete updates that are not applied yet.
+  // Returns how many complete updates are not applied yet.
   int64_t Pending() {
     std::lock_guard<std::mutex> lock(mutex_);
     return updates_.size();
@@ -506,7 +506,7 @@ class StepQueue {
     return due_ > 0;
   }
 
-  // Before a batch from outside of runs: what a failed run left is discarded.
+  // Discards what a failed run left, before a batch from outside of runs.
   void EndRun() {
     const auto in_run = [](const std::optional<int64_t>& run) {
       return run.value_or(kOutside) != kOutside;
@@ -519,7 +519,7 @@ class StepQueue {
     std::fill(enqueue_runs_.begin(), enqueue_runs_.end(), kOutside);
   }
 
-  // Whether the last call of `replica` was in another run. Records `run`.
+  // Records `run`. Returns whether the last call of `replica` was in another.
   bool IsNewRun(Runs* runs, int replica, int64_t run) const {
     std::optional<int64_t>& last = (*runs)[replica];
     const bool is_new = num_replicas() > 1 && last && *last != run;
@@ -647,7 +647,7 @@ class StepQueue {
     for (const int64_t number : numbers) Discard(number);
   }
 
-  // Discards a step that every replica has queued: those that have not dequeued
+  // Discards a step that every replica has queued. Those that have not dequeued
   // it will not.
   void Discard(int64_t number) {
     Remove(number);
@@ -679,13 +679,13 @@ class StepQueue {
   size_t due_ = 0;                       // how many of them are to be applied
   int64_t epoch_ = 0;                    // how often submissions were discarded
   std::vector<bool> last_was_training_;  // by replica: of the last dequeue
-  // By replica the run in which it began last.
+  // The run in which each replica began last.
   Runs enqueue_runs_, dequeue_runs_, lookup_runs_;
   std::optional<int64_t> failed_;  // a step discarded
   std::vector<int> arrived_;       // replicas that have begun it
-  // Of a job: the run that enqueued last, how many more batches it has enqueued
-  // than dequeued, whether it dequeues them, and whether its lookup was
-  // refused.
+  // For a job: the run that enqueued last, how many more batches it has
+  // enqueued than dequeued, whether it dequeues them, and whether its lookup
+  // was refused.
   int64_t enqueue_run_ = kOutside;
   int64_t excess_ = 0;
   bool dequeues_ = false;

@@ -14,7 +14,7 @@ namespace {
 float Norm(const float* values, int64_t dim) {
   float squares = 0.0f;
   for (int64_t d = 0; d < dim; ++d) squares += values[d] * values[d];
-  // Large or small values, whose squares float32 cannot hold.
+  // The squares of large or small values do not fit float32.
   if (!std::isfinite(squares) || squares < 1e-30f) {
     double precise = 0.0;
     for (int64_t d = 0; d < dim; ++d) {
@@ -121,7 +121,7 @@ bool Telemetry::Next(int64_t samples) {
 
 void Telemetry::Add(std::vector<CountedUpdate> tables) {
   std::lock_guard<std::mutex> lock(mutex_);
-  // Stopped, or started anew, since `Next`.
+  // Telemetry was stopped, or started anew, since `Next`.
   if (tables.size() != tables_.size() || counted_steps_ == steps_) return;
   ++counted_steps_;
   for (size_t t = 0; t < tables.size(); ++t) {

@@ -1,6 +1,6 @@
-// Counts of updates: how often rows are named, and the norms of gradients and
-// of changes. Every n-th update is counted while it is applied, so a step that
-// was refused or discarded is never counted.
+// Counts updates: how often rows are named, and the norms of gradients and of
+// changes. Every n-th update is counted while it is applied, so a step that was
+// refused or discarded is never counted.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_TELEMETRY_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_TELEMETRY_H_
@@ -73,8 +73,8 @@ class Telemetry {
   // change, if there is not enough memory.
   bool Start(int64_t every, const std::vector<int64_t>& num_rows);
 
-  // Notes that an update of so many samples is about to be applied; whether to
-  // count it.
+  // Notes that an update of so many samples is about to be applied. Returns
+  // whether to count it.
   bool Next(int64_t samples);
 
   // Takes the counts of that update, by table.
@@ -89,17 +89,17 @@ class Telemetry {
   };
   void Read(const std::function<void(const View&)>& read) const;
 
-  // Rows of `table` that any counted update named; to be called in `Read`.
+  // Returns how many rows of `table` counted updates named. Call it in `Read`.
   int64_t RowsTouched(int table) const;
-  // The `count` rows named most often, the most frequent first, and of equal
-  // ones the lower; to be called in `Read`.
+  // Returns the `count` rows named most often, the most frequent first, and of
+  // equal ones the lower first. Call it in `Read`.
   std::vector<HotRow> Hottest(int table, int64_t count) const;
 
  private:
   struct Free {
     void operator()(uint32_t* memory) const { std::free(memory); }
   };
-  // By row, from calloc: pages without a named row take no memory.
+  // Counts by row, from calloc: pages without a named row take no memory.
   struct RowCounts {
     std::unique_ptr<uint32_t[], Free> of_rows;
     int64_t size = 0;

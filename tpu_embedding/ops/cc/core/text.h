@@ -1,4 +1,4 @@
-// Texts of errors.
+// Makes texts of errors.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_TEXT_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_TEXT_H_

@@ -1,4 +1,4 @@
-// The row loop, shared by all rules.
+// Loops over rows, for all rules.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_UPDATE_INL_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_UPDATE_INL_H_
@@ -20,11 +20,11 @@
 
 namespace tpu_embedding {
 
-// How many entries ahead a gradient is prefetched.
+// The number of entries ahead for which gradients are prefetched.
 constexpr int64_t kGradientsAhead = 8;
 
-// The gradients of all entries and their gains, for sums of some of them.
-// Asking for a gradient prefetches a later one.
+// The gradients of all entries and their gains, for sums of some of them. A
+// read of a gradient prefetches a later one.
 template <Gains kGains>
 struct GradientTerms {
   const uint32_t* entries;  // the sample of each
@@ -56,7 +56,7 @@ TPU_EMBEDDING_INLINE void SumEntries(const TableGradients& gradients,
   WeightedSum<F32xN>(terms, begin, end, dim, sum);
 }
 
-// sum[d] = sum of gain * gradient over the entries [begin, end), one by one.
+// Sums gain * gradient over the entries [begin, end), one by one.
 template <class F32xN>
 TPU_EMBEDDING_INLINE void SumEntries(const TableGradients& gradients,
                                      int64_t begin, int64_t end, int64_t dim,
@@ -73,7 +73,7 @@ TPU_EMBEDDING_INLINE void SumEntries(const TableGradients& gradients,
   }
 }
 
-// The same as terms of `SumManyTerms`.
+// Sums the same entries, as `SumManyTerms` wants it.
 struct GroupedEntries {
   template <class F32xN>
   TPU_EMBEDDING_INLINE void Run(int64_t begin, int64_t end, int64_t dim,
@@ -84,7 +84,7 @@ struct GroupedEntries {
   const TableGradients& gradients;
 };
 
-// The sum over the entries of one group.
+// Sums the entries of one group.
 template <class F32xN>
 TPU_EMBEDDING_INLINE void SumGradients(const TableGradients& gradients,
                                        int64_t group, int64_t dim, float* sum) {
@@ -108,8 +108,8 @@ struct RowBlock {
   float* gradients;  // [size, dim], the sums, which UpdateRows clips in place
 };
 
-// The rows of a table as a rule sees them: floats that it changes in place. By
-// the alternative of TableData.
+// Shows the rows of a table to a rule: floats that it changes in place. There
+// is one class for each alternative of TableData.
 template <class Table>
 class TableRows;
 
@@ -121,7 +121,7 @@ class TableRows<float*> {
 
   const float* data() const { return data_; }
 
-  // The row, in place `k` of the block, until `Close`.
+  // Returns the row, in place `k` of the block, until `Close`.
   template <class F32xN>
   TPU_EMBEDDING_INLINE float* Open(int, int64_t row) {
     return data_ + row * dim_;
@@ -134,8 +134,8 @@ class TableRows<float*> {
   const int64_t dim_;
 };
 
-// Rows that are rounded when they are stored; the rule changes a copy of
-// floats. `Body` stores as many of them at once as `Rows` has places for.
+// Rounds rows when they are stored; the rule changes a copy of floats. `Body`
+// stores as many of them at once as `Rows` has places for.
 template <class Table, class Rows, class Body>
 class RoundedRows {
  public:
@@ -187,7 +187,7 @@ class TableRows<Int8Table>
   using RoundedRows::RoundedRows;
 };
 
-// What a block of rows needs: a rule, whose type only update_rows knows, and
+// The needs of a block of rows: a rule, whose type only update_rows knows, and
 // its table.
 struct TableUpdate {
   using UpdateRowsFn = void (*)(const TableUpdate* update,
@@ -219,15 +219,14 @@ TPU_EMBEDDING_INLINE void ClipNorm(float limit, int64_t dim,
   for (int64_t d = 0; d < dim; ++d) values[d] *= factor;
 }
 
-// The update of a block of rows by the sums of their gradients; a body of
-// simd.h.
+// Updates a block of rows by the sums of their gradients. A body of simd.h.
 template <class Rule, class KnownDim>
 struct UpdateRows {
   template <class F32xN>
   TPU_EMBEDDING_INLINE static void Run(const TableUpdate* update,
                                        const RowBlock* block) {
-    // A copy, which no write to a row can change: only so can GCC vectorize
-    // loops that read the constants of a rule conditionally.
+    // No write to a row can change this copy: only so can GCC vectorize loops
+    // that read the constants of a rule conditionally.
     const Rule rule = *static_cast<const Rule*>(update->rule);
     const RowOptions& options = *update->options;
     const float decay = update->decay;
@@ -278,12 +277,12 @@ TPU_EMBEDDING_INLINE void PrefetchRowAndSlots(const Table& parameters,
   }
 }
 
-// The loop over the rows of one table; a body of simd.h. It is compiled for
-// each storage of rows and each dim, not for each rule, which takes a fifth of
-// the time, and calls a rule through a pointer for each block of rows: a call
-// for each row made a DLRM step with SGD 2 to 3 % slower. The sum is inlined:
-// as a call it added a tenth to the time of short rows.
-// docs/performance-notes.md has the measurements.
+// Loops over the rows of one table; a body of simd.h. It is compiled for each
+// storage of rows and each dim, not for each rule, which takes a fifth of the
+// time, and calls a rule through a pointer for each block of rows: a call for
+// each row made a DLRM step with SGD 2 to 3 % slower. The sum is inlined: as a
+// call it added a tenth to the time of short rows. docs/performance-notes.md
+// has the measurements.
 template <class Table, class KnownDim>
 struct RowLoop {
   template <class F32xN>
@@ -334,7 +333,7 @@ struct RowLoop {
   }
 };
 
-// An UpdateFn for one dim.
+// Updates a table of one dim.
 template <class Rule, class Table, class Dim>
 void UpdateWithDim(const RuleArguments& arguments, const RowOptions& options,
                    const TableGradients& gradients, const TableView& table,
@@ -354,8 +353,8 @@ void UpdateWithDim(const RuleArguments& arguments, const RowOptions& options,
                                     begin, end);
 }
 
-// An UpdateFn. Rows are independent: any split of [begin, end) over threads
-// gives the same bits.
+// Updates a table, as an UpdateFn. Rows are independent: however threads split
+// [begin, end), the bits are the same.
 template <class Rule, class Table = float*>
 void Update(const RuleArguments& arguments, const RowOptions& options,
             const TableGradients& gradients, const TableView& table,

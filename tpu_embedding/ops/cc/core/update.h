@@ -1,5 +1,5 @@
-// The update of one table: sum the gradients of each touched row, clip, decay,
-// apply the optimizer's rule, clip the row.
+// Updates one table: sums the gradients of each touched row, clips, decays,
+// applies the optimizer's rule, clips the row.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_UPDATE_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_UPDATE_H_
@@ -17,7 +17,7 @@ namespace tpu_embedding {
 struct RowOptions;  // See core/row_options.h.
 class WaitingRows;  // See core/idle.h.
 
-// Whether rows that no entry names are updated too.
+// Returns whether rows that no entry names are updated too.
 bool UpdatesAllRows(const RowOptions& options);
 
 // A table and its slots, row-major; the slots are float32.
@@ -27,7 +27,7 @@ struct TableView {
   int64_t dim = 0;
   std::vector<float*> slots;  // each [num_rows, dim], or of width 1 for a
                               // rule with a slot per row
-  // Where rows wait for their gradients: they are caught up before the rule,
+  // Set if rows wait for their gradients: they are caught up before the rule,
   // and lose `shrinkage` of themselves by weight decay.
   const WaitingRows* waiting = nullptr;
   float shrinkage = 0.0f;
@@ -35,13 +35,13 @@ struct TableView {
 
 // Catches up the row of a table with `waiting`, before its gradient is applied.
 void EndWait(const TableView& table, int64_t row, float* weights);
-// Prefetches for it; see WaitingRows::Prefetch.
+// Prefetches what EndWait reads; see WaitingRows::Prefetch.
 void PrefetchWait(const TableView& table, int64_t far, int64_t near);
 
 // One step's gradients for a table.
 struct TableGradients {
   const RowGroups* groups = nullptr;
-  // For each sample the gradient of its activation, [dim]; null means zeros.
+  // The gradient of each sample's activation, [dim]; null means zeros.
   const float* const* samples = nullptr;
 };
 
@@ -60,7 +60,7 @@ using UpdateFn = void (*)(const RuleArguments& arguments,
                           const TableGradients& gradients,
                           const TableView& table, int64_t begin, int64_t end);
 
-// What one thread updates of a table: the groups [begin, end), or with
+// The part of a table that one thread updates: the groups [begin, end), or with
 // `all_rows` the rows [begin, end).
 struct UpdatePiece {
   int table;
@@ -74,8 +74,8 @@ struct UpdatePiece {
 class UpdateObserver {
  public:
   virtual ~UpdateObserver() = default;
-  // Before any piece of a table of `num_groups` groups, of which `units`
-  // change.
+  // Is called before any piece of a table of `num_groups` groups, of which
+  // `units` change.
   virtual void Start(int table, int64_t num_groups, int64_t units) {
     (void)table, (void)num_groups, (void)units;
   }

@@ -9,12 +9,12 @@
 namespace tpu_embedding {
 namespace {
 
-// Rows that an update looks at to evict some, and that it evicts, unless it
-// needs more: about a millisecond.
+// An update looks at so many rows to evict some, and evicts so many, unless it
+// needs more: this takes about a millisecond.
 constexpr int64_t kRowsPerSlice = 65536;
 constexpr int64_t kEvictionsPerSlice = 8192;
 
-// Rows by which a sweep begins to choose; of larger tables they are a sample.
+// A sweep chooses by so many rows, which are a sample of larger tables.
 constexpr int64_t kRowsPerSample = 65536;
 
 constexpr int64_t kStateSize = 12;
@@ -249,7 +249,7 @@ Error Vocabulary::Load(const VocabularySnapshot& saved) {
     map_.Insert(saved.ids[i], row);
     id_of(row) = saved.ids[i];
     if (!Evicts()) continue;
-    // Where none was counted, all are as old as can be.
+    // If no updates were counted, all rows are as old as can be.
     const int64_t last = options_.has_clock ? 0 : saved.last_updates[i];
     use_of(row) = {static_cast<uint32_t>(saved.hits[i]),
                    static_cast<uint32_t>(std::max<int64_t>(last, 1))};
@@ -296,7 +296,7 @@ int64_t Vocabulary::CountEvictable(int64_t most, int64_t now,
 void Vocabulary::MakeRoom(int64_t needed, int64_t num_promised,
                           const Hold& hold) {
   const bool by_age = options_.eviction == Eviction::kAge;
-  // Begun early, a sweep has made room before it is needed.
+  // A sweep that begins early has made room before it is needed.
   const int64_t reserve =
       std::max((capacity() - options_.min_rows) / 2, num_promised);
   const bool begins = by_age || (!sweeping_ && room() < needed + reserve);
@@ -310,7 +310,7 @@ void Vocabulary::MakeRoom(int64_t needed, int64_t num_promised,
   if (begins) begin(stride);
   if (sweeping_) SweepSlice(held);
   needed += num_promised;
-  // What the sweep has still to look at may all have been used since.
+  // All rows that the sweep has still to look at may have been used since.
   for (const int64_t each : {stride, int64_t{1}}) {
     if (room() >= needed) return;
     begin(each);
@@ -333,7 +333,7 @@ int64_t Vocabulary::Evict(const Hold& hold) {
 void Vocabulary::BeginSweep(int64_t wanted, const RowSet& held,
                             int64_t stride) {
   if (options_.eviction == Eviction::kAge) {
-    // It goes round and round: each row is looked at in its turn.
+    // The sweep goes round and round: each row is looked at in its turn.
     sweeping_ = wanted > 0;
     if (!sweeping_) return;
     threshold_ = std::numeric_limits<uint32_t>::max();
@@ -343,7 +343,7 @@ void Vocabulary::BeginSweep(int64_t wanted, const RowSet& held,
   std::vector<uint32_t> keys;
   keys.reserve(num_rows_ / stride + 1);
   for (int64_t first = 0; first < num_rows_; first += stride) {
-    // Any row of the stride, as rows may differ in turns.
+    // The sample takes any row of the stride, as rows may differ in turns.
     const int64_t row =
         first + (uint64_t(first) * 0x9E3779B97F4A7C15 >> 32) % stride;
     if (row < num_rows_ && IsEvictable(row, held, Now())) {

@@ -1,5 +1,5 @@
-// The vocabulary of a growing table: which id has which row, which ids get a
-// row, and which rows are evicted.
+// Decides which id of a growing table has which row, which ids get a row, and
+// which rows are evicted.
 //
 //   lookup    Find, Give                           ids -> rows, or none
 //   update    Find, Decide, Take, CountHits        in this order
@@ -29,9 +29,9 @@ namespace tpu_embedding {
 
 constexpr int32_t kNoRow = -1;
 
-// What a lookup gives for an id without a row, which is what its gradients
-// train: zeros, which nothing trains; the first values of the row that the id
-// may get; or row 0, which all such ids share.
+// What a lookup gives for an id without a row, and its gradients train: zeros,
+// which nothing trains; the first values of the row that the id may get; or row
+// 0, which all such ids share.
 enum class Unknown { kZeros, kInitializer, kShared };
 
 // Which rows are evicted: none; those whose last update is the longest ago;
@@ -52,19 +52,19 @@ struct VocabularyOptions {
   bool shares_when_full = false;  // else an error
   FirstValues first_values;
 
-  // Whether lookups promise rows: the update of a lookup that gave first values
-  // creates the row, and leaves the rows that were promised to others.
+  // Returns whether lookups promise rows: the update of a lookup that gave
+  // first values creates the row, and leaves rows promised to others alone.
   bool Promises() const { return shares_when_full && min_count == 1; }
 };
 
 // The ids of a lookup or of an update that have no row, each once, in the order
-// of first sight.
+// in which they are first seen.
 struct UnknownIds {
   std::vector<int64_t> ids;
   std::vector<int64_t> hits;  // the entries of each
 };
 
-// Which of them get a row.
+// Which unknown ids get a row.
 struct Decision {
   std::vector<bool> admitted;
   std::vector<int64_t> hits_before;  // in earlier updates
@@ -82,8 +82,8 @@ struct VocabularyCounts {
 // Everything that a vocabulary knows, for files.
 struct VocabularySnapshot {
   std::vector<int64_t> ids;  // ascending
-  // Of each: its row; its hits and last update, 0 where none are counted. With
-  // a clock the last update is the clock of it.
+  // Each id's row, and its hits and last update, 0 if none are counted. With a
+  // clock the last update is a time of it.
   std::vector<int64_t> rows, hits, last_updates;
   std::vector<int64_t> candidates, candidate_hits;  // 0 hits: none
   // num_rows, updates begun; the counts; the next candidate; the sweep: cursor,
@@ -106,35 +106,35 @@ class RowSet {
 // Reading is thread-safe while nothing changes the vocabulary.
 class Vocabulary {
  public:
-  // Adds the rows that may not be evicted: those that this update names, and
-  // those that were looked up for updates to come. Called only if rows may be.
+  // Adds the rows that may not be evicted: those that this update names or that
+  // were looked up for later updates. Called only if rows may be evicted.
   using Hold = std::function<void(RowSet*)>;
 
   Vocabulary(VocabularyOptions options, uint64_t salt);
 
   const VocabularyOptions& options() const { return options_; }
-  // All rows ever used, evicted or not, and row 0 where it is shared.
+  // Returns all rows ever used, evicted or not, and row 0 if it is shared.
   int64_t num_rows() const { return num_rows_; }
   int64_t num_ids() const { return map_.size(); }
   int64_t clock() const { return clock_; }
   const VocabularyCounts& counts() const { return counts_; }
 
-  // Writes the row of each id, or kNoRow; of how many that is.
+  // Writes the row of each id, or kNoRow. Returns how many are kNoRow.
   int64_t Find(const int64_t* ids, int64_t size, int32_t* rows) const;
 
-  // Whether `count` ids may get rows without evictions.
+  // Returns whether `count` ids may get rows without evictions.
   bool HasRoomFor(int64_t count) const { return room() >= count; }
 
-  // What a lookup, for an update or not, gives for each id without a row.
-  // `promised`: ids without a row whose first values were given by lookups
-  // whose updates have not come. It may be empty where there is room for these
-  // and for `unknown`.
+  // Returns what a lookup, for an update or not, gives for each id without a
+  // row. `promised` has ids without a row whose first values were given by
+  // lookups whose updates have not come. It may be empty if there is room for
+  // these and for `unknown`.
   std::vector<Unknown> Give(const UnknownIds& unknown, bool training,
                             const IdMap& promised) const;
 
-  // Which ids the update will admit: those of `promised`, as of Give, before
-  // others. An error if the table is full at that clock. Makes room in memory,
-  // also for `num_rows` that grow, but changes nothing else.
+  // Decides which ids the update will admit: those of `promised`, as in Give,
+  // before others. Fails if the table is full at that clock. Makes room in
+  // memory, also for `num_rows` that grow, but changes nothing else.
   Error Decide(const UnknownIds& unknown, const IdMap& promised,
                const Hold& hold, int64_t clock, Decision* decision);
 
@@ -144,12 +144,12 @@ class Vocabulary {
     int64_t id;
   };
 
-  // The rows that the table will have, at most, after Take.
+  // Returns the most rows that the table can have after Take.
   int64_t MostRowsAfter(const Decision& decision) const;
 
-  // Begins the update: evicts, admits, and remembers candidates. `rows`: for
-  // each id of `unknown` its row, or kNoRow. `created`: the rows that must get
-  // the first values of the id beside them.
+  // Begins the update: evicts, admits, and remembers candidates. `rows` gets
+  // the row of each id of `unknown`, or kNoRow. `created` gets the rows that
+  // must get the first values of the id beside them.
   void Take(const UnknownIds& unknown, const Decision& decision,
             const Hold& hold, int64_t clock, std::vector<int32_t>* rows,
             std::vector<RowOfId>* created);
@@ -157,21 +157,21 @@ class Vocabulary {
   // Evicts as if many new ids had arrived. Returns the number of evicted rows.
   int64_t Evict(const Hold& hold);
 
-  // What was evicted since this was called last.
+  // Returns what was evicted since the last call.
   std::vector<RowOfId> TakeEvicted() { return std::exchange(evicted_, {}); }
 
-  // Whether an id has the row, and which.
+  // Return whether an id has the row, and which id.
   bool HasId(int32_t row) const {
     return row >= num_shared() && row < num_rows_ &&
            (!Evicts() || use_of(row).last);
   }
   int64_t IdOf(int32_t row) const { return id_of(row); }
-  // By row; of the shared one kSharedId.
+  // Returns the id of each row; kSharedId for the shared one.
   const int64_t* ids() const { return &id_of(0); }
 
   VocabularySnapshot Save() const;
-  // Into a new vocabulary, of the same or of other options. After an error this
-  // one cannot be used.
+  // Loads into a new vocabulary, of the same or of other options. After an
+  // error this one cannot be used.
   Error Load(const VocabularySnapshot& snapshot);
 
   // Counts hits of the update that began: those of the groups [begin, end), of
@@ -184,8 +184,8 @@ class Vocabulary {
   static constexpr int64_t kSharedId = 0x7465647261687365;
 
  private:
-  // Of a row: its hits, and the number of the last update that hit it, counted
-  // from 1; 0 of a row that no id has.
+  // The hits of a row, and the number of the last update that hit it, counted
+  // from 1; 0 if no id has the row.
   struct Use {
     uint32_t hits;
     uint32_t last;
@@ -198,7 +198,7 @@ class Vocabulary {
 
   bool Evicts() const { return options_.eviction != Eviction::kNone; }
   int64_t num_shared() const { return options_.unknown == Unknown::kShared; }
-  // Ids that may have rows, and how many more may have one.
+  // Return how many ids may have rows, and how many more may get one.
   int64_t capacity() const { return options_.max_rows - num_shared(); }
   int64_t room() const { return capacity() - map_.size(); }
 
@@ -208,23 +208,23 @@ class Vocabulary {
   Use& use_of(int32_t row) const {
     return reinterpret_cast<Use*>(uses_.data())[row];
   }
-  // The eviction key; rows with the smallest key are evicted first.
+  // Returns the eviction key. Rows with the smallest key are evicted first.
   uint32_t KeyOf(int32_t row) const;
   int64_t& time_of(int32_t row) const {
     return reinterpret_cast<int64_t*>(times_.data())[row];
   }
   void SetLast(int32_t row);
-  // When the row was updated last, and the time now: by the clock if there is
-  // one, else in updates.
+  // Return when the row was updated last, and the time now: by the clock if
+  // there is one, else in updates.
   int64_t LastOf(int32_t row) const;
   int64_t Now() const { return options_.has_clock ? clock_ : step_; }
-  // `now`: the time of the update that may evict it.
+  // Returns whether the row may be evicted by an update at the time `now`.
   bool IsEvictable(int32_t row, const RowSet& held, int64_t now) const;
 
   int64_t CountEvictable(int64_t most, int64_t now, const Hold& hold) const;
-  // For `needed` rows now, beside those that are promised.
+  // Makes room for `needed` rows now, beside those that are promised.
   void MakeRoom(int64_t needed, int64_t num_promised, const Hold& hold);
-  // Chooses up to which key rows go, of one row in each `stride`.
+  // Chooses up to which key rows are evicted, by one row in each `stride`.
   void BeginSweep(int64_t wanted, const RowSet& held, int64_t stride);
   void SweepSlice(const RowSet& held);
   void EvictRows(const std::vector<int32_t>& rows);
@@ -250,8 +250,8 @@ class Vocabulary {
   std::deque<Candidate> candidates_;
   int64_t next_candidate_ = 0;
 
-  // The sweep over rows: those with a smaller key than the threshold go, and of
-  // those with an equal one the first `ties_`.
+  // The sweep over rows evicts those with a smaller key than the threshold, and
+  // of those with an equal key the first `ties_`.
   int64_t cursor_ = 0;
   bool sweeping_ = false;
   uint32_t threshold_ = 0;

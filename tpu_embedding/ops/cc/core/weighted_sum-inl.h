@@ -1,4 +1,4 @@
-// Sums of scaled vectors, kept in registers: what lookup and update both do.
+// Sums scaled vectors in registers, for lookups and updates.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_WEIGHTED_SUM_INL_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_WEIGHTED_SUM_INL_H_
@@ -14,7 +14,7 @@ namespace tpu_embedding {
 
 constexpr int64_t kCacheLineBytes = 64;
 
-// kLocality: 3 into all caches, 2 into the second one and those behind it.
+// Prefetches: with kLocality 3 into all caches, with 2 not into the first.
 template <int kLocality = 3, class Element>
 TPU_EMBEDDING_INLINE void Prefetch(const Element* values, int64_t size) {
   constexpr int64_t kPerCacheLine = kCacheLineBytes / sizeof(Element);
@@ -27,8 +27,8 @@ TPU_EMBEDDING_INLINE void Prefetch(const Element* values, int64_t size) {
 // without effect and drops them, unless it is inlined.
 TPU_EMBEDDING_INLINE void KeepCalls() { asm volatile(""); }
 
-// How many rows ahead one is prefetched: 16 KiB, enough to cover a miss to
-// memory (~100 ns) with the work on the rows between, and little beside the
+// Returns how many rows ahead one is prefetched: 16 KiB, enough to cover a miss
+// to memory (~100 ns) with the work on the rows between, and little beside the
 // caches.
 inline int64_t RowsAhead(int64_t bytes_per_row) {
   return std::clamp<int64_t>((16 << 10) / std::max<int64_t>(bytes_per_row, 1),
@@ -87,11 +87,11 @@ TPU_EMBEDDING_INLINE void SumRest(const Terms& terms, int64_t begin,
   }
 }
 
-// Terms that are added one after the other.
+// The number of terms that are added one after the other.
 constexpr int64_t kTermsOfBlock = 4096;
 
-// The sum of the sums of blocks, by pairs of equally many blocks: its error
-// grows with the logarithm of their number.
+// Sums the sums of blocks by pairs of equally many blocks: its error grows with
+// the logarithm of their number.
 class SumOfBlocks {
  public:
   void Add(const float* block, int64_t dim) {
@@ -115,8 +115,8 @@ class SumOfBlocks {
   int64_t blocks_ = 0;
 };
 
-// The sum of many terms by blocks; a body of simd.h. `Terms::Run` writes the
-// sum of some terms to `out`.
+// Sums many terms by blocks; a body of simd.h. `Terms::Run` writes the sum of
+// some terms to `out`.
 template <class Terms>
 struct SumOfManyTerms {
   template <class F32xN>
@@ -132,7 +132,7 @@ struct SumOfManyTerms {
   }
 };
 
-// Whether terms are one block.
+// Returns whether terms are one block.
 TPU_EMBEDDING_INLINE bool AreFewTerms(int64_t begin, int64_t end) {
   return __builtin_expect(end - begin <= kTermsOfBlock, true);
 }
@@ -147,9 +147,9 @@ __attribute__((noinline, cold)) void SumManyTerms(const Terms& terms,
   RunOnThisCpu<SumOfManyTerms<Terms>>(terms, begin, end, dim, out);
 }
 
-// out[d] = sum over i in [begin, end) of gain(i) * vector(i)[d], for d < dim.
-// A null vector stands for zeros. Each element is summed in the order of i, so
-// that the bits do not depend on the width of the vectors.
+// Sets out[d] to the sum over i in [begin, end) of gain(i) * vector(i)[d], for
+// d < dim. A null vector stands for zeros. Each element is summed in the order
+// of i, so that the bits do not depend on the width of the vectors.
 template <class Widest, class Terms>
 TPU_EMBEDDING_INLINE void WeightedSum(const Terms& terms, int64_t begin,
                                       int64_t end, int64_t dim, float* out) {
@@ -178,8 +178,8 @@ TPU_EMBEDDING_INLINE void WeightedSum(const Terms& terms, int64_t begin,
   }
 }
 
-// In a fixed number of sums, whatever registers there are: one sum alone
-// would wait for each addition, and a number of its own for each clone would
+// Adds up a fixed number of sums, whatever registers there are: one sum alone
+// would wait for each addition, and a different number for each clone would
 // give other bits.
 TPU_EMBEDDING_INLINE float SumOfSquares(const float* __restrict g,
                                         int64_t dim) {

@@ -1,4 +1,4 @@
-// What a worker throws, carried to its caller.
+// Carries what a worker throws to its caller.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_WORKER_FAILURE_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_WORKER_FAILURE_H_

@@ -23,10 +23,10 @@ namespace {
 // Rough cycles for one entry and for one row, without those for their width.
 constexpr int64_t kCyclesPerEntry = 20;
 constexpr int64_t kCyclesPerRow = 50;
-// To count the hits of a row.
+// Rough cycles for counting the hits of a row.
 constexpr int64_t kCyclesPerHit = 10;
 
-// What one table's update needs while the op runs.
+// The needs of one table's update while the op runs.
 struct TableWork {
   const TableView* view = nullptr;
   RowGroups* merged = nullptr;  // of several replicas, or of a growing table
@@ -80,7 +80,7 @@ absl::Status Grow(const BatchQueue::Update& update,
   return absl::OkStatus();
 }
 
-// One after the other in memory, from `data` on; null: zeros.
+// Appends samples that lie in a row from `data` on; null stands for zeros.
 void AddSamples(const float* data, int64_t dim, int64_t count,
                 std::vector<const float*>* samples) {
   const int64_t width = data ? dim : 0;
@@ -122,7 +122,7 @@ void CollectGradients(const BatchQueue::Update& update, const TablePlan& table,
                      work->samples.data()};
 }
 
-// Groups what TpuEmbeddingPrepare has not: the batches of several replicas as
+// Groups what TpuEmbeddingPrepare did not: the batches of several replicas as
 // if they were one, and entries of growing tables.
 void GroupEntries(const Plan& plan, const BatchQueue::Update& update,
                   const ParallelFor& parallel_for,
@@ -161,7 +161,7 @@ int64_t Cycles(const RuleEntry& rule, const TableWork& work, int64_t rows) {
          rows * (kCyclesPerRow + width);
 }
 
-// Each observer from `next` on runs the next one, and the last the update.
+// Lets each observer from `next` on run the next one, and the last the update.
 void Observe(const Observers& observers, size_t next, const UpdatePiece& piece,
              const std::function<void()>& update) {
   if (next == observers.size()) return update();
@@ -209,7 +209,7 @@ void Run(const Plan& plan, const ParallelFor& parallel_for,
   });
 }
 
-// All replicas but one submit zeros.
+// Returns the rate of an update. All replicas but one submit zeros.
 float Rate(const BatchQueue::Update& update, int table) {
   float rate = 0.0f;
   for (const BatchQueue::Part& part : update.replicas) {
@@ -238,7 +238,7 @@ void Collect(const Plan& plan, const BatchQueue::Update& update,
   GroupEntries(plan, update, parallel_for, work);
 }
 
-// Of all replicas; those of the feature with the fewest.
+// Counts the samples of all replicas, by the feature that has the fewest.
 int64_t NumSamples(const BatchQueue::Update& update) {
   int64_t samples = 0;
   for (const BatchQueue::Part& part : update.replicas) {
@@ -252,7 +252,7 @@ int64_t NumSamples(const BatchQueue::Update& update) {
   return samples;
 }
 
-// Of a routed batch the senders know them.
+// Counts the samples of features. Those of a routed batch the senders count.
 void CountSamples(const BatchQueue::Update& update, const Plan& plan,
                   std::vector<CountedUpdate>* counted) {
   for (const BatchQueue::Part& part : update.replicas) {
@@ -265,8 +265,8 @@ void CountSamples(const BatchQueue::Update& update, const Plan& plan,
   }
 }
 
-// Before an update: whether rows make up for it later, or must be caught up
-// before it, as it updates all of them.
+// Decides before an update whether rows make up for it later, or must be caught
+// up before it, as it updates all of them.
 void BeginWaiting(const StepQueueResource& resource,
                   const ParallelFor& parallel_for,
                   std::vector<TableView>* views, std::vector<TableWork>* work) {
@@ -285,7 +285,7 @@ void BeginWaiting(const StepQueueResource& resource,
   }
 }
 
-// After an update.
+// Counts the update as a step of tables with rows that wait.
 void EndWaiting(const StepQueueResource& resource,
                 const ParallelFor& parallel_for,
                 const std::vector<TableView>& views,
@@ -368,7 +368,7 @@ absl::Status ApplyUpdates(tensorflow::OpKernelContext* context,
     views[t].waiting = &waiting->tables[t];
     views[t].shrinkage = waiting->steps.matrix<double>()(t, 2);
   }
-  // Last, so that whatever fails before leaves the update where it is.
+  // This comes last: whatever fails before leaves the update in the queue.
   while (std::optional<BatchQueue::Update> update = next()) {
     std::vector<TableWork> work(views.size());
     for (size_t t = 0; t < views.size(); ++t) {
@@ -377,8 +377,8 @@ absl::Status ApplyUpdates(tensorflow::OpKernelContext* context,
       work[t].options = plan.tables[t].options.get();
     }
     if (grows) {
-      // Of the errors there may be, TpuEmbeddingUpdate has met all but those
-      // of threads that update at one time: then the update is discarded.
+      // TpuEmbeddingUpdate has met all errors there may be but those of threads
+      // that update at one time: then the update is discarded.
       TF_RETURN_IF_ERROR(
           Grow(*update, tables, slots, *resource, WorkerPool(context), &work));
       TF_RETURN_IF_ERROR(MakeViews(*resource, tables, slots, &views));

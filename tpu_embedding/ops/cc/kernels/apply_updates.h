@@ -1,4 +1,4 @@
-// The gradients of updates -> tables and slots.
+// Applies the gradients of updates to tables and slots.
 
 #ifndef TPU_EMBEDDING_OPS_CC_KERNELS_APPLY_UPDATES_H_
 #define TPU_EMBEDDING_OPS_CC_KERNELS_APPLY_UPDATES_H_
@@ -14,23 +14,23 @@
 
 namespace tpu_embedding {
 
-// The tables and slots of a plan, which are locked.
+// Makes the views of a plan's tables and slots, which are locked.
 absl::Status MakeViews(const StepQueueResource& resource,
                        const std::vector<Variable>& tables,
                        const std::vector<Variable>& slots,
                        std::vector<TableView>* views);
 
-// The next update to apply, or none; called while the variables are locked.
+// Returns the next update, or none; called while the variables are locked.
 using NextUpdate = std::function<std::optional<BatchQueue::Update>()>;
 
-// Tables whose rows wait for their gradients, and the step that they take.
+// The tables whose rows wait for their gradients, and the step that they take.
 struct WaitingStep {
   WaitingTables tables;
   tensorflow::Tensor steps;  // see AdvanceTable
 };
 
 // Applies updates to the variables behind the resource inputs `tables` and
-// `slots`. What fails before the first one leaves it where it is. Each update
+// `slots`. An error before the first update leaves it in the queue. Each update
 // is a step of `waiting`, if there is one.
 absl::Status ApplyUpdates(tensorflow::OpKernelContext* context,
                           StepQueueResource* resource, const NextUpdate& next,

@@ -34,11 +34,11 @@ struct BatchVariant {
   SharedPlan plan;
   SharedBatch batch;
   absl::Status status;
-  // Of a lookup: when it began (StepQueue::BeginLookup), and whether its
-  // gradients came, which is once for all copies.
+  // When a lookup began (StepQueue::BeginLookup), and whether its gradients
+  // came, which they may once for all copies.
   std::optional<int64_t> epoch;
   std::shared_ptr<std::atomic<bool>> used;
-  // Of TpuEmbeddingRoute: what TpuEmbeddingReceiveBatch completes.
+  // What TpuEmbeddingRoute gives and TpuEmbeddingReceiveBatch completes.
   std::shared_ptr<RoutedBatch> routed;
 
   std::string TypeName() const { return "tpu_embedding::Batch"; }
@@ -47,7 +47,7 @@ struct BatchVariant {
   bool Decode(const tensorflow::VariantTensorData&) { return false; }
 };
 
-// The batch in a scalar variant tensor, which must be of `plan`.
+// Finds the batch in a scalar variant tensor. It must be of `plan`.
 inline absl::Status Unwrap(const tensorflow::Tensor& tensor, const Plan* plan,
                            const BatchVariant** value) {
   TF_RETURN_IF_ERROR(CheckScalar("batch", tensor));

@@ -1,5 +1,5 @@
-// TpuEmbeddingChannel and TpuEmbeddingChannelStatistics: what the processes of
-// one embedding exchange bytes over, and how much they have sent.
+// TpuEmbeddingChannel makes the channel over which the processes of one
+// embedding exchange bytes; TpuEmbeddingChannelStatistics tells the bytes sent.
 
 #include "kernels/channel.h"
 

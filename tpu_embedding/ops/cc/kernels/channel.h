@@ -1,4 +1,4 @@
-// What the processes of one embedding exchange bytes over.
+// The channel over which the processes of one embedding exchange bytes.
 
 #ifndef TPU_EMBEDDING_OPS_CC_KERNELS_CHANNEL_H_
 #define TPU_EMBEDDING_OPS_CC_KERNELS_CHANNEL_H_
@@ -22,7 +22,7 @@
 
 namespace tpu_embedding {
 
-// What exchanges are counted by.
+// The phases by which exchanges are counted.
 constexpr std::array<const char*, 5> kPhases = {
     "construction", "enqueue", "lookup", "update", "checkpoint"};
 
@@ -30,8 +30,8 @@ constexpr std::array<const char*, 5> kPhases = {
 // ahead of the steps has a lane of its own.
 constexpr std::array<const char*, 2> kLanes = {"step", "enqueue"};
 
-// What an exchange is of a step of the user's: nothing, its first one, or one
-// that belongs to a step that has begun.
+// The part of an exchange in a step of the user's: none, its first exchange, or
+// one that belongs to a step that has begun.
 constexpr std::array<const char*, 3> kRoles = {"", "begins", "continues"};
 
 class Channel : public tensorflow::ResourceBase {
@@ -59,7 +59,7 @@ class Channel : public tensorflow::ResourceBase {
     std::atomic<int64_t> bytes_sent{0};  // without headers
   };
   std::array<Phase, kPhases.size()> phases;
-  // By process, until what it sent had arrived.
+  // The time until the messages of each process had arrived.
   std::vector<std::atomic<int64_t>> waited_microseconds;
   std::array<std::atomic<int64_t>, kLanes.size()> sequences{};  // exchanges
   std::atomic<int64_t> last_run{0};  // of the lane of the steps
@@ -92,14 +92,14 @@ class ChannelKeys {
   std::set<std::string> keys_;
 };
 
-// The refusal of an op in one process, which is sent to all: "", or a code and
-// a text. An exchange fails in every process if any process refuses.
+// Returns the refusal of an op in one process, which is sent to all: "", or a
+// code and a text. An exchange fails in every process if any process refuses.
 inline std::string Refusal(const absl::Status& status) {
   if (status.ok()) return "";
   return absl::StrCat(static_cast<int>(status.code()), "\n", status.message());
 }
 
-// The error that `Refusal` wrote, with `prefix` before its text.
+// Returns the error that `Refusal` wrote, with `prefix` before its text.
 inline absl::Status FromRefusal(absl::string_view refusal,
                                 absl::string_view prefix = "") {
   if (refusal.empty()) return absl::OkStatus();

@@ -1,5 +1,5 @@
-// TpuEmbeddingExchange: each process sends each other one message. Headers are
-// compared first, so that calls that differ are refused in all processes.
+// TpuEmbeddingExchange sends one message from each process to each other one.
+// Headers are compared first: calls that differ are refused in all processes.
 
 #include <algorithm>
 #include <atomic>
@@ -76,12 +76,12 @@ role: what it is of a step: see kernels/channel.h.
 )doc");
 
 constexpr int64_t kAlignment = 64;
-// After this time a line says which processes are waited for.
+// After this time a log line tells which processes are waited for.
 constexpr int64_t kReminderSeconds = 10;
-// At the end of its time an exchange asks so long for other calls.
+// At its timeout an exchange waits so long for answers from other calls.
 constexpr int64_t kAnswerSeconds = 2;
 
-// What comes before a message.
+// The header that comes before a message.
 enum Header : int {
   kSequence,
   kCall,
@@ -96,7 +96,7 @@ enum Header : int {
 };
 constexpr size_t kNameBytes = (kHeaderSize - kName) * sizeof(int64_t);
 
-// Of kPhases.
+// Indices in kPhases.
 constexpr int kEnqueuePhase = 1, kLookupPhase = 2, kUpdatePhase = 3;
 constexpr int kBegins = 1, kContinues = 2;  // of kRoles
 constexpr int kStepLane = 0;                // of kLanes
@@ -298,7 +298,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     return headers_[process].flat<int64_t>()(field);
   }
 
-  // The first process whose exchange has that role, or -1.
+  // Returns the first process whose exchange has that role, or -1.
   int FirstWith(int role) const {
     for (int p = 0; p < size(); ++p) {
       if (Field(p, kRole) == role) return p;
@@ -306,8 +306,8 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     return -1;
   }
 
-  // Whether some processes have left the step that the others are in, and have
-  // begun another one.
+  // Returns whether some processes have left the step that the others are in,
+  // and have begun another one.
   bool IsLeft() const {
     const int begins = FirstWith(kBegins), continues = FirstWith(kContinues);
     if (begins < 0 || continues < 0) return false;
@@ -323,14 +323,14 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     return true;
   }
 
-  // What the user called in a process, once the calls are swapped.
+  // Returns what the user called in a process. The calls must be swapped.
   std::string CallOf(int process) const {
     const std::string text = TextOf(process);
     return text.empty() ? kPhases[Field(process, kPhase)] : text;
   }
 
-  // The step is discarded everywhere. Those that begin another one wait for the
-  // others.
+  // Discards the step everywhere. Processes that begin another step wait for
+  // the others.
   void LeaveStep() {
     const int begins = FirstWith(kBegins), continues = FirstWith(kContinues);
     if (queue_) {
@@ -366,7 +366,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     }
   }
 
-  // What one process has left is discarded in all.
+  // Discards in all processes what one process has left in its queue.
   void BeginRun() {
     const bool in_steps = lane_ == kStepLane;
     int64_t left = 0;
@@ -375,7 +375,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
                            in_steps && is_traced_, left);
   }
 
-  // Tells calls apart: FNV-1a, which is the same in all processes.
+  // Numbers calls to tell them apart, by FNV-1a, which is the same everywhere.
   int64_t CallNumber() const {
     uint64_t number = 0xcbf29ce484222325u;
     for (const char c : call_) {
@@ -384,8 +384,8 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     return static_cast<int64_t>(number);
   }
 
-  // Every process tells every other one its `text`, whose length is a field of
-  // its header; then `next`.
+  // Sends the `text` of every process to every other one; its length is a field
+  // of its header. Then calls `next`.
   void SwapTexts(const char* what, const std::string& text, Header length,
                  const std::function<void()>& next) {
     Tensor own(tensorflow::DT_UINT8, {static_cast<int64_t>(text.size())});
@@ -408,7 +408,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
                        texts_[process].NumElements());
   }
 
-  // The same error in every process.
+  // Fails with the same error in every process: it tells what each called.
   void NameCalls() {
     int other = 0;
     while (other + 1 < size() && TextOf(other) == TextOf(0)) ++other;
@@ -471,9 +471,9 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
         status.message()));
   }
 
-  // Which process a failure is about, or -1. Once TensorFlow's coordination
-  // service has noticed a lost process, every message fails, also that to
-  // another `peer`; its text names the lost one.
+  // Returns which process a failure is about, or -1. Once TensorFlow's
+  // coordination service has noticed a lost process, every message fails, also
+  // that to another `peer`; its text names the lost one.
   int Lost(absl::string_view message, int peer) const {
     int lost = peer;
     size_t first = absl::string_view::npos;
@@ -489,7 +489,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
         lost = p;
       }
     }
-    // The service itself does not answer, and process 0 runs it.
+    // The service itself does not answer: process 0, which runs it, is lost.
     if (first == absl::string_view::npos && channel_->rank != 0 &&
         absl::StrContains(message, "CoordinationService")) {
       return 0;
@@ -503,9 +503,9 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
                  << ", at most " << channel_->timeout_seconds << " s.";
   }
 
-  // The time is over. Before the job ends, asks the processes that are waited
-  // for whether they wait elsewhere: in the other lane, or in another
-  // embedding.
+  // Handles the end of the time. Before the job ends, asks the processes that
+  // are waited for whether they wait elsewhere: in the other lane, or in
+  // another embedding.
   void Expire() {
     const auto self = shared_from_this();
     executor_->Ref();
@@ -525,7 +525,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     }
   }
 
-  // What a process calls that waits elsewhere.
+  // Tells what a process calls that waits elsewhere.
   std::string Elsewhere(int process, const std::string& channel,
                         const Tensor& header) const {
     const auto fields = header.flat<int64_t>();
@@ -601,7 +601,7 @@ class ExchangeOp : public AsyncOpKernel {
   }
 
  private:
-  // The index in `names` of what an attribute is.
+  // Finds the index in `names` of the value of an attribute.
   template <typename Names>
   static absl::Status Find(OpKernelConstruction* context, const char* attribute,
                            const Names& names, int* index) {

@@ -25,7 +25,7 @@ const int64_t* Int64s(const Tensor& tensor) {
   return reinterpret_cast<const int64_t*>(tensor.flat<int64_t>().data());
 }
 
-// The core trusts these sizes.
+// Checks the structure, because the core trusts these sizes.
 absl::Status CheckStructure(const FeatureSpec& spec,
                             const FeatureInput& input) {
   const int64_t rank = input.shape.size();
@@ -78,7 +78,7 @@ absl::Status FeatureInputs::Read(OpKernelConstruction* context,
   return CheckTypes(context);
 }
 
-// Run for each batch, the reading of inputs relies on these types.
+// Checks types once, because the reading of each batch relies on them.
 absl::Status FeatureInputs::CheckTypes(OpKernelConstruction* context) const {
   const int64_t num_features = specs_.size();
   TF_RETURN_IF_ERROR(

@@ -1,4 +1,4 @@
-// The inputs of the ops that take raw features.
+// Reads the inputs of the ops that take raw features.
 
 #ifndef TPU_EMBEDDING_OPS_CC_KERNELS_FEATURE_INPUTS_H_
 #define TPU_EMBEDDING_OPS_CC_KERNELS_FEATURE_INPUTS_H_

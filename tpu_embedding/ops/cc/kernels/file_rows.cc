@@ -1,4 +1,4 @@
-// TpuEmbeddingFileRows: rows of a table in a file.
+// TpuEmbeddingFileRows reads rows of a table in a file.
 
 #include "core/file_rows.h"
 

@@ -46,7 +46,7 @@ absl::Status ReadGradients(OpKernelContext* context, const Plan& plan,
   TF_RETURN_IF_ERROR(context->input("rates", &rates));
   TF_RETURN_IF_ERROR(
       CheckLength("has_gradient", has_gradient.size(), plan.features.size()));
-  // On a worker none: each server has its own.
+  // A worker has no rates: each server has its own.
   const bool has_rates = !plan.placement.served;
   TF_RETURN_IF_ERROR(CheckLength("rates", rates->NumElements(),
                                  has_rates ? plan.tables.size() : 0));

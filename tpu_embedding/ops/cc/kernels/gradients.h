@@ -11,11 +11,11 @@
 
 namespace tpu_embedding {
 
-// The attribute "has_gradient", by feature, checked against "num_gradients".
+// Reads the attribute "has_gradient", by feature; checks "num_gradients".
 absl::Status ReadHasGradient(tensorflow::OpKernelConstruction* context,
                              std::vector<bool>* has_gradient);
 
-// The inputs "gradients" and "rates".
+// Reads the inputs "gradients" and "rates".
 absl::Status ReadGradients(tensorflow::OpKernelContext* context,
                            const Plan& plan,
                            const std::vector<bool>& has_gradient,

@@ -1,5 +1,5 @@
-// Lookups of a growing table whose update is to come: what they found, and the
-// rows that they hold until then.
+// Remembers lookups of a growing table whose update is to come: what they
+// found, and the rows that they hold until then.
 
 #include <algorithm>
 #include <utility>
@@ -9,7 +9,7 @@
 namespace tpu_embedding {
 namespace {
 
-// What found rows for the update of a batch.
+// Returns the batch whose lookup found rows for the update of `batch`.
 const GrowingTable::SharedBatch& LookupOf(
     const GrowingTable::SharedBatch& batch) {
   return batch->looked_up ? batch->looked_up : batch;
@@ -31,7 +31,7 @@ absl::Status GrowingTable::Await(const SharedBatch& batch,
     for (const auto& known : pending_) {
       if (SharedBatch part = known.lock()) pending.push_back(std::move(part));
     }
-    // After a reset nothing pends.
+    // A reset has discarded the pending update.
     if (pending.empty() || pending.size() != pending_.size()) {
       return absl::OkStatus();
     }

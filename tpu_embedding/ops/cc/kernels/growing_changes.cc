@@ -1,4 +1,4 @@
-// The ids of a growing table that changed, for consumers of deltas.
+// Tells consumers of deltas which ids of a growing table changed.
 
 #include <algorithm>
 #include <utility>

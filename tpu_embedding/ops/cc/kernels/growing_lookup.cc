@@ -1,4 +1,4 @@
-// A lookup of growing tables: which row each entry reads.
+// Looks ids up in growing tables: finds which row each entry reads.
 
 #include <algorithm>
 #include <numeric>
@@ -226,7 +226,7 @@ absl::Status GrowingTable::Place(const SharedBatch& batch, Purpose purpose,
   }
   const bool has_shared = vocabulary_->options().unknown == Unknown::kShared &&
                           borrows.size() < ids.size();
-  // The row that all share may not be there yet.
+  // The shared row may not exist yet.
   const bool borrows_shared = has_shared && vocabulary_->num_rows() == 0;
   if (borrows_shared) borrows.push_back(Vocabulary::kSharedId);
   std::vector<int32_t> rows;

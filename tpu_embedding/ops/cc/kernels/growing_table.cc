@@ -21,7 +21,7 @@ using tensorflow::Tensor;
 using tensorflow::TensorShape;
 using tensorflow::Var;
 
-// Arrays of rows that are kept for use again, for each feature.
+// The number of unused arrays of rows that are kept, for each feature.
 constexpr size_t kMostSpare = 4;
 
 uint64_t RandomSalt() {
@@ -29,7 +29,7 @@ uint64_t RandomSalt() {
   return static_cast<uint64_t>(device()) << 32 | device();
 }
 
-// The rows that there are, of memory that has room for more.
+// Shows the rows that exist, in memory that has room for more.
 class LiveRowsBuffer : public tensorflow::TensorBuffer {
  public:
   LiveRowsBuffer(std::shared_ptr<GrowingMemory> memory, char* data, size_t size)
@@ -73,7 +73,7 @@ absl::Status GrowingTable::Array::Adopt(int64_t num_rows,
 }
 
 void GrowingTable::Array::Show(int64_t num_rows, Var* variable) const {
-  // A read copies, so that nothing else refers to the memory.
+  // Reads copy, so that nothing else refers to the memory.
   variable->copy_on_read_mode.store(true);
   *variable->tensor() =
       Tensor(dtype, TensorShape({num_rows, width}),
@@ -88,7 +88,7 @@ GrowingTable::GrowingTable(const TablePlan& plan, int table,
       changed_rows_(changed_rows),
       salt_(RandomSalt()),
       vocabulary_(std::make_unique<Vocabulary>(*plan.vocabulary, salt_)) {
-  // `beside`: rows in front of the table, and after its last one.
+  // `beside` counts the rows in front of the table, and after its last one.
   const auto reserve = [&](tensorflow::DataType dtype, int64_t width,
                            int64_t beside) {
     Array array{nullptr, dtype, width};

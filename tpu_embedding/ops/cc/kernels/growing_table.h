@@ -40,7 +40,7 @@
 
 namespace tpu_embedding {
 
-// The numbers below 0 that are drawn above.
+// The numbers below 0 in the table above.
 constexpr int32_t kRowOfZeros = -1;
 constexpr int32_t WithoutRow(int64_t number) { return -2 - number; }
 constexpr int64_t NumberOf(int32_t without_row) { return -2 - without_row; }
@@ -54,7 +54,7 @@ class GrowingTable {
   // The features of a batch, or what each sender asked of this owner.
   using Sources = std::vector<const std::vector<FeatureCsr>*>;
 
-  // What is asked of one table, and found.
+  // The entries that are looked up in one table, and what was found.
   struct Query {
     Sources sources;
     std::vector<Rows> rows;   // by source
@@ -69,8 +69,8 @@ class GrowingTable {
   GrowingTable(const TablePlan& plan, int table,
                const ChangedRows& changed_rows);
 
-  // The rows that one lookup found. What has no row is in memory of its own,
-  // for as long as this lives.
+  // The rows that one lookup found. First values of ids without a row are in
+  // memory that is borrowed for as long as this lives.
   class Found {
    public:
     Found() = default;
@@ -78,7 +78,7 @@ class GrowingTable {
     Found(const Found&) = delete;
     Found& operator=(const Found&) = delete;
 
-    // Of a sender's feature, or of the only source.
+    // Returns the rows of a sender's feature, or of the only source's.
     const Buffer<int32_t>& rows(int source, int feature) const {
       return rows_[source][feature];
     }
@@ -90,8 +90,8 @@ class GrowingTable {
     std::vector<int32_t> borrowed_;  // places in front
   };
 
-  // Moves what was assigned to variables into the memory. `stored`, those of
-  // StoredRows, are unlocked.
+  // Moves values that were assigned to variables into the memory. `stored`, as
+  // of StoredRows, must be unlocked.
   absl::Status AdoptRows(const std::vector<tensorflow::Var*>& stored);
 
   // Finds the rows of a batch in some tables. In training they stay until its
@@ -106,7 +106,7 @@ class GrowingTable {
                            const std::vector<Search>& searches,
                            const ParallelFor& parallel_for);
 
-  // Where rows begin.
+  // Returns where rows begin.
   ConstTableData rows() const;
 
   // Fails if the update of these batches, one of each replica, would find the
@@ -115,7 +115,7 @@ class GrowingTable {
   absl::Status CheckRoom(const std::vector<SharedBatch>& batches, int64_t clock,
                          bool pends, const ParallelFor& parallel_for);
 
-  // Whether updates pass a clock, and that of the last one that is complete.
+  // Tells whether updates pass a clock, and that of the last complete one.
   bool has_clock() const { return plan_.vocabulary->has_clock; }
   int64_t clock() const { return clock_; }
   void set_clock(int64_t clock) { clock_ = clock; }
@@ -128,15 +128,15 @@ class GrowingTable {
     Update(const Update&) = delete;
     Update& operator=(const Update&) = delete;
 
-    // The entries of a feature of the batches of all replicas or senders, and
-    // their rows, for GroupByRow with this many rows: the last one stands for
-    // entries that are dropped.
+    // Return the entries of a feature of the batches of all replicas or
+    // senders, and their rows, for GroupByRow with this many rows: the last one
+    // stands for entries that are dropped.
     int num_sources() const { return sources_.size(); }
     FeatureEntries entries(int source, int feature) const {
       return {(*sources_[source])[feature], rows_[source][feature]};
     }
     int64_t num_rows() const { return num_rows_ + 1; }
-    // Rows that began with this update, and their ids.
+    // Returns the rows that began with this update, and their ids.
     const std::vector<Vocabulary::RowOfId>& created() const { return created_; }
 
     // Removes the entries that are dropped.
@@ -148,8 +148,8 @@ class GrowingTable {
     std::unique_lock<SharedMutex> lock_;
     std::vector<SharedBatch> batches_;
     std::vector<Query> queries_;  // by batch
-    // The ids that have no row now; and for each query where each of its
-    // unknown ids is now: its row, or -2 less its number here.
+    // The ids that have no row now, and for each query the place of each of its
+    // unknown ids now: its row, or -2 less its number here.
     UnknownIds unknown_;
     std::vector<std::vector<int32_t>> now_;
     Decision decision_;
@@ -159,9 +159,9 @@ class GrowingTable {
     std::vector<Rows> rows_;
     int64_t num_rows_ = 0;
   };
-  // One update of some tables. `Begin` leaves them as they were, and fails
-  // where the update cannot be; `Grow` changes them; their locks end with the
-  // updates.
+  // One update of some tables. `Begin` leaves the tables as they were, and
+  // fails if the update is impossible. `Grow` changes them. The locks end with
+  // the updates.
   struct Growth {
     GrowingTable* table;
     std::vector<tensorflow::Var*> arrays;  // StoredRows, then slots
@@ -173,41 +173,41 @@ class GrowingTable {
                             const ParallelFor& parallel_for);
   static void Grow(const std::vector<Growth>& growths,
                    const ParallelFor& parallel_for);
-  // Of an update that has grown: see Vocabulary.
+  // Counts hits of an update that has grown: see Vocabulary.
   void CountHits(const RowGroups& groups, int64_t begin, int64_t end) {
     vocabulary_->CountHits(groups, begin, end);
   }
-  // While no other update is.
+  // Must be called while no other update runs.
   int64_t num_rows() const { return vocabulary_->num_rows(); }
   const int64_t* ids() const { return vocabulary_->ids(); }
 
-  // Lets go of the rows that the lookup of this batch found, or of the batch
-  // whose update this is.
+  // Lets go of the rows that the lookup of this batch found, or the lookup of
+  // the batch whose update this is.
   void ForgetLookup(const SharedBatch& batch);
 
   // Evicts what the policy says, but not what lookups and updates wait for.
   int64_t Evict();
   VocabularyCounts counts() const;
 
-  // Reads the vocabulary, and of each of `arrays` the rows of its ids, and then
-  // the shared row.
+  // Reads the vocabulary, and from each of `arrays` the rows of its ids, and
+  // then the shared row.
   absl::Status Save(const std::vector<Variable>& arrays,
                     VocabularySnapshot* snapshot,
                     std::vector<tensorflow::Tensor>* values) const;
   // Replaces the vocabulary, and the rows of `arrays`, StoredRows and then
-  // slots, by those of `values`, as Save gives them. All or nothing.
+  // slots, by those of `values`, as Save gives them. Changes all or nothing.
   absl::Status Load(const VocabularySnapshot& snapshot,
                     const std::vector<tensorflow::Tensor>& values,
                     const std::vector<tensorflow::Var*>& arrays);
 
-  // The ids that changed for a consumer of deltas: see ChangedRows. Marked are
-  // ids with or without a row.
+  // Marks ids, with or without a row, as changed for a consumer of deltas: see
+  // ChangedRows.
   void MarkIds(const int64_t* ids, int64_t size, ConsumerRows* consumer);
   struct Changes {
     std::vector<int64_t> ids;      // ascending
     std::vector<int64_t> deleted;  // ids that lost their rows, ascending
     std::vector<int64_t> size;     // number of all ids that have rows
-    // Of each array the rows of the ids, and then the shared row.
+    // From each array the rows of the ids, and then the shared row.
     std::vector<tensorflow::Tensor> rows;
   };
   absl::Status TakeIds(const std::vector<Variable>& stored,
@@ -215,7 +215,7 @@ class GrowingTable {
   void CommitIds(ConsumerRows* consumer);
 
  private:
-  // What stores rows, or a slot.
+  // An array of stored rows, or of a slot.
   struct Array {
     std::shared_ptr<GrowingMemory> memory;
     tensorflow::DataType dtype;
@@ -227,39 +227,39 @@ class GrowingTable {
     char* row(int64_t number) const {
       return memory->data() + number * row_bytes();
     }
-    // Whether the variable's value is in the memory.
+    // Returns whether the variable's value is in the memory.
     bool Holds(const tensorflow::Var& variable) const;
     absl::Status Adopt(int64_t num_rows, const std::string& table,
                        tensorflow::Var* variable) const;
     void Show(int64_t num_rows, tensorflow::Var* variable) const;
   };
 
-  // Memory for so many first values in front of a table, and as many after its
-  // last row: of the ids without a row that lookups name at one time.
+  // The most first values that are in memory in front of a table, and after its
+  // last row: one for each id without a row that lookups name at one time.
   static constexpr int64_t kMaxBorrowedRows = int64_t{1} << 20;
   static constexpr int64_t kRowsPerChunk = 64;
   static constexpr int64_t kCyclesPerFirstValue = 10;
   static constexpr int64_t kCyclesPerUnknown = 400;
 
-  // Whether the variables' values are in the memory.
+  // Returns whether the variables' values are in the memory.
   bool HoldsRows(const std::vector<tensorflow::Var*>& stored) const;
   static void AddSources(const PreparedBatch& batch, Sources* sources);
-  // Looks up the ids of each query in its table, but those of sources whose
-  // rows are there.
+  // Looks up the ids of each query in its table, except for sources whose rows
+  // are known.
   static absl::Status Run(const std::vector<const GrowingTable*>& tables,
                           const std::vector<Query*>& queries,
                           const ParallelFor& parallel_for);
   void NumberUnknown(Query* query) const;
-  // Storage for rows, of some that were returned if there is any: fresh memory
-  // costs a page fault for each 4 KiB.
+  // Returns storage for rows, which was returned before if possible: fresh
+  // memory costs a page fault for each 4 KiB.
   Buffer<int32_t> NewRows(int64_t size) const;
   void Return(std::vector<Rows>* rows);
   static absl::Status FindLocked(const SharedBatch& batch, Purpose purpose,
                                  const std::vector<Search>& searches,
                                  const ParallelFor& parallel_for);
   absl::Status Await(const SharedBatch& batch, const ParallelFor& parallel_for);
-  // A lookup whose gradients may come while its batch lives. What it found is
-  // here once it is done, until a checkpoint is loaded.
+  // A lookup whose gradients may come while its batch lives. Keeps what it
+  // found once it is done, until a checkpoint is loaded.
   struct Awaited {
     std::weak_ptr<const PreparedBatch> batch;
     bool is_done = false;
@@ -271,20 +271,20 @@ class GrowingTable {
   // Begins and ends the memory of the lookup of a batch.
   void Expect(const SharedBatch& batch);
   void Forget(const SharedBatch& batch);
-  // Of a lookup that failed, which may not have written first values.
+  // Forgets a lookup that failed, which may not have written first values.
   void ForgetFailed(const SharedBatch& batch);
   // Decides what a lookup gives for ids without a row, and remembers it with
   // the rows until its update.
   void Give(const SharedBatch& batch, Purpose purpose, Query* query);
-  // The ids of Vocabulary::Give that live lookups promise, but that of `batch`,
-  // before `count` more ids.
+  // Returns the ids of Vocabulary::Give that live lookups, except that of
+  // `batch`, promise before `count` more ids.
   IdMap Promised(const SharedBatch& batch, int64_t count) const;
   // Takes what the lookup of a batch found and gave.
   void TakeGiven(const SharedBatch& batch, Query* query);
   absl::Status Decide(const Growth& growth);
   // Finds where the unknown ids of all queries are now.
   void FindUnknown(Update* update) const;
-  // Evicts and creates; the created rows have no values yet.
+  // Evicts and creates rows. The created rows have no values yet.
   void TakeRows(const Growth& growth);
   absl::Status CheckRoomLocked(const std::vector<SharedBatch>& batches,
                                int64_t clock, const ParallelFor& parallel_for);
@@ -295,22 +295,22 @@ class GrowingTable {
   void NoteIds(const std::vector<Vocabulary::RowOfId>& created);
   void Mark(const Vocabulary& vocabulary, int64_t id,
             ConsumerRows* consumer) const;
-  // The rows that ids have.
+  // Returns the rows that ids have.
   std::unique_ptr<RowBits> RowsOfIds(const Vocabulary& vocabulary) const;
   // Tells one consumer that `vocabulary` takes the place of the own one.
   void NoteReplaced(const Vocabulary& vocabulary, ConsumerRows* consumer) const;
-  // Holds the rows of all live lookups but those of `batches`, whose rows
+  // Holds the rows of all live lookups except those of `batches`, whose rows
   // `add_own` adds.
   Vocabulary::Hold HoldFor(const std::vector<SharedBatch>& batches,
                            const std::function<void(RowSet*)>& add_own) const;
   Vocabulary::Hold HoldFor(const Update& update) const;
   void AddRows(const std::vector<Rows>& rows, RowSet* held) const;
   void AddRowsOf(const int64_t* ids, int64_t size, RowSet* held) const;
-  // Memory for first values: the row that each reads.
+  // Takes memory for first values; `rows` gets the row that each id reads.
   absl::Status Borrow(const SharedBatch& batch, Purpose purpose,
                       const std::vector<int64_t>& ids, Found* found,
                       std::vector<int32_t>* rows);
-  // Decides what each unknown id reads; `first`: rows to be written before.
+  // Decides what each unknown id reads. `first` gets rows to be written before.
   absl::Status Place(const SharedBatch& batch, Purpose purpose,
                      const Query& query, Found* found,
                      std::vector<int32_t>* reads,
@@ -319,7 +319,7 @@ class GrowingTable {
   // Finds the first values that a lookup has written of rows that are created.
   void FindWritten(Update* update) const;
   void WriteFirst(int64_t id, int64_t row) const;
-  // `written`: the row that has its first values, or kNoRow.
+  // `written` is the row that has its first values, or kNoRow.
   void WriteCreated(const Vocabulary::RowOfId& created, int32_t written) const;
 
   const TablePlan& plan_;
@@ -332,13 +332,13 @@ class GrowingTable {
   size_t num_stored_ = 0;
 
   mutable std::mutex front_mutex_;
-  // Places in front that no lookup has: those that were returned, and all from
+  // Places in front that no lookup uses: those that were returned, and all from
   // `next_place_` on.
   std::vector<int32_t> free_places_;
   int32_t next_place_ = 0;
   // First values after the last row, of ids to which the update of the batch
-  // will give rows: these, unless others are free or another update comes
-  // before.
+  // will give rows: just these, unless others are free or another update comes
+  // first.
   struct Ahead {
     std::weak_ptr<const PreparedBatch> batch;
     int64_t first_row = 0;
@@ -347,7 +347,7 @@ class GrowingTable {
   Ahead ahead_;
   mutable std::vector<Buffer<int32_t>> spare_;
   std::vector<Awaited> awaited_;
-  // Those of the update that is complete, and will be applied later.
+  // The batches of the update that is complete and will be applied later.
   std::vector<std::weak_ptr<const PreparedBatch>> pending_;
   int64_t pending_clock_ = 0;
   std::atomic<int64_t> clock_{0};

@@ -1,4 +1,4 @@
-// An update of growing tables: which ids get rows, and which row each gradient
+// Updates growing tables: finds which ids get rows, and which row each gradient
 // trains.
 
 #include <algorithm>
@@ -102,7 +102,7 @@ void GrowingTable::FindUnknown(Update* update) const {
 absl::Status GrowingTable::Decide(const Growth& growth) {
   Update& update = *growth.update;
   for (size_t b = 0; b < update.queries_.size(); ++b) {
-    // Where no lookup is known, it is now.
+    // If no lookup gave anything for the unknown ids, this decides it now.
     Query& query = update.queries_[b];
     if (query.given.size() == query.unknown.ids.size()) continue;
     Expect(update.batches_[b]);
@@ -174,7 +174,7 @@ void GrowingTable::TakeRows(const Growth& growth) {
   const bool shares = vocabulary_->options().unknown == Unknown::kShared;
   for (size_t b = 0; b < update.queries_.size(); ++b) {
     Query& query = update.queries_[b];
-    // What the gradients of each unknown id train.
+    // The row that the gradients of each unknown id train.
     std::vector<int32_t> trained(query.unknown.ids.size());
     for (size_t i = 0; i < trained.size(); ++i) {
       int32_t row = update.now_[b][i];
@@ -199,7 +199,7 @@ void GrowingTable::TakeRows(const Growth& growth) {
 }
 
 void GrowingTable::FindWritten(Update* update) const {
-  // Both are in the order of first sight.
+  // Both lists are in the order in which ids are first seen.
   auto id = ahead_.ids.begin();
   const auto end = ahead_.ids.end();
   const int64_t end_row = ahead_.first_row + ahead_.ids.size();
@@ -209,7 +209,7 @@ void GrowingTable::FindWritten(Update* update) const {
     const int32_t written = id == end ? kNoRow : place;
     update->written_.push_back(written);
     if (written == created.row) continue;
-    // A row that is created where first values of another are overwrites them.
+    // A created row that lies among first values of others overwrites them.
     if (ahead_.first_row <= created.row && created.row < end_row) {
       update->written_.assign(update->created_.size(), kNoRow);
       return;

@@ -1,4 +1,4 @@
-// Huge pages under tables and slots.
+// Asks for huge pages under tables and slots.
 
 #ifndef TPU_EMBEDDING_OPS_CC_KERNELS_HUGE_PAGES_H_
 #define TPU_EMBEDDING_OPS_CC_KERNELS_HUGE_PAGES_H_
@@ -17,8 +17,8 @@ class HugePages {
  public:
   explicit HugePages(size_t num_buffers) : known_(num_buffers) {}
 
-  // Advises the buffer of the variable with number `index`, unless that was
-  // the one at the last call.
+  // Advises the buffer of the variable with number `index`, unless it is the
+  // buffer of the last call.
   void Advise(size_t index, const tensorflow::Tensor& value);
 
  private:

@@ -1,4 +1,4 @@
-// TpuEmbeddingEncodeRows: rows of int8 that are written by their values.
+// TpuEmbeddingEncodeRows writes rows of int8 by their values.
 
 #include "core/int8-inl.h"
 #include "core/parallel.h"

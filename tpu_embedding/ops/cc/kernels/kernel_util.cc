@@ -18,8 +18,8 @@ using tensorflow::Var;
 
 namespace {
 
-// One global order of locks, without repeats, so that two ops over the same
-// tables cannot wait for each other.
+// Sorts locks into one global order, without repeats, so that two ops over the
+// same tables cannot wait for each other.
 void SortUnique(std::vector<Var*>* variables) {
   std::sort(variables->begin(), variables->end());
   variables->erase(std::unique(variables->begin(), variables->end()),
@@ -45,7 +45,7 @@ constexpr tensorflow::DataTypeSet kTableTypes =
     tensorflow::ToSet(tensorflow::DT_BFLOAT16) |
     tensorflow::ToSet(tensorflow::DT_UINT8);
 
-// The arrays of table `t`, which CheckTables has checked.
+// Returns the arrays of table `t`, which CheckTables has checked.
 std::array<void*, 2> ArraysOf(const std::vector<Variable>& tables,
                               const Plan& plan, size_t t) {
   const int64_t grids = plan.tables[t].grids;
@@ -111,7 +111,7 @@ absl::Status CheckScalar(const char* name, const Tensor& tensor) {
 
 absl::Status ActivationShape(const std::vector<int64_t>& samples, int64_t dim,
                              tensorflow::TensorShape* shape) {
-  // Of status, where the constructor of a shape would end the process.
+  // This gives a status; the constructor of a shape would end the process.
   absl::InlinedVector<int64_t, 4> axes(samples.begin(), samples.end());
   axes.push_back(dim);
   return tensorflow::TensorShape::BuildTensorShape(axes, shape);
@@ -285,7 +285,7 @@ absl::Status LookUpCounters(OpKernelContext* context,
 int64_t AddTo(Var* counter, int64_t number) {
   const tensorflow::mutex_lock lock(*counter->mu());
   const int64_t before = counter->tensor()->scalar<int64_t>()();
-  // A new buffer: readers of the counter may share the old one.
+  // The buffer is new: readers of the counter may share the old one.
   Tensor after(tensorflow::DT_INT64, {});
   after.scalar<int64_t>()() = before + number;
   *counter->tensor() = after;

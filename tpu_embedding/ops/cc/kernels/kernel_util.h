@@ -17,11 +17,11 @@
 
 namespace tpu_embedding {
 
-// TensorFlow's CPU worker pool. What a worker throws is thrown again to the
-// caller, once all workers are done.
+// Returns TensorFlow's CPU worker pool. What a worker throws is thrown again to
+// the caller, once all workers are done.
 ParallelFor WorkerPool(tensorflow::OpKernelContext* context);
 
-// The core's errors in values, and its errors in the order of calls.
+// Make statuses of the core's errors in values, and in the order of calls.
 absl::Status InvalidArgument(const Error& error);
 absl::Status FailedPrecondition(const Error& error);
 
@@ -30,8 +30,8 @@ absl::Status FailedPrecondition(const Error& error);
 // have changed anything by then.
 absl::Status WithinMemory(const std::function<absl::Status()>& body);
 
-// In a graph that was edited by hand, the lists of an op may not fit together.
-// Fails unless `length`, that of the list `name`, is `expected`.
+// Fails unless `length`, that of the list `name`, is `expected`. The lists of
+// an op may not fit together in a graph that was edited by hand.
 absl::Status CheckLength(const char* name, int64_t length, int64_t expected);
 
 // Fails unless all of `indices`, the list `name`, are in [0, end).
@@ -41,11 +41,11 @@ absl::Status CheckIndices(const char* name, const std::vector<int>& indices,
 // Fails unless `tensor`, the input `name`, has one element.
 absl::Status CheckScalar(const char* name, const tensorflow::Tensor& tensor);
 
-// The shape of activations: `samples`, then `dim`.
+// Makes the shape of activations: `samples`, then `dim`.
 absl::Status ActivationShape(const std::vector<int64_t>& samples, int64_t dim,
                              tensorflow::TensorShape* shape);
 
-// The same for feature `feature` of a plan; fails unless the shape fits
+// Does the same for feature `feature` of a plan; fails unless the shape fits
 // `traced`.
 struct Plan;
 absl::Status ActivationShape(const Plan& plan, size_t feature,
@@ -53,22 +53,22 @@ absl::Status ActivationShape(const Plan& plan, size_t feature,
                              const tensorflow::PartialTensorShape& traced,
                              tensorflow::TensorShape* shape);
 
-// Sets the shapes of an op's first outputs: activations, of the attribute
+// Sets the shapes of an op's first outputs, the activations, by the attribute
 // `output_shapes`.
 absl::Status ActivationShapes(
     tensorflow::shape_inference::InferenceContext* context);
 
 using Variable = tensorflow::core::RefCountPtr<tensorflow::Var>;
 
-// The variables behind the resource inputs `name`, of rank `dims` and one of
-// `types`. `rule` says so in an error.
+// Looks up the variables behind the resource inputs `name`, of rank `dims` and
+// one of `types`. Errors quote `rule`.
 absl::Status LookUpVariables(tensorflow::OpKernelContext* context,
                              const char* name, int dims,
                              tensorflow::DataTypeSet types, const char* rule,
                              std::vector<Variable>* variables);
 
-// The variables behind the resource inputs `arrays`, of tables and slots. Each
-// must hold a matrix of one of the types of TableData.
+// Looks up the variables behind the resource inputs `arrays`, of tables and
+// slots. Each must hold a matrix of one of the types of TableData.
 absl::Status LookUpArrays(tensorflow::OpKernelContext* context,
                           std::vector<Variable>* arrays);
 
@@ -79,14 +79,14 @@ absl::Status LookUpArrays(tensorflow::OpKernelContext* context,
                           const Plan& plan, std::vector<Variable>* tables,
                           std::vector<Variable>* slots);
 
-// The variables that store the rows of table `t`.
+// Returns the variables that store the rows of table `t`.
 std::vector<tensorflow::Var*> StoredRows(const std::vector<Variable>& tables,
                                          const Plan& plan, size_t t);
 
-// The type of the first array of a table.
+// Returns the type of the first array of a table.
 tensorflow::DataType DataTypeOf(RowStorage storage);
 
-// The rows of table `t`. CheckTables must have checked the tables.
+// Return the rows of table `t`. CheckTables must have checked the tables.
 TableData RowsOf(const std::vector<Variable>& tables, const Plan& plan,
                  size_t t);
 ConstTableData ConstRowsOf(const std::vector<Variable>& tables,
@@ -96,14 +96,14 @@ ConstTableData ConstRowsOf(const std::vector<Variable>& tables,
 // dtype of the plan. The tables must be locked.
 absl::Status CheckTables(const std::vector<Variable>& tables, const Plan& plan);
 
-// The int64 scalars behind the resource inputs `counters`.
+// Looks up the int64 scalars behind the resource inputs `counters`.
 absl::Status LookUpCounters(tensorflow::OpKernelContext* context,
                             std::vector<Variable>* counters);
 
 // Adds to a counter; returns the value before.
 int64_t AddTo(tensorflow::Var* counter, int64_t number);
 
-// Read locks on all of `variables` and `more`, taken in one global order.
+// Holds read locks on all of `variables` and `more`, taken in one global order.
 class ReadLocks {
  public:
   explicit ReadLocks(const std::vector<Variable>& variables,
@@ -116,10 +116,10 @@ class ReadLocks {
   std::vector<tensorflow::Var*> variables_;
 };
 
-// Write locks on all of `variables`. Once locked, their buffers may be written
-// in place: a tensor read before keeps its value, by TensorFlow's contract for
-// sparse updates (the buffer is copied once if it is shared, and from then on
-// a read copies).
+// Holds write locks on all of `variables`. Once locked, their buffers may be
+// written in place: a tensor read before keeps its value, by TensorFlow's
+// contract for sparse updates (the buffer is copied once if it is shared, and
+// from then on a read copies).
 class WriteLocks {
  public:
   explicit WriteLocks(const std::vector<tensorflow::Var*>& variables);

@@ -1,5 +1,4 @@
-// TpuEmbeddingLookup: a prepared batch, or the next one of the queue ->
-// activations.
+// TpuEmbeddingLookup looks up a prepared batch, or the next one of the queue.
 
 #include "core/lookup.h"
 
@@ -132,7 +131,7 @@ class LookupOp : public tensorflow::OpKernel {
     std::vector<CaughtUp> caught_up;         // by feature
   };
 
-  // Everything that can fail.
+  // Does everything that can fail.
   absl::Status Allocate(OpKernelContext* context, const SharedBatch& shared,
                         const std::vector<Variable>& tables,
                         StepQueueResource* resource, Outputs* outputs) const {

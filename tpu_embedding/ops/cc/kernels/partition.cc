@@ -1,5 +1,5 @@
-// TpuEmbeddingPartition: raw features of one replica -> the padded, partitioned
-// CSR of each stacked table, as the SparseCore ops take it.
+// TpuEmbeddingPartition turns raw features of one replica into the padded,
+// partitioned CSR of each stacked table, as the SparseCore ops take it.
 
 #include <algorithm>
 #include <cstdint>
@@ -28,7 +28,7 @@ using tensorflow::Tensor;
 using tensorflow::TensorShape;
 using tensorflow::shape_inference::InferenceContext;
 
-// One stacked table of the plan, and the limits of its partitions.
+// Reads one stacked table of the plan, and the limits of its partitions.
 absl::Status ReadTable(const Record& record, CsrTable* table) {
   TF_RETURN_IF_ERROR(record.Get("name", &table->name));
   TF_RETURN_IF_ERROR(record.Get("rows", &table->rows));
@@ -48,7 +48,7 @@ absl::Status ReadPlace(const Record& record, CsrFeature* feature) {
   return record.Get("max_valency", &feature->max_valency);
 }
 
-// What the record in the attribute "plan" says of tables, features and chips.
+// Reads what the attribute "plan" records of tables, features and chips.
 absl::Status ReadSetup(const std::string& plan, CsrSetup* setup, bool* padded) {
   Record record;
   TF_RETURN_IF_ERROR(record.Parse(plan));
@@ -98,7 +98,7 @@ absl::Status CheckNumTables(int64_t num_tables, int64_t num_positions,
                     [](const CsrTable& t) { return t.keep_positions; }));
 }
 
-// The tables' sizes are known before any batch where the tensors are padded.
+// Sets the shapes. The sizes of padded tensors are known before any batch.
 absl::Status PartitionShape(InferenceContext* context) {
   CsrSetup setup;
   bool padded = false;
@@ -335,7 +335,7 @@ class PartitionOp : public tensorflow::OpKernel {
   FeatureInputs features_;
   CsrSetup setup_;
   bool padded_ = true;
-  // Calls of tf.data run side by side; each has a batch of its own.
+  // Calls of tf.data run side by side, and each has a batch of its own.
   const std::shared_ptr<BatchPool<CsrBatch>> pool_ =
       std::make_shared<BatchPool<CsrBatch>>();
 };

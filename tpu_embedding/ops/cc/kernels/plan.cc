@@ -13,7 +13,7 @@ namespace {
 using tensorflow::NameAttrList;
 using tensorflow::OpKernelConstruction;
 
-// The value that `names` has for `name`, the content of the field `field`.
+// Finds the value of `name`, the content of the field `field`, in `names`.
 template <class T>
 absl::Status Choose(const char* field, const std::string& name,
                     const std::map<std::string, T>& names, T* value) {
@@ -95,7 +95,7 @@ absl::Status ReadFirstValues(const Record& record, FirstValues* values) {
   return Choose("first_values", kind, *kinds, &values->kind);
 }
 
-// The vocabulary of a growing table, for which `rows` is the most it may have.
+// Reads the vocabulary of a growing table, which has at most `rows` rows.
 absl::Status ReadVocabulary(const Record& record, TablePlan* table) {
   static const auto* unknowns =
       new std::map<std::string, Unknown>{{"zeros", Unknown::kZeros},
@@ -325,7 +325,7 @@ absl::Status ReadPlan(OpKernelConstruction* context, SharedPlan* plan) {
     return status;
   }
   kept = *plan = parsed;
-  // Plans that no op uses any more are removed.
+  // This removes plans that no op uses any more.
   for (auto entry = known->begin(); entry != known->end();) {
     entry = entry->second.expired() ? known->erase(entry) : std::next(entry);
   }

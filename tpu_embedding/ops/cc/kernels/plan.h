@@ -33,7 +33,7 @@ class Record {
   explicit Record(tensorflow::NameAttrList fields)
       : fields_(std::move(fields)) {}
 
-  // The record in the string attribute `name` of an op.
+  // Reads the record in the string attribute `name` of an op.
   absl::Status Read(tensorflow::OpKernelConstruction* context,
                     const char* name);
   absl::Status Parse(const std::string& text);
@@ -53,7 +53,7 @@ class Record {
   tensorflow::NameAttrList fields_;
 };
 
-// A feature without what the kind of its input and build() add.
+// Reads a feature, without what the kind of its input and build() add.
 absl::Status ReadFeature(const Record& record, FeatureSpec* spec);
 
 struct TablePlan {
@@ -69,11 +69,11 @@ struct TablePlan {
   std::vector<float> hyperparameters;
   std::shared_ptr<const RowOptions> options;
   uint64_t rounding_seed = 0;
-  // Where rows wait for their gradients: what a step without one does to them,
-  // and of how many steps that is kept. Null where they do not wait.
+  // What a step without a gradient does to rows that wait for one, and of how
+  // many steps it is kept. Null if rows do not wait.
   std::shared_ptr<const IdleRule> idle;
   int64_t history = 0;
-  // Of a growing table, whose `rows` are the most that it may have.
+  // The vocabulary of a growing table, which may have at most `rows` rows.
   std::optional<VocabularyOptions> vocabulary;
   std::vector<float> first_slots;  // what new rows of its slots start as
 };
@@ -85,8 +85,8 @@ struct StackPlan {
   bool grows = false;                   // the one table of it
 };
 
-// Everything that the ops of one embedding share. The same text gives the same
-// object: ops belong together if their plans are one.
+// Everything that the ops of one embedding share. Equal texts give the same
+// object: ops belong together if they have the same plan.
 struct Plan {
   std::vector<FeatureSpec> features;
   std::vector<int> feature_tables;
@@ -102,7 +102,7 @@ struct Plan {
   bool bfloat16_wire = false;  // float32 values travel as bfloat16
 
   int64_t dim(int feature) const { return tables[feature_tables[feature]].dim; }
-  // By table, whether it grows.
+  // Returns whether each table grows.
   std::vector<bool> growing() const {
     std::vector<bool> found;
     for (const TablePlan& table : tables) {
@@ -113,7 +113,7 @@ struct Plan {
 };
 using SharedPlan = std::shared_ptr<const Plan>;
 
-// The plan in the string attribute "plan".
+// Reads the plan in the string attribute "plan".
 absl::Status ReadPlan(tensorflow::OpKernelConstruction* context,
                       SharedPlan* plan);
 

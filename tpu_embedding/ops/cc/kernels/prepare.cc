@@ -1,4 +1,4 @@
-// TpuEmbeddingPrepare: raw features of one replica -> a prepared batch.
+// TpuEmbeddingPrepare turns raw features of one replica into a prepared batch.
 
 #include <memory>
 #include <utility>

@@ -1,5 +1,5 @@
-// TpuEmbeddingBeginPushes, TpuEmbeddingCurrentPush: under which number a
-// scheduled function pushes its gradients.
+// TpuEmbeddingBeginPushes and TpuEmbeddingCurrentPush set and tell the number
+// under which a scheduled function pushes gradients.
 //
 // The number is known by the id of the run, not by a tensor that would have to
 // be passed through the user's functions: those may be traced before, and are

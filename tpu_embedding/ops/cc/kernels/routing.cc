@@ -1,5 +1,5 @@
-// TpuEmbeddingRoute and TpuEmbeddingReceiveBatch: which rows each process asks
-// which owner for.
+// TpuEmbeddingRoute and TpuEmbeddingReceiveBatch tell which process asks which
+// owner for which rows.
 
 #include "core/routing.h"
 
@@ -75,7 +75,7 @@ training: as of TpuEmbeddingRoute.
 
 using RoutedPool = BatchPool<RoutedBatch>;
 
-// A batch to reuse, which does not keep the one that was looked up.
+// Takes a batch to reuse, which does not keep the one that was looked up.
 std::shared_ptr<RoutedBatch> TakeFrom(RoutedPool* pool) {
   const std::shared_ptr<RoutedBatch> batch = pool->Take();
   return {batch.get(),
@@ -104,8 +104,7 @@ class RouteOp : public tensorflow::OpKernel {
     OP_REQUIRES_OK(
         context,
         SetMessages(context, placement, status, bytes, [&](int p, char* data) {
-          // Padding has a value, so that equal batches
-          // give equal messages.
+          // Padding has a value, so that equal batches give equal messages.
           std::memset(data + bytes[p] - kWireAlignment, 0, kWireAlignment);
           WriteMessage(*routed, p, reinterpret_cast<int32_t*>(data));
         }));
@@ -180,7 +179,7 @@ class ReceiveBatchOp : public tensorflow::OpKernel {
   }
 
  private:
-  // This process's own batch; on a server an empty one.
+  // Returns this process's own batch; on a server an empty one.
   absl::Status TakeRouted(OpKernelContext* context,
                           std::shared_ptr<RoutedBatch>* routed) const {
     OpInputList given;

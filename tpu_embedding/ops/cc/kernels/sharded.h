@@ -1,4 +1,4 @@
-// What the ops share that work on tables divided over processes or servers.
+// Shared code of the ops on tables divided over processes or servers.
 
 #ifndef TPU_EMBEDDING_OPS_CC_KERNELS_SHARDED_H_
 #define TPU_EMBEDDING_OPS_CC_KERNELS_SHARDED_H_
@@ -24,16 +24,16 @@ struct MessageLayout {
   int64_t bytes = 0;
 };
 
-// Whether float32 values to and from `process` travel as bfloat16. Those that
-// stay in their process are not rounded.
+// Returns whether float32 values to and from `process` travel as bfloat16.
+// Values that stay in their process are not rounded.
 inline bool Narrow(const Plan& plan, int process) {
   return plan.bfloat16_wire && !plan.placement.is_own(process);
 }
 
-// Outputs the list `messages` and, after it, the scalar `refusal`: by receiver
-// a message of `bytes`, which `write(receiver, data)` writes. Processes tell
-// each other of an error by the refusal, and the messages are empty; without
-// them it is the op's own.
+// Outputs the list `messages` and, after it, the scalar `refusal`. Each
+// receiver gets a message of `bytes`, which `write(receiver, data)` writes.
+// After an error processes tell each other by the refusal, and the messages are
+// empty; with servers the op itself fails.
 template <class Write>
 absl::Status SetMessages(tensorflow::OpKernelContext* context,
                          const Placement& placement, const absl::Status& status,
@@ -55,7 +55,7 @@ absl::Status SetMessages(tensorflow::OpKernelContext* context,
   return absl::OkStatus();
 }
 
-// The shapes of an op with outputs for SetMessages, which come last.
+// Sets the shapes of an op with outputs for SetMessages, which come last.
 inline absl::Status MessageShapes(
     tensorflow::shape_inference::InferenceContext* context) {
   using Context = tensorflow::shape_inference::InferenceContext;
@@ -70,8 +70,8 @@ inline absl::Status MessageShapes(
   return absl::OkStatus();
 }
 
-// The input list `received`, one message from each of `size` senders. They
-// begin at addresses as kWireAlignment says.
+// Reads the input list `received`, one message from each of `size` senders.
+// They begin at addresses as kWireAlignment says.
 inline absl::Status ReadReceived(tensorflow::OpKernelContext* context, int size,
                                  tensorflow::OpInputList* received) {
   TF_RETURN_IF_ERROR(context->input_list("received", received));

@@ -1,5 +1,5 @@
-// TpuEmbeddingServe and TpuEmbeddingCombine: a lookup in tables that are
-// divided over processes or servers.
+// TpuEmbeddingServe and TpuEmbeddingCombine look up tables that are divided
+// over processes or servers.
 
 #include <algorithm>
 #include <atomic>
@@ -91,20 +91,20 @@ int64_t ElementBytes(bool narrow) {
   return narrow ? sizeof(BFloat16) : sizeof(float);
 }
 
-// What rows are when they have arrived: caught up and not rounded, if they may
-// wait.
+// Returns how rows are stored when they have arrived: caught up and not
+// rounded, if they may wait.
 RowStorage JoinedStorage(const TablePlan& table) {
   return table.idle ? RowStorage::kFloat32 : table.storage;
 }
 
-// How rows travel.
+// Returns how rows travel.
 RowStorage WireStorage(const TablePlan& table, bool narrow) {
   const RowStorage joined = JoinedStorage(table);
   const bool rounds = narrow && joined == RowStorage::kFloat32;
   return rounds ? RowStorage::kBFloat16 : joined;
 }
 
-// Bytes of rows, array by array.
+// Returns the bytes of rows, which travel array by array.
 int64_t RowsBytes(RowStorage storage, int64_t dim, int64_t num_rows) {
   int64_t bytes = 0;
   for (const int64_t width : ArrayBytes(storage, dim)) {
@@ -113,8 +113,8 @@ int64_t RowsBytes(RowStorage storage, int64_t dim, int64_t num_rows) {
   return bytes;
 }
 
-// The message from `owner` to a process that asked it for `num_rows(t)` and
-// `num_samples(f)`. `narrow`: float32 values travel as bfloat16.
+// Lays out the message from `owner` to a process that asked for `num_rows(t)`
+// and `num_samples(f)`. `narrow`: float32 values travel as bfloat16.
 template <class NumRows, class NumSamples>
 MessageLayout LookupLayout(const Plan& plan, int owner, bool narrow,
                            const NumRows& num_rows,
@@ -200,7 +200,7 @@ class ServeOp : public tensorflow::OpKernel {
       int64_t run = 0;
       TF_RETURN_IF_ERROR(ReadRun(context, &run));
       resource->queue.BeginDequeue(run);
-      // It stays in the queue until all processes have served.
+      // The batch stays in the queue until all processes have served.
       SharedBatch none;
       const auto peek = [&](const SharedBatch& batch) {
         looked_up->batch = batch;
@@ -221,7 +221,7 @@ class ServeOp : public tensorflow::OpKernel {
     return CheckRouted(*looked_up->batch);
   }
 
-  // Before anything travels, so that all processes refuse a batch.
+  // Checks shapes before anything travels, so that all processes refuse.
   absl::Status CheckShapes(const Plan& plan, const PreparedBatch& batch) const {
     TF_RETURN_IF_ERROR(
         CheckLength("output_shapes", shapes_.size(), batch.features.size()));
@@ -233,7 +233,7 @@ class ServeOp : public tensorflow::OpKernel {
     return absl::OkStatus();
   }
 
-  // The rows of ids that a sender wants: those of their entries.
+  // Returns the rows of ids that a sender wants: those of their entries.
   static Buffer<int32_t> RowsOfIds(const PeerRequest& request, int sender,
                                    const TablePlan& table, int64_t size,
                                    const GrowingTable::Found& found) {
@@ -266,10 +266,10 @@ class ServeOp : public tensorflow::OpKernel {
     };
     const int64_t num_tables = plan.tables.size();
     const int64_t num_features = plan.features.size();
-    // For each that asked its tables, then its features.
+    // The work for each that asked: its tables, then its features.
     std::vector<Work> works;
     std::vector<CaughtUp> caught_up;  // by work
-    // By sender and table; those of growing tables are here.
+    // Wanted rows by sender and table; `of_ids` has those of growing tables.
     std::vector<const Buffer<int32_t>*> wanted;
     std::deque<Buffer<int32_t>> of_ids;
     const auto read = [&](int t, const Buffer<int32_t>& rows) {
@@ -343,7 +343,7 @@ class ServeOp : public tensorflow::OpKernel {
       };
       if (!narrow) return look_up(reinterpret_cast<float*>(to));
       std::vector<float> out((piece.end - piece.begin) * dim);
-      // Lookup writes where sample 0 would be.
+      // Lookup writes to where sample 0 would be.
       look_up(out.data() - piece.begin * dim);
       ToBFloat16(out.data(), out.size(),
                  reinterpret_cast<BFloat16*>(to) + piece.begin * dim);
@@ -439,7 +439,7 @@ class CombineOp : public tensorflow::OpKernel {
     return absl::OkStatus();
   }
 
-  // What `Join` has made of the rows of a table.
+  // Returns what `Join` has made of the rows of a table.
   static ConstTableData Joined(const TablePlan& table,
                                const RoutedBatch& routed, int t,
                                const Tensor& rows) {
@@ -450,8 +450,8 @@ class CombineOp : public tensorflow::OpKernel {
                        data, data + Padded(routed.NumArriving(t) * first)});
   }
 
-  // The rows of each table that is divided by rows, those of owner 0 first;
-  // array by array.
+  // Joins the rows of each table that is divided by rows, array by array: those
+  // of owner 0 come first.
   static absl::Status Join(OpKernelContext* context, const Plan& plan,
                            const RoutedBatch& routed,
                            const OpInputList& received,
@@ -502,8 +502,8 @@ class CombineOp : public tensorflow::OpKernel {
     return absl::OkStatus();
   }
 
-  // Sets the activations of a feature of a whole table. Else `*output` is where
-  // they are to be combined.
+  // Sets the activations of a feature of a whole table. For others sets
+  // `*output` to where they are to be combined.
   absl::Status SetOutput(OpKernelContext* context, const Plan& plan,
                          const PreparedBatch& batch,
                          const OpInputList& received,
@@ -528,7 +528,7 @@ class CombineOp : public tensorflow::OpKernel {
           count, allocated->flat<float>().data());
       return absl::OkStatus();
     }
-    // The output is a part of what was received: nothing is copied.
+    // The output is a part of what was received, so nothing is copied.
     const Tensor part = received[owner].Slice(
         begin, begin + count * static_cast<int64_t>(sizeof(float)));
     Tensor activations;

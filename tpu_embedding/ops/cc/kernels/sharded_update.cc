@@ -85,9 +85,9 @@ push: [0], or what TpuEmbeddingCurrentPush gave, if there is a batch. A push tha
   was taken before is dropped: nothing changes, and it is not counted.
 )doc");
 
-// The message to one owner: for each feature of the tables that it has, a byte,
-// whether there is a gradient; the clock; the rates; then the samples of each
-// that has one.
+// The layout of the message to one owner: a byte for each feature of its
+// tables, which tells if there is a gradient; the clock; the rates; then the
+// samples of each feature that has one.
 struct GradientLayout {
   std::vector<int> features;     // of the plan
   int64_t clock = 0;             // where it begins; the bytes of features at 0
@@ -96,7 +96,7 @@ struct GradientLayout {
   int64_t bytes = 0;
 };
 
-// `has_gradient(k, f)`: whether feature f, the k-th of the owner, has one.
+// `has_gradient(k, f)` tells if feature f, the k-th of the owner, has one.
 template <class HasGradient, class NumSamples>
 GradientLayout LayOut(const Plan& plan, int owner, bool narrow,
                       const HasGradient& has_gradient,
@@ -136,7 +136,7 @@ class SendGradientsOp : public tensorflow::OpKernel {
     SharedPlan plan;
     SharedBatch batch;
     absl::Status status = FindBatch(context, &plan, &batch);
-    // Without a plan it is not known who would have to be told.
+    // If there is no plan, it is not known who would have to be told.
     OP_REQUIRES(context, plan, status);
     ReplicaGradients gradients;
     QueuePtr growing;
@@ -197,7 +197,7 @@ class SendGradientsOp : public tensorflow::OpKernel {
     return CheckGradients(plan, batch, *gradients);
   }
 
-  // Notes in the queue with growing tables, where there is one, what is sent.
+  // Notes what is sent in the queue with growing tables, if there is one.
   static absl::Status NoteSent(OpKernelContext* context,
                                const SharedBatch& batch, QueuePtr* growing) {
     OpInputList queues, batches;
@@ -303,7 +303,7 @@ class ReceiveGradientsOp : public tensorflow::OpKernel {
   }
 
  private:
-  // The batch that takes the gradients: the one given, or the one that is owed.
+  // Finds the batch that takes the gradients: the given one, or the one owed.
   static absl::Status FindBatch(OpKernelContext* context,
                                 StepQueueResource* resource, SharedBatch* batch,
                                 const BatchVariant** given) {
@@ -349,7 +349,7 @@ class ReceiveGradientsOp : public tensorflow::OpKernel {
     TF_RETURN_IF_ERROR(TakeOnce(*given));
     absl::Status room;
     const auto submit = [&]() -> Error {
-      // Processes have asked before they sent; servers do not know each other.
+      // Processes asked before they sent, but servers do not know each other.
       room =
           CheckRoom({given->batch}, gradients.clock, parallel_for, *resource);
       if (room.ok()) room = AdvanceClock(*resource, &gradients.clock);

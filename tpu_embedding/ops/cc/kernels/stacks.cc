@@ -1,5 +1,5 @@
-// TpuEmbeddingToStacks and TpuEmbeddingFromStacks: a prepared batch as plain
-// tensors, one stack of tables after the other, and back.
+// TpuEmbeddingToStacks and TpuEmbeddingFromStacks convert a prepared batch to
+// plain tensors, one stack of tables after the other, and back.
 
 #include "core/stacks.h"
 
@@ -93,7 +93,7 @@ refusal: as of TpuEmbeddingToStacks.
 training: whether the batch is for an update.
 )doc");
 
-// The values of a tensor, with which a batch that was looked up lives.
+// Holds the values of a tensor, and keeps the batch that was looked up alive.
 class OfLookedUp : public tensorflow::TensorBuffer {
  public:
   OfLookedUp(SharedBatch own_batch, Tensor values)
@@ -115,7 +115,7 @@ class OfLookedUp : public tensorflow::TensorBuffer {
   const Tensor values_;
 };
 
-// The types of the tokens of each stack.
+// Checks the types of the tokens of each stack.
 absl::Status CheckTokens(const std::vector<StackPlan>& stacks,
                          const tensorflow::DataTypeVector& types) {
   TF_RETURN_IF_ERROR(CheckLength("token_types", types.size(), stacks.size()));
@@ -345,7 +345,7 @@ class FromStacksOp : public tensorflow::OpKernel {
     return absl::OkStatus();
   }
 
-  // Null of another type.
+  // Returns the data, or null if it is of another type.
   template <class T>
   static const T* Data(const Tensor& tokens) {
     return tokens.dtype() == tensorflow::DataTypeToEnum<T>::value

@@ -1,4 +1,4 @@
-// TpuEmbeddingStepQueue and the ops that only move batches and flags.
+// TpuEmbeddingStepQueue, and the ops that only move batches and flags.
 
 #include <utility>
 #include <vector>

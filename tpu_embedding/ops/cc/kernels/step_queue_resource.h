@@ -27,28 +27,28 @@
 
 namespace tpu_embedding {
 
-// What other processes sent of the gradients of a routed batch.
+// The gradients of a routed batch that other processes sent.
 struct ReceivedGradients {
   std::vector<tensorflow::Tensor> buffers;  // what the pointers point into
-  // By sender and feature, of the samples that it asked for; null: zeros.
+  // The samples that each sender asked for, by sender and feature; null: zeros.
   std::vector<std::vector<const float*>> features;
 };
 
-// What one replica submits.
+// The gradients and rates that one replica submits.
 struct ReplicaGradients {
-  // By feature; a gradient that was not given counts as zeros.
+  // Features without a gradient, which counts as zeros, have nothing here.
   std::vector<std::optional<tensorflow::Tensor>> features;
-  // By table the learning rate. One replica evaluates the rates, the others
+  // The learning rates by table. One replica evaluates the rates, the others
   // submit zeros: their sum is the rate.
   tensorflow::Tensor rates;
-  // That of the last replica, or the largest of all processes; 0 of others.
+  // The clock of the last replica, or the largest of all processes, or 0.
   int64_t clock = 0;
   std::shared_ptr<const ReceivedGradients> received;  // of a routed batch
 };
 
 using BatchQueue = StepQueue<SharedBatch, ReplicaGradients>;
 
-// By table what waits in it; null where rows do not. See
+// Makes what waits in each table; null for tables without rows that wait. See
 // kernels/waiting_table.h.
 class WaitingTable;
 std::vector<std::shared_ptr<WaitingTable>> MakeWaiting(const Plan& plan);
@@ -75,8 +75,8 @@ class StepQueueResource : public tensorflow::ResourceBase {
     return "tpu_embedding::StepQueue";
   }
 
-  // The gradients of a batch past the queue were refused: the rows that its
-  // lookup found need not stay, however long its tensors exist.
+  // Forgets the lookup of a batch past the queue whose gradients were refused:
+  // its rows need not stay, however long its tensors exist.
   void ForgetLookup(const SharedBatch& batch) {
     for (const auto& table : growing) {
       if (table && batch) table->ForgetLookup(batch);
@@ -87,7 +87,7 @@ class StepQueueResource : public tensorflow::ResourceBase {
   BatchQueue queue;
   PushLedger pushes;     // on a parameter server
   HugePages huge_pages;  // under the tables, then the slots
-  // By table, of the update that holds all locks; its storage is used again.
+  // Groups by table for the update that holds all locks; they are reused.
   std::vector<RowGroups> merged;
   const std::vector<std::shared_ptr<WaitingTable>> waiting;
   std::vector<std::unique_ptr<GrowingTable>> growing;  // null: static
@@ -112,8 +112,8 @@ class StepQueueResource : public tensorflow::ResourceBase {
   }
 };
 
-// Before a lookup locks its tables, what was assigned to growing ones is moved
-// into their memory.
+// Moves what was assigned to growing tables into their memory, before a lookup
+// locks the tables.
 inline absl::Status AdoptGrowing(const std::vector<Variable>& tables,
                                  StepQueueResource* resource) {
   const size_t size = std::min(tables.size(), resource->growing.size());
@@ -125,7 +125,7 @@ inline absl::Status AdoptGrowing(const std::vector<Variable>& tables,
   return absl::OkStatus();
 }
 
-// The rows of a batch in each growing table; the tables are locked.
+// Finds the rows of a batch in each growing table; the tables are locked.
 inline absl::Status FindGrowing(const SharedBatch& batch,
                                 const std::vector<Variable>& tables,
                                 const ParallelFor& parallel_for,
@@ -142,8 +142,8 @@ inline absl::Status FindGrowing(const SharedBatch& batch,
   return GrowingTable::Find(batch, purpose, searches, parallel_for);
 }
 
-// Fails if an update, of whose batches this is a list by replica, would find a
-// growing table full; of none if the update is not complete.
+// Fails if an update would find a growing table full. `completed` has its
+// batches by replica, or none if the update is not complete.
 inline absl::Status CheckRoom(const std::vector<SharedBatch>& completed,
                               int64_t clock, const ParallelFor& parallel_for,
                               const StepQueueResource& resource) {
@@ -155,8 +155,8 @@ inline absl::Status CheckRoom(const std::vector<SharedBatch>& completed,
   return absl::OkStatus();
 }
 
-// Notes the clock of an update that is complete and will be applied, or fails
-// if it goes back. On a server, where updates come in any order, it stays then.
+// Notes the clock of an update that is complete and will be applied. Fails if
+// it goes back; on a server, where updates come in any order, it stays then.
 inline absl::Status AdvanceClock(const StepQueueResource& resource,
                                  int64_t* clock) {
   int64_t last = 0;
@@ -177,7 +177,7 @@ inline absl::Status AdvanceClock(const StepQueueResource& resource,
   return absl::OkStatus();
 }
 
-// The number in the input "clock"; 0 if it is empty.
+// Reads the number in the input "clock"; 0 if it is empty.
 inline absl::Status ReadClock(tensorflow::OpKernelContext* context,
                               int64_t* clock) {
   const tensorflow::Tensor* input = nullptr;
@@ -195,7 +195,7 @@ inline absl::Status ReadClock(tensorflow::OpKernelContext* context,
 
 using QueuePtr = tensorflow::core::RefCountPtr<StepQueueResource>;
 
-// The queue behind the first input; `replica`, an attribute, must be one of it.
+// Finds the queue behind the first input. It must have the replica `replica`.
 inline absl::Status LookUpQueue(tensorflow::OpKernelContext* context,
                                 QueuePtr* queue, int replica = 0) {
   TF_RETURN_IF_ERROR(CheckScalar("queue", context->input(0)));
@@ -204,7 +204,7 @@ inline absl::Status LookUpQueue(tensorflow::OpKernelContext* context,
   return CheckIndices("replica", {replica}, (*queue)->queue.num_replicas());
 }
 
-// The growing table with that number in the plan.
+// Finds the growing table with that number in the plan.
 inline absl::Status LookUpGrowing(const StepQueueResource& resource, int table,
                                   GrowingTable** found) {
   TF_RETURN_IF_ERROR(CheckIndices("table", {table}, resource.growing.size()));
@@ -213,9 +213,9 @@ inline absl::Status LookUpGrowing(const StepQueueResource& resource, int table,
   return absl::InvalidArgumentError("A malformed graph: no growing table.");
 }
 
-// What tells this run of strategy.run from others: the input "runs", or where
-// it is empty the run of the tf.function that the op is in; never kOutside for
-// that.
+// Reads what tells this run of strategy.run from others: the input "runs", or
+// if it is empty the run of the tf.function that the op is in, which is never
+// kOutside.
 inline absl::Status ReadRun(tensorflow::OpKernelContext* context,
                             int64_t* run) {
   const tensorflow::Tensor* runs = nullptr;

@@ -14,7 +14,7 @@ using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 
 // Tensors travel in pieces of this size, so many of a process at once: whole
-// ones of 16 MiB took twice as long.
+// tensors of 16 MiB took twice as long.
 constexpr int64_t kPieceBytes = int64_t{256} << 10;
 constexpr int kWindow = 8;
 
@@ -98,7 +98,7 @@ void Transport::Swap(const char* what, const std::vector<Tensor>& sent,
   waiting_ = number;
   began_ = tensorflow::EnvTime::NowMicros();
   const auto self = shared_from_this();
-  // Of each piece; the last one goes on.
+  // Each piece calls this; the last one goes on.
   const Done done = [self](int peer, const absl::Status& status) {
     if (!status.ok()) self->Abort(self->explain_(status, peer));
     self->Arrive();
@@ -172,7 +172,7 @@ void Transport::Receive(int process, const std::string& key, Tensor* tensor,
       done);
 }
 
-// One of those that are waited for; the last one goes on.
+// Counts one of those that are waited for. The last one goes on.
 void Transport::Arrive() {
   if (--waiting_ > 0) return;
   const Next next = std::move(next_);  // It may hold this.
@@ -246,7 +246,7 @@ std::string Transport::Missing() const {
   return missing.empty() ? Missing(taken_.get()) : missing;
 }
 
-// The other processes for which `done` is false.
+// Names the other processes for which `done` is false.
 std::string Transport::Missing(const std::atomic<bool>* done) const {
   std::string missing;
   for (int p = 0; p < size(); ++p) {

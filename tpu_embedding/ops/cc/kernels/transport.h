@@ -1,5 +1,5 @@
-// Tensors between the processes of a job, over the transport of TensorFlow's
-// collectives.
+// Moves tensors between the processes of a job, over the transport of
+// TensorFlow's collectives.
 
 #ifndef TPU_EMBEDDING_OPS_CC_KERNELS_TRANSPORT_H_
 #define TPU_EMBEDDING_OPS_CC_KERNELS_TRANSPORT_H_
@@ -19,15 +19,15 @@
 
 namespace tpu_embedding {
 
-// What one exchange sends and receives. It lives until its last callback.
+// Sends and receives for one exchange. It lives until its last callback.
 class Transport : public std::enable_shared_from_this<Transport> {
  public:
   using Next = std::function<void(const absl::Status&)>;
-  // The error that a user reads about a failure. `peer` is the other process,
-  // or -1 where it is not known.
+  // Makes the error that a user reads about a failure. `peer` is the other
+  // process, or -1 if it is not known.
   using Explain =
       std::function<absl::Status(const absl::Status& status, int peer)>;
-  // A header that a process sends over another channel or lane.
+  // Gets a header that a process sends over another channel or lane.
   using Answer = std::function<void(int process, const std::string& channel,
                                     const tensorflow::Tensor& header)>;
 
@@ -41,7 +41,7 @@ class Transport : public std::enable_shared_from_this<Transport> {
   // Finds the processes of the channel among the members of its group.
   absl::Status FindMembers(const tensorflow::CollGroupParams& group);
 
-  // Sends and receives what is not empty, in pieces; then `next`, with the
+  // Sends and receives what is not empty, in pieces; then calls `next` with the
   // first failure. A failure ends all collectives of the job.
   void Swap(const char* what, const std::vector<tensorflow::Tensor>& sent,
             const std::vector<tensorflow::Tensor>& received, Next next);
@@ -54,7 +54,7 @@ class Transport : public std::enable_shared_from_this<Transport> {
   // whether it has asked; if not, none is waited for or there is nowhere else.
   bool AskElsewhere(int64_t size, const Answer& answer);
 
-  // The processes that have sent nothing, or else those that took nothing.
+  // Names the processes that sent nothing, or else those that took nothing.
   std::string Missing() const;
 
  private:
@@ -80,7 +80,7 @@ class Transport : public std::enable_shared_from_this<Transport> {
   tensorflow::CollectiveExecutor* const executor_;
   const Explain explain_;
   std::vector<const tensorflow::CollGroupMember*> members_;  // by process
-  // By process, whether a piece came from it, and it took one.
+  // Whether a piece came from each process, and whether it took one.
   std::unique_ptr<std::atomic<bool>[]> arrived_, taken_;
   Next next_;                        // after the swap
   std::atomic<int64_t> waiting_{0};  // for so many pieces

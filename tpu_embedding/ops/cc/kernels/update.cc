@@ -99,7 +99,7 @@ class UpdateOp : public tensorflow::OpKernel {
   }
 
  private:
-  // Of the batches of a complete update; none if it is not.
+  // Checks the batches of a complete update; an incomplete one has none.
   static absl::Status CheckComplete(OpKernelContext* context,
                                     const std::vector<SharedBatch>& completed,
                                     const StepQueueResource& resource,
@@ -110,7 +110,7 @@ class UpdateOp : public tensorflow::OpKernel {
     return AdvanceClock(resource, clock);
   }
 
-  // The gradients of the batch dequeued last.
+  // Submits the gradients of the batch dequeued last.
   absl::Status SubmitOwed(OpKernelContext* context, StepQueueResource* resource,
                           ReplicaGradients gradients,
                           const BatchQueue::Count& count,
@@ -129,7 +129,7 @@ class UpdateOp : public tensorflow::OpKernel {
         queue.SubmitOwed(replica_, std::move(gradients), count, apply_now));
   }
 
-  // The gradients of a batch past the queue.
+  // Submits the gradients of a batch past the queue.
   absl::Status Submit(OpKernelContext* context, StepQueueResource* resource,
                       const Tensor& tensor, ReplicaGradients gradients,
                       const BatchQueue::Count& count, bool* apply_now) const {

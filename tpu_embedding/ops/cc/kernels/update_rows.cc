@@ -1,4 +1,4 @@
-// TpuEmbeddingUpdateRows: an update of variables that no embedding owns.
+// TpuEmbeddingUpdateRows updates variables that no embedding owns.
 
 #include <optional>
 #include <utility>
@@ -100,7 +100,7 @@ class UpdateRowsOp : public tensorflow::OpKernel {
     return absl::OkStatus();
   }
 
-  // For what it keeps of the variables; its queue stays empty.
+  // Used for what it keeps of the variables; its queue stays empty.
   QueuePtr resource_;
   std::vector<bool> has_gradient_;
   std::vector<IdleRule> idle_;

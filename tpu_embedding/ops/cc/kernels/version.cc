@@ -1,4 +1,4 @@
-// Which TensorFlow this library was compiled against.
+// Tells which TensorFlow this library was compiled against.
 
 #ifndef TPU_EMBEDDING_TF_VERSION
 #error "setup.py and BUILD define TPU_EMBEDDING_TF_VERSION"

@@ -1,5 +1,5 @@
-// TpuEmbeddingSaveVocabulary, TpuEmbeddingLoadVocabulary, TpuEmbeddingEvict,
-// TpuEmbeddingReadIds: which id has which row of a growing table.
+// TpuEmbeddingSaveVocabulary, TpuEmbeddingLoadVocabulary, TpuEmbeddingEvict and
+// TpuEmbeddingReadIds tell and set which id has which row of a growing table.
 
 #include "core/vocabulary.h"
 
@@ -105,7 +105,7 @@ ids: [n].
 rows: [n, dim].
 )doc");
 
-// The parts of a snapshot in the order of the ops.
+// Returns the parts of a snapshot in the order of the ops.
 std::array<std::vector<int64_t>*, 7> PartsOf(VocabularySnapshot* snapshot) {
   return {&snapshot->ids,        &snapshot->rows,
           &snapshot->hits,       &snapshot->last_updates,
@@ -223,7 +223,7 @@ class ReadIdsOp : public VocabularyOp {
     const TablePlan& own = plan.tables[table()];
     const int feature = own.features[0];
     batch->features.resize(plan.features.size());
-    // One sample for each.
+    // Each id is one sample.
     FeatureCsr& csr = batch->features[feature];
     csr.ids.Resize(ids.size());
     csr.offsets.Resize(ids.size() + 1);

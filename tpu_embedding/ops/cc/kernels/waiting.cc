@@ -1,6 +1,6 @@
-// TpuEmbeddingCaughtUpRows, TpuEmbeddingCatchUp and TpuEmbeddingAdvance: reads
-// of rows that wait for their gradients, passes over all of them, and the steps
-// that they wait.
+// TpuEmbeddingCaughtUpRows reads rows that wait for their gradients,
+// TpuEmbeddingCatchUp passes over all of them, and TpuEmbeddingAdvance counts
+// the steps that they wait.
 
 #include "kernels/waiting.h"
 
@@ -99,7 +99,7 @@ class WaitingOp : public tensorflow::OpKernel {
   std::vector<IdleRule> rules_;  // of the table
 };
 
-// The rows that an input names, each in [0, num_rows).
+// Reads the rows that an input names, each in [0, num_rows).
 template <class Number>
 absl::Status ReadRows(const Tensor& tensor, int64_t num_rows,
                       std::vector<int64_t>* rows) {
@@ -181,7 +181,7 @@ class CaughtUpRowsOp : public WaitingOp {
   }
 
  private:
-  // Rows that repeat are caught up once.
+  // Reads rows. Those that repeat are caught up once.
   static void Read(const ParallelFor& parallel_for, const TableView& view,
                    const WaitingRows& waiting, const std::vector<int64_t>& rows,
                    const std::vector<float*>& outputs) {
@@ -259,7 +259,7 @@ class CatchUpOp : public WaitingOp {
   }
 
  private:
-  // Without locks that would keep readers out.
+  // Finds whether rows wait, without locks that would keep readers out.
   absl::Status AnyWaits(OpKernelContext* context, bool* waits) const {
     WaitingTables waiting;
     TF_RETURN_IF_ERROR(waiting.LookUp(context, rules_, false));

@@ -21,10 +21,10 @@ namespace tpu_embedding {
 
 class Record;  // See kernels/plan.h.
 
-// A rule, a record of ops/idle.py.
+// Reads a rule, a record of ops/idle.py.
 absl::Status ReadIdleRule(const Record& record, IdleRule* rule);
 
-// The rules in the string attribute `idle`, a list of records of
+// Reads the rules in the string attribute `idle`, a list of records of
 // ops/idle.py, one for each table.
 absl::Status ReadIdleRules(tensorflow::OpKernelConstruction* context,
                            std::vector<IdleRule>* rules);
@@ -33,7 +33,7 @@ absl::Status ReadIdleRules(tensorflow::OpKernelConstruction* context,
 // on, and before the tables and the slots: all ops lock in this order.
 class WaitingTables {
  public:
-  // One for each rule, or none if the op was given no variables.
+  // Looks up one table for each rule, or none if the op got no variables.
   absl::Status LookUp(tensorflow::OpKernelContext* context,
                       const std::vector<IdleRule>& rules, bool writes);
 
@@ -52,7 +52,7 @@ class WaitingTables {
 absl::Status CheckStep(const IdleRule& rule, const WaitingRows& waiting,
                        double shrinkage);
 
-// Counts a step of a table, which is locked: a row of `steps`, [tables, 3], has
+// Counts a step of a table, which is locked. A row of `steps`, [tables, 3], has
 // its weight, note and shrinkage. Catches all rows up if the history is full.
 void AdvanceTable(const ParallelFor& parallel_for,
                   const tensorflow::Tensor& steps, size_t table,
@@ -65,7 +65,7 @@ void CatchUpAll(const ParallelFor& parallel_for, const TableView& view,
 // Rough cycles to catch a row up, without those for its columns.
 constexpr int64_t kCyclesPerWait = 150;
 
-// Prefetches what catches a row up; of a row that is caught up its slots are
+// Prefetches what catches a row up. The slots of a row that is caught up are
 // not read.
 TPU_EMBEDDING_INLINE void PrefetchRow(const TableView& view,
                                       const WaitingRows& waiting, int64_t row) {
@@ -83,7 +83,7 @@ TPU_EMBEDDING_INLINE void PrefetchRow(const TableView& view,
 }
 
 // Runs read(i) for each i below `count`, which reads the row row_of(i) of a
-// table, caught up. These rows are distinct.
+// table, caught up. These rows must be distinct.
 template <class RowOf, class Read>
 void ReadDistinct(const ParallelFor& parallel_for, const TableView& view,
                   const WaitingRows& waiting, int64_t count,

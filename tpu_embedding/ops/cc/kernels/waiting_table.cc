@@ -1,5 +1,5 @@
-// TpuEmbeddingCatchUpTables and TpuEmbeddingReadRows: a pass over all rows of
-// an embedding that wait, and reads of some.
+// TpuEmbeddingCatchUpTables passes over all rows of an embedding that wait, and
+// TpuEmbeddingReadRows reads some.
 
 #include "kernels/waiting_table.h"
 
@@ -21,7 +21,7 @@ namespace {
 // Rough cycles to find whether an entry names a row that others name.
 constexpr int64_t kCyclesPerReadEntry = 20;
 
-// The steps since when rows wait: zeros.
+// Returns the steps since when rows wait, which begin as zeros.
 int32_t* SinceOf(GrowingMemory* memory, int64_t rows) {
   const size_t bytes = rows * sizeof(int32_t);
   if (memory->capacity() < bytes) memory->Grow(bytes);

@@ -32,22 +32,22 @@ struct CaughtUpRows {
 // What waits in one table. The locks of the table and its slots guard it.
 class WaitingTable {
  public:
-  // `plan.idle` is there.
+  // `plan.idle` must not be null.
   explicit WaitingTable(const TablePlan& plan);
 
   WaitingRows& rows() { return rows_; }
-  // Storage of lookups that were made before: fresh memory costs a page fault
-  // for each 4 KiB.
+  // Returns storage, of earlier lookups if possible: fresh memory costs a page
+  // fault for each 4 KiB.
   std::shared_ptr<CaughtUpRows> TakeStorage() { return storage_->Take(); }
 
-  // Whether rows can make up for a step at this rate later. Else it must update
-  // all rows, as `all_rows` says.
+  // Returns whether rows can make up for a step at this rate later. If not, the
+  // step must update all rows, as `all_rows` says.
   bool TakesStep(float rate) const;
   const RowOptions& all_rows() const { return all_rows_; }
   // Counts a step at this rate.
   void Advance(float rate);
 
-  // Of the last step, with whose random numbers rows are caught up in memory.
+  // The random numbers of the last step, by which rows are caught up in memory.
   Rounding rounding;
 
  private:
@@ -63,7 +63,7 @@ class WaitingTable {
       std::make_shared<BatchPool<CaughtUpRows>>();
 };
 
-// Whether rows of any table wait now.
+// Returns whether rows of any table wait now.
 bool AnyWaits(const StepQueueResource& resource);
 
 // Catches up all rows of a table, and marks them for the consumers of deltas.
@@ -72,15 +72,15 @@ void CatchUpTable(const ParallelFor& parallel_for,
                   const TableView& view);
 
 // Copies of the rows of a table that some entries name, caught up; none by
-// default. What entries read of a growing table before its first row and after
-// its last one is as it is.
+// default. Entries of a growing table read what is before its first row and
+// after its last one without a copy.
 struct CaughtUp {
   int table = -1;
   const Buffer<int32_t>* rows = nullptr;
   const RowGroups* groups = nullptr;  // of these entries, if they have `places`
   std::shared_ptr<CaughtUpRows> found = nullptr;
 
-  // Of the entries in the copies.
+  // Returns the places of the entries in the copies.
   const Buffer<int32_t>& places() const {
     return groups ? groups->places : found->places;
   }

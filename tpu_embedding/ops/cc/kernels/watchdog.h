@@ -1,4 +1,4 @@
-// One thread that ends waits which last too long.
+// Ends waits that last too long, with one thread.
 
 #ifndef TPU_EMBEDDING_OPS_CC_KERNELS_WATCHDOG_H_
 #define TPU_EMBEDDING_OPS_CC_KERNELS_WATCHDOG_H_
@@ -65,8 +65,8 @@ class Watchdog {
         }
       }
       if (expired.empty()) {
-        // By the system's clock, because to wait by the steady one needs glibc
-        // 2.30. Where that clock is set back, this wait is longer.
+        // To wait by the steady clock needs glibc 2.30. If the system's clock
+        // is set back, this wait is longer.
         changed_.wait_until(lock,
                             std::chrono::system_clock::now() + (next - now));
         continue;

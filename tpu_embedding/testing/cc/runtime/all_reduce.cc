@@ -1,4 +1,4 @@
-// TpuEmbeddingSoftwareTpuAllReduce: the sum over all replicas, at each of them.
+// TpuEmbeddingSoftwareTpuAllReduce gives each replica the sum over all of them.
 
 #include "absl/strings/str_cat.h"
 #include "runtime/registration.h"

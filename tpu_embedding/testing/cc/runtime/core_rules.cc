@@ -6,7 +6,7 @@ namespace tpu_embedding {
 
 UpdateFn UpdateOf(std::string_view name) {
   const RuleEntry* const rule = FindRule(name);
-  // TPUs hold float32, which `TableData` is unless told otherwise.
+  // TPUs hold float32, which is the default of `TableData`.
   return rule ? rule->UpdateOf(TableData()) : nullptr;
 }
 

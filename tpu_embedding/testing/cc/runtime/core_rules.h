@@ -1,4 +1,4 @@
-// The rules of the core by name, and what their numbers are read from.
+// Finds the rules of the core by name, and what their numbers are read from.
 
 #ifndef TPU_EMBEDDING_TESTING_CC_RUNTIME_CORE_RULES_H_
 #define TPU_EMBEDDING_TESTING_CC_RUNTIME_CORE_RULES_H_
@@ -9,7 +9,7 @@
 
 namespace tpu_embedding {
 
-// The update by the rule called `name`; null where there is none.
+// Returns the update by the rule called `name`, or null if there is none.
 UpdateFn UpdateOf(std::string_view name);
 
 }  // namespace tpu_embedding

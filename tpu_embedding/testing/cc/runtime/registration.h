@@ -1,4 +1,4 @@
-// Kernels for ops of TensorFlow that have none on the CPU.
+// Registers kernels for ops of TensorFlow that have none on the CPU.
 
 #ifndef TPU_EMBEDDING_TESTING_CC_RUNTIME_REGISTRATION_H_
 #define TPU_EMBEDDING_TESTING_CC_RUNTIME_REGISTRATION_H_
@@ -34,7 +34,7 @@ bool RegisterWhereMissing(const char* op) {
 
 }  // namespace tpu_embedding
 
-// In a .cc file: registers the kernel class when the library is loaded.
+// Registers the kernel class when the library is loaded. For .cc files only.
 #define SOFTWARE_TPU_KERNEL(op, ...)                   \
   [[maybe_unused]] static const bool registered_##op = \
       ::tpu_embedding::RegisterWhereMissing<__VA_ARGS__>(#op)

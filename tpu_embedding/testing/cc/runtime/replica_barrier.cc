@@ -57,8 +57,8 @@ void ReplicaBarrier::Compute(const Round& round, const Work& work) {
   // `this` lives until the last participant is done, as the run owns it.
   work(contexts,
        [this, participants = round.participants](const absl::Status& status) {
-         // First, so that the kernels after these do not wait for other
-         // replicas.
+         // This comes first, so that the kernels after these do not wait for
+         // other replicas.
          if (!status.ok()) Fail(status);
          for (const Participant& participant : participants) {
            if (!status.ok()) participant.context->SetStatus(status);

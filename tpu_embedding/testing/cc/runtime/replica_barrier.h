@@ -25,7 +25,7 @@
 
 namespace tpu_embedding {
 
-// In replica order.
+// The kernels' contexts in replica order.
 using Contexts = std::vector<tensorflow::OpKernelContext*>;
 
 // The kernel of one replica at a barrier.
@@ -39,15 +39,15 @@ struct Participant {
 // thread.
 using Finish = std::function<void(const absl::Status&)>;
 
-// The barriers of one run, by place: the name of the op and, in a loop, the
+// The barriers of one run. A place is the name of the op and, in a loop, the
 // iteration.
 class ReplicaBarrier : public Timed {
  public:
   using Work = std::function<void(const Contexts&, const Finish&)>;
 
-  // `sparse_cores`: of each device; 0 where programs do not see any. `cancel`
-  // cancels the functions of all replicas after a failure. It is called once,
-  // by any thread.
+  // `sparse_cores` are those of each device; 0 if programs do not see any.
+  // `cancel` cancels the functions of all replicas after a failure. It is
+  // called once, by any thread.
   ReplicaBarrier(std::vector<std::string> devices, int sparse_cores,
                  absl::Duration timeout, std::function<void()> cancel);
 
@@ -58,7 +58,7 @@ class ReplicaBarrier : public Timed {
   void Arrive(const std::string& place, Participant participant,
               const Work& work);
 
-  // The function of `replica` has ended.
+  // Notes that the function of `replica` has ended.
   void Leave(int replica, const absl::Status& status);
 
   // Ends all waits, now and later. The first status counts, except that an
@@ -82,14 +82,14 @@ class ReplicaBarrier : public Timed {
 
   using OpenRounds = std::map<std::string, std::deque<Round>>;
 
-  // The first round at `place` that the replica has not arrived at yet. There
-  // can be several: a replica may run ahead and execute the same op again.
+  // Returns the first round at `place` that the replica has not arrived at.
+  // There can be several: a replica may run ahead and execute an op again.
   Round* Find(const std::string& place, const Participant& participant);
   Round Close(const std::string& place, Round* round);
   // Computes for the participants of a complete round.
   void Compute(const Round& round, const Work& work);
   bool AnyReplicaEnded() const;
-  // The replicas that have, or have not, arrived.
+  // Names the replicas that have, or have not, arrived.
   std::string Names(const Round& round, bool arrived) const;
   absl::Status MissingReplicaError(const Round& round) const;
 
@@ -103,10 +103,10 @@ class ReplicaBarrier : public Timed {
   OpenRounds open_;
 };
 
-// The runner of one replica's function. It starts the kernels, and the kernels
-// identify their replica by it: TensorFlow passes the runner on to called
-// functions and to the bodies of control flow, while each of these gets a
-// rendezvous of its own.
+// Runs one replica's function. It starts the kernels, and the kernels identify
+// their replica by it: TensorFlow passes the runner on to called functions and
+// to the bodies of control flow, while each of these gets a rendezvous of its
+// own.
 class ReplicaRunner {
  public:
   using Closure = std::function<void()>;
@@ -118,13 +118,13 @@ class ReplicaRunner {
         replica_(replica),
         barrier_(std::move(barrier)) {}
 
-  // The replica that `context` belongs to; null outside of runs.
+  // Returns the replica that `context` belongs to, or null outside of runs.
   static const ReplicaRunner* Of(const tensorflow::OpKernelContext* context);
 
   int replica() const { return replica_; }
   ReplicaBarrier& barrier() const { return *barrier_; }
 
-  // A function that returns whether the run has failed; null outside of runs.
+  // Returns a function that tells if the run has failed; null outside of runs.
   // It may outlive the run.
   static std::function<bool()> HasFailed(
       const tensorflow::OpKernelContext* context);
@@ -150,11 +150,11 @@ class AsyncBarrierOp : public tensorflow::AsyncOpKernel {
   // context, then calls `finish`. Called once per round, by one thread.
   virtual void Begin(const Contexts& contexts, const Finish& finish) = 0;
 
-  // Whether the op may run outside of a run, where there is one replica.
+  // Checks whether the op may run outside of a run, where there is one replica.
   virtual absl::Status CheckAlone() const { return absl::OkStatus(); }
 };
 
-// The same for a computation that never waits.
+// Is an AsyncBarrierOp whose computation never waits.
 class BarrierOp : public AsyncBarrierOp {
  public:
   using AsyncBarrierOp::AsyncBarrierOp;

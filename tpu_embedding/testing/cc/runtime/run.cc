@@ -1,4 +1,4 @@
-// TpuEmbeddingSoftwareTpuRun: runs one function per replica, all together.
+// TpuEmbeddingSoftwareTpuRun runs one function per replica, all together.
 //
 // It takes the place of TPUReplicate. Each function runs on the device of its
 // replica, with a rendezvous of its own: the functions are traced from one
@@ -95,7 +95,7 @@ struct Execution {
   }
 
   void End() {
-    // Not the call that waits: a callback that is running may be what ends us.
+    // A call that waits would not do: a running callback may be what ends us.
     CancellationManager* const manager = context->cancellation_manager();
     if (manager) manager->TryDeregisterCallback(token);
     const absl::Status status = barrier->status();
@@ -206,7 +206,7 @@ class RunOp : public AsyncOpKernel {
     execution->replicas.resize(functions_.size());
     execution->barrier = std::make_shared<ReplicaBarrier>(
         devices_, sparse_cores_, absl::Seconds(timeout_),
-        // Weak, as the execution owns the barrier.
+        // The pointer is weak, as the execution owns the barrier.
         [weak = std::weak_ptr<Execution>(execution)] {
           const auto alive = weak.lock();
           if (!alive) return;
@@ -217,7 +217,7 @@ class RunOp : public AsyncOpKernel {
     int next = 0;
     for (size_t r = 0; r < functions_.size(); ++r) {
       Execution::Replica& replica = execution->replicas[r];
-      // No child of the op's own: it may outlive that one by a moment.
+      // This is no child of the op's own, which it may outlive by a moment.
       replica.cancellation = std::make_unique<CancellationManager>();
       replica.rendezvous.reset(tensorflow::NewLocalRendezvous());
       replica.runner = ReplicaRunner(*context->runner(), r, execution->barrier);

@@ -22,7 +22,7 @@
 
 namespace tpu_embedding {
 
-// What a combiner gets, for all samples of a replica.
+// The inputs of a combiner, for all samples of a replica.
 struct CombinerInputs {
   tensorflow::Tensor valencies;                 // [num_samples]
   tensorflow::Tensor vectors;                   // [num_samples, max_valency, D]
@@ -40,8 +40,8 @@ struct CombinerInputs {
                     tensorflow::Tensor* result) const;
 };
 
-// The part of an update that is the combiner's: the gradients of vectors and
-// of weights.
+// Computes the combiner's part of an update: the gradients of vectors and of
+// weights.
 class CombinerGradient {
  public:
   explicit CombinerGradient(tensorflow::OpKernelConstruction* context);
@@ -49,10 +49,10 @@ class CombinerGradient {
   int64_t max_valency() const { return max_valency_; }
   int64_t num_weights() const { return num_weights_; }
 
-  // [num_samples * max_valency, D].
+  // Computes the gradients of vectors, [num_samples * max_valency, D].
   absl::Status OfVectors(tensorflow::OpKernelContext* context, int64_t dim,
                          tensorflow::Tensor* result) const;
-  // Adds that of one replica to `sum`, [num_weights].
+  // Adds the gradient of one replica's weights to `sum`, [num_weights].
   absl::Status AddOfWeights(tensorflow::OpKernelContext* context, int64_t dim,
                             std::vector<float>* sum) const;
 
@@ -66,8 +66,8 @@ class CombinerGradient {
   const InlineFunction weights_vjp_;
 };
 
-// SGD: each replica's weights less the rate times `gradient`. They are the last
-// output of the op.
+// Applies SGD: outputs each replica's weights less the rate times `gradient`,
+// as the last output of the op.
 absl::Status UpdateCombinerWeights(tensorflow::OpKernelContext* context,
                                    const std::vector<float>& gradient);
 

@@ -1,5 +1,5 @@
-// XlaSparseDenseMatmulCustomCombinerOnTcWithCsrInput: the lookup of a table
-// whose vectors a function combines.
+// XlaSparseDenseMatmulCustomCombinerOnTcWithCsrInput looks up a table whose
+// vectors a function combines.
 
 #include <cstdint>
 #include <vector>
@@ -72,7 +72,7 @@ class CombinerLookupOp : public SparseCoreOp {
     return absl::OkStatus();
   }
 
-  // The vectors of each sample in the order of its ids, zeros after them.
+  // Gathers the vectors of each sample in the order of its ids, then zeros.
   void Gather(const DeviceCsr& csr, const Tensors& parts, Tensor* valencies,
               Tensor* vectors) const {
     const int64_t dim = parts[0]->dim_size(1);

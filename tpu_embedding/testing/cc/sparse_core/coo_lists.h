@@ -1,4 +1,4 @@
-// What the host ops of the SparseCores share: entries as coordinate lists.
+// Shared code of the host ops of the SparseCores: entries as coordinate lists.
 
 #ifndef TPU_EMBEDDING_TESTING_CC_SPARSE_CORE_COO_LISTS_H_
 #define TPU_EMBEDDING_TESTING_CC_SPARSE_CORE_COO_LISTS_H_
@@ -34,7 +34,7 @@ struct CooView {
   int64_t size = 0;
 };
 
-// The three tensors as one view, if they belong together.
+// Makes one view of the three tensors, if they belong together.
 absl::Status MakeCooView(const tensorflow::Tensor& rows,
                          const tensorflow::Tensor& columns,
                          const tensorflow::Tensor& gains, CooView* view);

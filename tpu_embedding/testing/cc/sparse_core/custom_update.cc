@@ -1,4 +1,4 @@
-// XlaSparseDenseMatmulGradWithCsrInput: the update by a rule of the user's.
+// XlaSparseDenseMatmulGradWithCsrInput updates a table by a rule of the user's.
 
 #include <algorithm>
 #include <cstdint>
@@ -91,7 +91,7 @@ class CustomUpdateOp : public SparseCoreOp {
       updated.back()->flat<float>() = tables[i].flat<float>();
     }
     for (int64_t g = 0; g < gradients.groups->num_rows(); ++g) {
-      // New tensors each time: the function may hand its arguments on.
+      // The tensors are new each time: the function may hand its arguments on.
       Tensor gradient(tensorflow::DT_FLOAT, {1, dim});
       SumGradients<F32x4>(gradients, g, dim, gradient.flat<float>().data());
       std::vector<Tensor> arguments = {gradient};
@@ -123,7 +123,7 @@ class CustomUpdateOp : public SparseCoreOp {
             name(), ": the custom computation returned ", rows[i].DebugString(),
             " for a row of the shape ", place.shape().DebugString(), "."));
       }
-      // Not as an Eigen tensor: a row need not be aligned as that demands.
+      // A row need not be aligned as an Eigen tensor demands.
       const float* const from = rows[i].flat<float>().data();
       float* const to = place.unaligned_flat<float>().data();
       std::copy(from, from + rows[i].NumElements(), to);

@@ -9,7 +9,7 @@ using tensorflow::Tensor;
 
 namespace {
 
-// Row pointers and partitions begin at multiples of it.
+// Row pointers and partitions begin at multiples of this number.
 constexpr int64_t kAlignment = 8;
 
 int64_t Align(int64_t size) {

@@ -22,7 +22,7 @@
 
 namespace tpu_embedding {
 
-// What a CSR must fit.
+// The properties that a CSR must have.
 struct CsrFrame {
   std::string table;  // for messages
   int64_t num_replicas = 1;
@@ -56,20 +56,20 @@ class DeviceCsr {
   const std::vector<Partition>& partitions() const { return partitions_; }
   int64_t num_minibatches() const { return num_minibatches_; }
 
-  // The sample of an entry of `partition`, numbered within the replica.
+  // Returns the sample of an entry of `partition`, numbered within the replica.
   int64_t Sample(const Partition& partition, int64_t entry) const {
     return partition.sparse_core * samples_per_core_ + samples_[entry];
   }
-  // What its gradient is the gradient of: a sample, or a position in it.
+  // Returns what its gradient belongs to: a sample, or a position in it.
   int64_t Place(const Partition& partition, int64_t entry) const {
     const int64_t sample = Sample(partition, entry);
     return positions_ ? sample * max_valency_ + positions_[entry] : sample;
   }
-  // The device that holds the rows of `partition`.
+  // Returns the device that holds the rows of `partition`.
   int64_t Device(const Partition& partition) const {
     return partition.target / num_sparse_cores_;
   }
-  // The row of an entry, numbered within that device.
+  // Returns the row of an entry, numbered within that device.
   int64_t Row(const Partition& partition, int64_t entry) const {
     return partition.target % num_sparse_cores_ * rows_per_core_ +
            tokens_[entry];

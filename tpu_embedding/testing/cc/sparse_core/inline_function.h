@@ -1,4 +1,4 @@
-// A function in an attribute of an op, called from its kernel.
+// Calls a function in an attribute of an op from the op's kernel.
 
 #ifndef TPU_EMBEDDING_TESTING_CC_SPARSE_CORE_INLINE_FUNCTION_H_
 #define TPU_EMBEDDING_TESTING_CC_SPARSE_CORE_INLINE_FUNCTION_H_

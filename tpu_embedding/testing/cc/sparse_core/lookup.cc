@@ -1,4 +1,4 @@
-// XlaSparseDenseMatmulWithStaticBufferSize and ...WithCsrInput: the lookup.
+// XlaSparseDenseMatmulWithStaticBufferSize and ...WithCsrInput look tables up.
 
 #include <algorithm>
 #include <cstdint>
@@ -16,7 +16,7 @@ using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 
-// Rough cycles of one entry, the overhead of one element not counted.
+// Rough cycles of one entry, without those for each of its elements.
 constexpr int64_t kCyclesPerEntry = 100;
 
 class LookupOp : public SparseCoreOp {
@@ -44,7 +44,7 @@ class LookupOp : public SparseCoreOp {
       output->flat<float>().setZero();
       activations.push_back(output->flat<float>().data());
     }
-    // A SparseCore writes to samples of its own alone.
+    // A SparseCore writes only to its own samples.
     const int64_t cores = frame.num_sparse_cores;
     const int64_t total = cores * static_cast<int64_t>(contexts.size());
     Workers(contexts[0])(

@@ -8,7 +8,7 @@ using tensorflow::OpKernelConstruction;
 
 namespace {
 
-// Reads attributes one after the other; an error stays.
+// Reads attributes one after the other, and keeps the first error.
 class Reader {
  public:
   Reader(OpKernelConstruction* context, std::vector<float>* values)

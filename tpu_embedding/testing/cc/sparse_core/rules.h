@@ -1,4 +1,4 @@
-// The optimizers of the SparseCore ops, by the rules of the core.
+// Maps the optimizers of the SparseCore ops to the rules of the core.
 
 #ifndef TPU_EMBEDDING_TESTING_CC_SPARSE_CORE_RULES_H_
 #define TPU_EMBEDDING_TESTING_CC_SPARSE_CORE_RULES_H_
@@ -14,12 +14,12 @@ struct SparseCoreRule {
   const char* optimizer;           // in the name of the op
   std::vector<const char*> slots;  // the op's inputs
   UpdateFn update;
-  // From the op's attributes, what the rule's header lists.
+  // Reads what the rule's header lists from the op's attributes.
   absl::Status (*read)(tensorflow::OpKernelConstruction* context,
                        std::vector<float>* hyperparameters);
 };
 
-// One row for each optimizer that there is an op for.
+// Returns one row for each optimizer that there is an op for.
 const std::vector<SparseCoreRule>& SparseCoreRules();
 
 }  // namespace tpu_embedding

@@ -1,4 +1,4 @@
-// Simulated quantization of looked-up values, by the attributes of an op.
+// Simulates the quantization of looked-up values, by the attributes of an op.
 
 #ifndef TPU_EMBEDDING_TESTING_CC_SPARSE_CORE_SIMULATED_QUANTIZATION_H_
 #define TPU_EMBEDDING_TESTING_CC_SPARSE_CORE_SIMULATED_QUANTIZATION_H_
@@ -11,7 +11,7 @@
 namespace tpu_embedding {
 
 // Clips a value to [low, high] and moves it to the nearest of `num_buckets`
-// values between them, ends included; with 0 buckets leaves it as it is.
+// values between them, ends included. With 0 buckets it leaves the value alone.
 class SimulatedQuantization {
  public:
   explicit SimulatedQuantization(tensorflow::OpKernelConstruction* context) {

@@ -45,13 +45,13 @@ class ConvertOp : public tensorflow::OpKernel {
                 absl::InvalidArgumentError(absl::StrCat(
                     "num_sc_shards must be a power of two, got ", shards)));
     place_.num_shards = shards;
-    // Ids are not checked against a vocabulary: the op does not know it.
+    // The op does not know the vocabulary, so ids are not checked against it.
     spec_.vocabulary_size = int64_t{1} << 31;
     place_.num_tokens = spec_.vocabulary_size / shards;
     spec_.kind = InputKind::kRagged;
     spec_.path = name();
     spec_.table = "of the op";
-    // Seen of Google's kernel: "custom" scales as "sqrtn" does.
+    // Google's kernel was seen to scale "custom" as "sqrtn".
     spec_.combiner = combiner == "sum"    ? Combiner::kSum
                      : combiner == "mean" ? Combiner::kMean
                                           : Combiner::kSqrtn;
@@ -72,7 +72,7 @@ class ConvertOp : public tensorflow::OpKernel {
                 absl::InvalidArgumentError(
                     absl::StrCat(values.NumElements(), " values have ",
                                  weights.NumElements(), " weights.")));
-    // As in TensorFlow's kernel, one weight is the weight of every value.
+    // One weight is the weight of every value, as in TensorFlow's kernel.
     std::vector<float> same;
     if (weights.NumElements() == 1) {
       same.assign(values.NumElements(), weights.flat<float>()(0));
@@ -94,7 +94,7 @@ class ConvertOp : public tensorflow::OpKernel {
   }
 
  private:
-  // Row splits, whatever the kind of input.
+  // Reads row splits from any kind of input.
   absl::Status ReadSplits(const Tensor& structure, const Tensor& values,
                           std::vector<int64_t>* splits) const {
     const auto data = structure.flat<int32_t>();
@@ -164,7 +164,7 @@ class ConvertOp : public tensorflow::OpKernel {
   int64_t stacked_samples_ = 1;
 };
 
-// Sorting one SparseCore's lists, for the two ops below.
+// Sorts one SparseCore's lists, for the two ops below.
 class ListOp : public tensorflow::OpKernel {
  public:
   explicit ListOp(OpKernelConstruction* context) : OpKernel(context) {

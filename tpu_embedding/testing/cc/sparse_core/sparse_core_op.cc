@@ -10,7 +10,7 @@ using tensorflow::Tensor;
 
 namespace {
 
-// Float32 values that a SparseCore handles at once, on all generations that
+// The float32 values that a SparseCore handles at once, on all generations that
 // have one (tpu_generations.py).
 constexpr int64_t kLaneWidth = 8;
 
@@ -27,7 +27,7 @@ absl::Status Inputs(const Contexts& contexts, const char* name,
 
 SparseCoreOp::SparseCoreOp(OpKernelConstruction* context) : BarrierOp(context) {
   OP_REQUIRES_OK(context, context->GetAttr("table_name", &table_));
-  // The ops have it since TensorFlow 2.20.
+  // The ops have this attribute since TensorFlow 2.20.
   if (context->HasAttr("num_sparsecores_per_device")) {
     OP_REQUIRES_OK(context, context->GetAttr("num_sparsecores_per_device",
                                              &num_sparse_cores_));

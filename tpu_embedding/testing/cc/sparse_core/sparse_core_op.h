@@ -1,4 +1,4 @@
-// What the kernels of all SparseCore ops share: attributes, shapes, checks.
+// Shared code of the kernels of all SparseCore ops: attributes, shapes, checks.
 
 #ifndef TPU_EMBEDDING_TESTING_CC_SPARSE_CORE_SPARSE_CORE_OP_H_
 #define TPU_EMBEDDING_TESTING_CC_SPARSE_CORE_SPARSE_CORE_OP_H_
@@ -17,7 +17,7 @@ namespace tpu_embedding {
 
 using Tensors = std::vector<const tensorflow::Tensor*>;
 
-// The input `name` of each replica.
+// Finds the input `name` of each replica.
 absl::Status Inputs(const Contexts& contexts, const char* name,
                     Tensors* tensors);
 
@@ -31,10 +31,10 @@ class SparseCoreOp : public BarrierOp {
   absl::Status FrameOf(const Contexts& contexts, const Tensors& parts,
                        CsrFrame* frame) const;
 
-  // As much of it as depends on the number of samples of a replica.
+  // Sets what depends on the number of samples of a replica.
   absl::Status SetSamples(int64_t num_samples, CsrFrame* frame) const;
 
-  // The CSR of each replica.
+  // Reads the CSR of each replica.
   static absl::Status ReadAll(const Contexts& contexts, const CsrFrame& frame,
                               std::vector<DeviceCsr>* csrs);
 

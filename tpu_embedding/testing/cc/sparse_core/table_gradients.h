@@ -1,5 +1,5 @@
-// One step's gradients for a table, from all replicas, by the device that
-// holds the row.
+// Collects one step's gradients for a table from all replicas, by the device
+// that holds the row.
 
 #ifndef TPU_EMBEDDING_TESTING_CC_SPARSE_CORE_TABLE_GRADIENTS_H_
 #define TPU_EMBEDDING_TESTING_CC_SPARSE_CORE_TABLE_GRADIENTS_H_
@@ -15,11 +15,11 @@ namespace tpu_embedding {
 
 class TableGradientSums {
  public:
-  // By replica.
+  // The CSR of each replica.
   std::vector<DeviceCsr> csrs;
 
-  // The gradients of the next replica's activations, [num_samples, dim]; those
-  // of looked-up vectors where there is a combiner.
+  // Adds the gradients of the next replica's activations, [num_samples, dim],
+  // or of its looked-up vectors if there is a combiner.
   void AddSamples(const tensorflow::Tensor& gradients) {
     kept_.push_back(gradients);
     num_samples_ = gradients.dim_size(0);
@@ -30,11 +30,11 @@ class TableGradientSums {
     }
   }
 
-  // The rows of `device` that any entry names, with their entries in the order
-  // in which they are to be summed: replica by replica.
+  // Returns the rows of `device` that any entry names, with their entries in
+  // the order in which they are to be summed: replica by replica.
   RowGroups RowsOf(int64_t device, int64_t num_rows) const;
 
-  // The gradient of each sample, replica by replica.
+  // Returns the gradient of each sample, replica by replica.
   const float* const* samples() const { return samples_.data(); }
 
  private:

@@ -1,5 +1,5 @@
-// XlaSparseDenseMatmulGradWith<Optimizer>And{StaticBufferSize,CsrInput}: the
-// update of a table by the gradients of all replicas.
+// XlaSparseDenseMatmulGradWith<Optimizer>And{StaticBufferSize,CsrInput} update
+// a table by the gradients of all replicas.
 
 #include <cstdint>
 #include <string>
@@ -87,7 +87,7 @@ class UpdateOp : public SparseCoreOp {
     return absl::OkStatus();
   }
 
-  // Writes to copies: the inputs may be what variables hold.
+  // Writes to copies, because variables may hold the inputs.
   absl::Status UpdateDevice(OpKernelContext* context,
                             const TableGradientSums& sums,
                             int64_t device) const {

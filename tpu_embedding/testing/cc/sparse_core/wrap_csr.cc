@@ -39,7 +39,7 @@ absl::Status CheckCounts(const int32_t* counts, int64_t size, int64_t total) {
   return absl::OkStatus();
 }
 
-// The id buffer of `samples` samples.
+// Checks the size of an id buffer.
 absl::Status CheckCapacity(const std::string& table, int64_t capacity) {
   if (capacity % kCsrAlignment == 0 && capacity <= INT32_MAX) {
     return absl::OkStatus();
@@ -118,7 +118,7 @@ class SplitsOp : public tensorflow::OpKernel {
     OP_REQUIRES_OK(context, context->GetAttr("sample_count", &samples_));
     OP_REQUIRES(context, samples_ >= table_.num_cores,
                 absl::InvalidArgumentError("Each SparseCore needs a sample."));
-    // What Google's kernel takes where no limits were compiled in.
+    // Google's kernel takes this limit if no limits were compiled in.
     const int64_t limit = AlignCsr(4 * (samples_ / table_.num_cores));
     limit_ = {limit, limit};
   }

@@ -1,5 +1,5 @@
-// RecvTPUEmbeddingActivations and SendTPUEmbeddingGradients: what a program on
-// the cores takes from the engine and gives back.
+// RecvTPUEmbeddingActivations takes a program's activations from the engine,
+// and SendTPUEmbeddingGradients gives it the gradients.
 
 #include <cstdint>
 #include <cstring>
@@ -24,7 +24,7 @@ using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 using tensorflow::TensorShape;
 
-// Of one output in one replica, whose cores share its first axis.
+// Returns the shape of an output in one replica. Cores share its first axis.
 TensorShape ShapeOf(const EngineConfig& config, int output) {
   const EngineOutput& from = config.outputs[output];
   TensorShape shape(from.shape);
@@ -33,8 +33,8 @@ TensorShape ShapeOf(const EngineConfig& config, int output) {
   return shape;
 }
 
-// By core and output, where the core's part begins; `parts` has it by replica
-// and output.
+// Returns where each core's part of each output begins; `parts` has the outputs
+// by replica.
 template <class Pointer>
 std::vector<std::vector<Pointer>> ByCore(
     const EngineConfig& config,
@@ -52,7 +52,7 @@ std::vector<std::vector<Pointer>> ByCore(
   return cores;
 }
 
-// An op with the attribute `config` that all replicas of a program run.
+// Is an op with the attribute `config` that all replicas of a program run.
 class ProgramOp : public AsyncBarrierOp {
  public:
   explicit ProgramOp(OpKernelConstruction* context) : AsyncBarrierOp(context) {
@@ -182,7 +182,7 @@ class SendOp : public ProgramOp {
     return absl::OkStatus();
   }
 
-  // The rates, which are those of all replicas.
+  // Reads the rates, which must be the same in all replicas.
   static absl::Status ReadRates(const EngineConfig& config,
                                 OpKernelContext* context,
                                 std::vector<float>* rates) {
@@ -202,7 +202,7 @@ class SendOp : public ProgramOp {
       own.push_back(rate.flat<float>()(0));
     }
     if (rates->empty()) *rates = own;
-    // As bits: a NaN is the same as itself.
+    // The rates are compared as bits: so a NaN equals itself.
     if (own.empty() || std::memcmp(own.data(), rates->data(),
                                    own.size() * sizeof(float)) == 0) {
       return absl::OkStatus();

@@ -148,7 +148,7 @@ absl::Status ReadTables(const TPUEmbeddingConfiguration& from,
   return absl::OkStatus();
 }
 
-// Tags number the rates that come with the gradients.
+// Counts the rates that come with the gradients, which tags number.
 absl::Status CountRates(EngineConfig* config) {
   std::set<int> tags;
   for (const EngineTable& table : config->tables) {
@@ -209,7 +209,7 @@ absl::Status ReadFeatures(const TPUEmbeddingConfiguration& from,
   return absl::OkStatus();
 }
 
-// The older form: each table says how many features it has.
+// Reads the older form, in which each table says how many features it has.
 absl::Status ReadTableOutputs(const TPUEmbeddingConfiguration& from,
                               EngineConfig* config) {
   config->batch_size = from.batch_size_per_tensor_core();

@@ -84,7 +84,7 @@ absl::Status ReadMomentum(const OptimizationParameters& from,
   return absl::OkStatus();
 }
 
-// RMSProp, centered or not.
+// Reads RMSProp, centered or not.
 template <class Parameters>
 absl::Status ReadRms(const Parameters& p, EngineTable* table) {
   TF_RETURN_IF_ERROR(CheckDecay("rho", p.rho()));

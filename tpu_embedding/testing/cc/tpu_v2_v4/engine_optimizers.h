@@ -17,16 +17,16 @@ struct EngineOptimizer {
   const char* rule;                // its name in the core
   const char* op;                  // in the names of its load and retrieve ops
   std::vector<const char*> slots;  // the inputs of its load op
-  // From the field, what the header of the rule lists. Null where the core has
-  // no rule. An error names the field within the optimizer's.
+  // Reads from the field what the header of the rule lists. Null if the core
+  // has no rule. Errors name the field within the optimizer's.
   absl::Status (*read)(const tensorflow::tpu::OptimizationParameters& from,
                        EngineTable* table);
 
-  // The field of OptimizationParameters.
+  // Returns the field's name in OptimizationParameters.
   std::string name() const;
 };
 
-// One row for each optimizer that there are load and retrieve ops for.
+// Returns one row for each optimizer that has load and retrieve ops.
 const std::vector<EngineOptimizer>& EngineOptimizers();
 
 // Sets the optimizer of `table` with its slots and constants.

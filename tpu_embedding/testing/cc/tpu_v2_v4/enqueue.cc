@@ -1,5 +1,5 @@
 // (Dynamic)EnqueueTPUEmbeddingArbitraryTensorBatch and
-// (Dynamic)EnqueueTPUEmbeddingRaggedTensorBatch: a batch of ids for a core.
+// (Dynamic)EnqueueTPUEmbeddingRaggedTensorBatch enqueue ids for a core.
 
 #include <cstdint>
 #include <map>
@@ -62,7 +62,7 @@ absl::Status ReadMode(const Tensor& mode_override, bool configured,
   return absl::OkStatus();
 }
 
-// The values of `tensor` as a type that the engine takes.
+// Returns the values of `tensor` as a type that the engine takes.
 template <class To, class From>
 std::vector<To> Cast(const Tensor& tensor) {
   const auto values = tensor.flat<From>();
@@ -97,8 +97,8 @@ class EnqueueOp : public AsyncBarrierOp {
     absl::Status status = Cores(*engine, contexts, &cores);
     if (!status.ok()) return finish(status);
     status = ReadAll(*engine, contexts, cores, &batches);
-    // In a run no replica has queued anything. Else this core's turn is over,
-    // and that of the others with it.
+    // In a run no replica has queued anything. Outside of runs this core's turn
+    // is over, and so are those of the others.
     const bool alone = ReplicaRunner::Of(contexts[0]) == nullptr;
     const Finish refuse = [engine, alone, finish,
                            core = cores[0]](const absl::Status& ended) {
@@ -140,12 +140,12 @@ class EnqueueOp : public AsyncBarrierOp {
                      num_inputs_, " inputs."));
   }
 
-  // The op of `context`: attributes may differ between replicas.
+  // Returns the op of `context`: attributes may differ between replicas.
   static const EnqueueOp& Own(OpKernelContext* context) {
     return static_cast<const EnqueueOp&>(context->op_kernel());
   }
 
-  // The core of each context, each another one.
+  // Finds the core of each context. Each must be a different one.
   absl::Status Cores(const ConfiguredEngine& engine, const Contexts& contexts,
                      std::vector<int>* cores) const {
     const int num_cores = engine.engine.config().num_cores;

@@ -30,12 +30,12 @@ constexpr char kLoad[] = "LoadTPUEmbedding";
 constexpr char kRetrieve[] = "RetrieveTPUEmbedding";
 constexpr char kSuffix[] = "Parameters";
 
-// Of one table's part on one host.
+// Returns the shape of one table's part on one host.
 TensorShape PartShape(const EngineConfig& config, int table, int host) {
   return {HostRows(config, table).Count(host), config.tables[table].dim};
 }
 
-// What all of these ops have in common.
+// Has what all of these ops have in common.
 class ParametersOp : public OpKernel {
  public:
   explicit ParametersOp(OpKernelConstruction* context) : OpKernel(context) {
@@ -179,10 +179,10 @@ class RetrieveOp : public OneTableOp {
   }
 };
 
-// The ops of all tables at once. They have a list for each part: parameters,
-// then the slots, and after them the sums of gradients of a table that
-// accumulates them. This engine has no such sums between steps. Tables with
-// fewer parts have empty ones.
+// Loads or retrieves all tables at once. The ops have a list for each part:
+// parameters, then the slots, and after them the sums of gradients of a table
+// that accumulates them. This engine has no such sums between steps. Tables
+// with fewer parts have empty ones.
 class AllTablesOp : public ParametersOp {
  public:
   using ParametersOp::ParametersOp;
@@ -250,7 +250,7 @@ class LoadAllOp : public AllTablesOp {
   }
 
  private:
-  // What a sum begins with is not 0, but a subnormal number.
+  // Checks that a sum is empty: it begins with a subnormal number, not 0.
   static absl::Status CheckSum(const EngineTable& table, const Tensor& sum) {
     const auto values = sum.flat<float>();
     const bool empty = std::all_of(

@@ -29,7 +29,7 @@ class CallTimeouts : public Timed {
 }  // namespace
 
 TpuSystem& TpuSystem::Get() {
-  // Never destroyed, as ops may run while the process exits.
+  // It is never destroyed, as ops may run while the process exits.
   static TpuSystem* const system = new TpuSystem;
   return *system;
 }
@@ -114,8 +114,8 @@ void SubmitCall(const EnginePtr& engine, OpKernelContext* context,
   call->attempt = std::move(attempt);
   call->done = [manager, token, clock,
                 finish = std::move(finish)](const Outcome& outcome) {
-    // Not DeregisterCallback, which waits for a running callback: that callback
-    // may be the caller.
+    // DeregisterCallback would wait for a running callback, which may be the
+    // caller.
     if (manager) manager->TryDeregisterCallback(token);
     finish(StatusOf(outcome));
   };

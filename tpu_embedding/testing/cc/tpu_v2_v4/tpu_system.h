@@ -39,20 +39,20 @@ class TpuSystem {
   static TpuSystem& Get();
 
   // Discards the engine and its tables, as the initialization of a TPU does.
-  // `timeout`: how long calls of the next engine wait.
+  // Calls of the next engine wait for at most `timeout`.
   void Initialize(absl::Duration timeout);
 
-  // The number of calls of Initialize(). A caller that remembers it can tell
-  // whether its engine still exists.
+  // Returns the number of calls of Initialize(). A caller that remembers it can
+  // tell whether its engine still exists.
   int64_t session() const;
 
   // Fails if there is an engine already or `config` is invalid.
   absl::Status Configure(const std::string& config);
 
-  // The engine; null where none is configured.
+  // Returns the engine, or null if none is configured.
   EnginePtr engine() const;
 
-  // The engine for an op with the attribute `config`; empty means any.
+  // Finds the engine for an op with the attribute `config`; empty means any.
   absl::StatusOr<EnginePtr> Find(const std::string& config) const;
 
  private:

@@ -30,8 +30,8 @@ class Adagrad {
       a[d] += g[d] * g[d];
       // To add 0 to a square changes no bit.
       const float square = a[d] + epsilon_;
-      // Where the accumulator stays 0 the gradient is 0 too, and so the step.
-      // A NaN is no 0: it must show in the row.
+      // If the accumulator stays 0, the gradient is 0 too, and so the step. A
+      // NaN is no 0: it must show in the row.
       w[d] -= square <= 0.0f ? 0.0f : rate_ * g[d] / std::sqrt(square);
     }
   }

@@ -40,8 +40,8 @@ class Ftrl {
   TPU_EMBEDDING_INLINE void Apply(const float* __restrict g,
                                   float* __restrict w, float* const* slots,
                                   int64_t dim) const {
-    // Asked once for a row: a loop that may call std::pow is not vectorised,
-    // which made the usual power 2.6 times slower.
+    // The power is compared once for a row: a loop that may call std::pow is
+    // not vectorised, which made the usual power 2.6 times slower.
     if (power_ == 0.5f) {
       ApplyWith([](float a) { return std::sqrt(a); }, g, w, slots, dim);
     } else {
@@ -52,7 +52,7 @@ class Ftrl {
   }
 
  private:
-  // With root(a) = a^q.
+  // Applies the rule with root(a) = a^q.
   template <class Root>
   TPU_EMBEDDING_INLINE void ApplyWith(const Root& root,
                                       const float* __restrict g,

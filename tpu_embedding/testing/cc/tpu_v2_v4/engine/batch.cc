@@ -8,17 +8,17 @@
 namespace tpu_embedding {
 namespace {
 
-// Of an entry that no sample has calls for.
+// The sample of an entry that no sample has calls for.
 constexpr int64_t kCut = -1;
 
-// Where an input's entries go.
+// Where the entries of an input go.
 struct Target {
   const EngineOutput* output;
   std::string input;  // for messages
-  // Input row r goes to sample r, or (with positions) its entry p to sample
-  // r * positions + p. Where outputs are those of tables, `stride` samples
-  // belong to each sample of the batch, and `width` of them, from `first` on,
-  // to this input.
+  // Input row r goes to sample r, or (with positions) its entry p to sample r *
+  // positions + p. If outputs are those of tables, `stride` samples belong to
+  // each sample of the batch, and `width` of them, from `first` on, to this
+  // input.
   int64_t rows = 0;
   int64_t positions = 0;
   int64_t first = 0;
@@ -34,7 +34,7 @@ struct Target {
 
 std::string Columns(int64_t number) { return Concat("[ids, ", number, "]"); }
 
-// By id the sample that it belongs to, or kCut.
+// Finds the sample that each id belongs to, or kCut.
 class SampleFinder {
  public:
   SampleFinder(const EnqueueInput& input, Target target)
@@ -87,7 +87,7 @@ class SampleFinder {
     return std::nullopt;
   }
 
-  // Whether `rows` rows fill the output: each is a sample, or all are
+  // Checks that `rows` rows fill the output: each is a sample, or all are
   // sequences of one length.
   Error SetRows(int64_t rows) {
     if (target_.rows) {
@@ -131,7 +131,7 @@ class SampleFinder {
                         index[axis], " on axis ", axis, " of ", shape[axis],
                         ".");
         }
-        // The positions of a sequence that it has no calls for.
+        // Positions after the end of a sequence belong to no sample.
         sample = past ? kCut : sample * shape[axis] + index[axis];
       }
       (*samples)[i] = sample;
@@ -194,7 +194,7 @@ class BatchBuilder {
                   config_.tables.size(), " tables. Give one for each table.");
   }
 
-  // Outputs are features: input i is that of output i.
+  // Adds input i to output i, if outputs are features.
   Error AddToFeatures() {
     if (enqueued_.inputs.size() != config_.outputs.size()) {
       return Concat("The op has ", enqueued_.inputs.size(),
@@ -220,8 +220,8 @@ class BatchBuilder {
     return std::nullopt;
   }
 
-  // Outputs are those of tables: each input takes the next places of its
-  // table's.
+  // Adds each input at the next places of its table's output, if outputs are
+  // those of tables.
   Error AddToTables() {
     for (size_t i = 0; i < enqueued_.inputs.size(); ++i) {
       const EnqueueInput& input = enqueued_.inputs[i];
@@ -280,7 +280,7 @@ class BatchBuilder {
     Entries& entries = entries_[output];
     for (int64_t i = 0; i < input.num_ids; ++i) {
       const int64_t id = input.id(i);
-      // Before any entry is cut: a bad id is an error wherever it stands.
+      // This comes before entries are cut: a bad id is always an error.
       if (id < 0 || id >= table.num_rows) {
         return BadId(output, samples[i], id);
       }

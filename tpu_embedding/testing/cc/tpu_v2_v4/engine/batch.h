@@ -1,4 +1,4 @@
-// What one enqueue op brings: its inputs, checked and ready for lookup.
+// Checks the inputs of one enqueue op and makes them ready for lookup.
 
 #ifndef TPU_EMBEDDING_TESTING_CC_TPU_V2_V4_ENGINE_BATCH_H_
 #define TPU_EMBEDDING_TESTING_CC_TPU_V2_V4_ENGINE_BATCH_H_
@@ -20,8 +20,8 @@ struct EnqueueInput {
   const int64_t* ids64 = nullptr;
   int64_t num_ids = 0;
   std::vector<float> weights;  // empty: all are 1
-  // Of rank 1: row splits, or nothing, which means one id for each sample. Of
-  // rank 2: `columns` indices for each id.
+  // Structures of rank 1 are row splits, or empty: one id for each sample.
+  // Those of rank 2 have `columns` indices for each id.
   std::vector<int64_t> structure;
   int structure_rank = 1;
   int64_t columns = 0;

@@ -1,4 +1,4 @@
-// What an embedding engine is configured with, as plain values.
+// The configuration of an embedding engine, as plain values.
 //
 // The engine is that of TPU v2, v3 and v4. This folder is plain C++17 and knows
 // neither TensorFlow nor protocol buffers, so that tests build it alone.
@@ -29,8 +29,8 @@ struct EngineTable {
   int64_t dim = 0;
   std::string optimizer;           // as the configuration names it
   std::vector<std::string> slots;  // by the names of the load op's inputs
-  // Null where this engine has no rule for the optimizer: it then keeps the
-  // slots and does not train.
+  // Null if this engine has no rule for the optimizer: it then keeps the slots
+  // and does not train.
   UpdateFn update = nullptr;
   std::vector<float> hyperparameters;
   std::shared_ptr<RowOptions> options;  // not null beside an `update`
@@ -42,8 +42,8 @@ struct EngineTable {
   Quantization quantization;
 };
 
-// One tensor of activations of a core: of a feature, or in configurations
-// without features of a table.
+// One tensor of activations of a core: of a feature, or of a table in
+// configurations without features.
 struct EngineOutput {
   std::string name;
   int table = 0;
@@ -59,8 +59,8 @@ struct EngineOutput {
 struct EngineConfig {
   std::vector<EngineTable> tables;
   std::vector<EngineOutput> outputs;
-  // Where outputs are those of tables: the samples of a core, each of which
-  // fills as many rows of an output as its table has features. Else 0.
+  // The samples of a core, if outputs are those of tables: each sample fills as
+  // many rows of an output as its table has features. Else 0.
   int64_t batch_size = 0;
   int num_hosts = 1;
   int num_cores = 1;

@@ -8,7 +8,7 @@
 namespace tpu_embedding {
 namespace {
 
-// "core 1" or "cores 0, 2".
+// Returns "core 1" or "cores 0, 2".
 std::string CoreNames(const std::vector<int>& cores) {
   std::string names = cores.size() == 1 ? "core " : "cores ";
   for (size_t i = 0; i < cores.size(); ++i) {
@@ -66,7 +66,7 @@ void Engine::Clean() {
   }
 }
 
-// Whether each core has a batch.
+// Checks that each core has a batch.
 Outcome Engine::CheckHeads() const {
   std::vector<int> present, missing;
   for (int core = 0; core < config_.num_cores; ++core) {
@@ -126,7 +126,7 @@ Outcome Engine::Send(StepGradients gradients, const ParallelFor& parallel_for) {
             "that a program enqueues under a name is for training only if "
             "apply_gradients has that name."};
   }
-  // Not before: a step that fails until here leaves what is pending pending.
+  // This comes late: a step that fails before leaves what is pending pending.
   ApplyPending(parallel_for);
   pending_ = {std::move(awaiting_gradients_->batches), std::move(gradients)};
   awaiting_gradients_.reset();

@@ -23,10 +23,10 @@
 
 namespace tpu_embedding {
 
-// Batches that a core holds before an enqueue waits.
+// The number of batches that a core holds before an enqueue waits.
 constexpr int kQueueCapacity = 64;
 
-// Whether the program that a step belongs to has failed.
+// Tells whether the program that a step belongs to has failed.
 using Failed = std::function<bool()>;
 
 class Engine {
@@ -44,8 +44,8 @@ class Engine {
   // Puts the batches into the queues of their cores, all or none.
   Outcome Enqueue(const std::vector<Enqueued>& batches);
 
-  // The batch that was to come next on `core` is bad. Those that other cores
-  // have for the same step go with it.
+  // Notes that the batch that was to come next on `core` is bad. Batches that
+  // other cores have for the same step go with it.
   void Refuse(int core);
 
   // Takes the next batch of each core and writes its activations, by core and
@@ -54,10 +54,10 @@ class Engine {
                   const Failed& failed, const ParallelFor& parallel_for);
 
   // Takes the gradients of the step that owes them. They are applied at once,
-  // or where the engine is pipelined when the gradients of the next step come.
+  // or if the engine is pipelined when the gradients of the next step come.
   Outcome Send(StepGradients gradients, const ParallelFor& parallel_for);
 
-  // See EngineTables; what is pending is applied first.
+  // Apply what is pending; then see EngineTables.
   void Load(int table, int host, const std::vector<const float*>& values,
             const ParallelFor& parallel_for);
   Outcome Retrieve(int table, int host, const std::vector<float*>& values,

@@ -1,4 +1,4 @@
-// Calls of the engine that have to wait, and how the waits end.
+// Manages calls of the engine that have to wait, and ends their waits.
 
 #ifndef TPU_EMBEDDING_TESTING_CC_TPU_V2_V4_ENGINE_PENDING_CALLS_H_
 #define TPU_EMBEDDING_TESTING_CC_TPU_V2_V4_ENGINE_PENDING_CALLS_H_
@@ -48,7 +48,7 @@ class PendingCalls {
   // and without a lock.
   void Submit(const std::shared_ptr<Call>& call, Clock::time_point now);
 
-  // An attempt that never waits.
+  // Runs an attempt that never waits.
   Outcome Run(const Attempt& attempt);
 
   // Ends the wait of `call`, or the call before it has begun.

@@ -28,7 +28,7 @@ void EngineTables::Load(int table, int host,
   const HostRows rows(config_, table);
   for (size_t k = 0; k < values.size(); ++k) {
     std::vector<float>& stored = storage_[table].values[k];
-    // Not before: tables that are never loaded take no memory.
+    // Tables take memory only here: those that are never loaded take none.
     stored.resize(shape.num_rows * shape.dim);
     for (int64_t i = 0; i < rows.Count(host); ++i) {
       std::copy_n(values[k] + i * shape.dim, shape.dim,
@@ -115,7 +115,7 @@ void EngineTables::UpdateTable(int table, const StepBatches& batches,
     }
     return;
   }
-  // The batches of all cores as if they were one.
+  // The groups take the batches of all cores as if they were one.
   RowGroups merged;
   entries.vocabulary_size = shape.num_rows;
   entries.groups = &merged;

@@ -14,7 +14,7 @@
 
 namespace tpu_embedding {
 
-// Which rows of a table are on which host.
+// Tells which rows of a table are on which host.
 class HostRows {
  public:
   HostRows(const EngineConfig& config, int table)
@@ -26,7 +26,7 @@ class HostRows {
     return num_rows_ / num_hosts_ + (host < num_rows_ % num_hosts_ ? 1 : 0);
   }
 
-  // The row of the table that is row `local` of the host.
+  // Returns the row of the table that is row `local` of the host.
   int64_t Row(int host, int64_t local) const {
     if (sharding_ == HostSharding::kMod) return local * num_hosts_ + host;
     const int64_t longer = num_rows_ % num_hosts_;
@@ -45,7 +45,7 @@ using StepBatches = std::vector<std::shared_ptr<const CoreBatch>>;
 
 // The gradients of one step.
 struct StepGradients {
-  // By core and output [num_samples, dim].
+  // The gradients by core and output, [num_samples, dim].
   std::vector<std::vector<const float*>> values;
   std::vector<float> rates;          // by tag
   std::shared_ptr<const void> keep;  // what `values` point into
@@ -55,16 +55,16 @@ class EngineTables {
  public:
   explicit EngineTables(const EngineConfig* config);
 
-  // Both with the parameters first, then the slots, in the order of the
-  // configuration; each [HostRows::Count(host), dim].
+  // Read and write the parameters first, then the slots, in the order of the
+  // configuration; each is [HostRows::Count(host), dim].
   void Load(int table, int host, const std::vector<const float*>& values);
   void Retrieve(int table, int host, const std::vector<float*>& values) const;
 
-  // Which part is missing, if any.
+  // Fail if a part is missing, and say which.
   Error CheckLoaded() const;
   Error CheckLoaded(int table, int host) const;
 
-  // Writes the activations of one core, by output.
+  // Writes the activations of one core, output by output.
   void LookUp(const CoreBatch& batch, const std::vector<float*>& outputs,
               const ParallelFor& parallel_for) const;
 
