@@ -13,6 +13,7 @@ from steps import evaluate_on, train_on
 
 import tpu_embedding as te
 from tpu_embedding.hashing import unmixed_bits
+from tpu_embedding.serving import saving
 from tpu_embedding.serving.growing_tables import RowOfIds, is_used
 from tpu_embedding.serving.mapping import place
 
@@ -83,6 +84,24 @@ def test_serves_what_the_trainer_looks_up(
     expected = _expected(embedding)
     assert np.array_equal(_served(tmp_path / "model"), expected)
     _train(embedding, [9])
+    assert not np.array_equal(_expected(embedding), expected)
+    assert np.array_equal(_served(tmp_path / "model"), expected)
+
+
+def test_training_meanwhile_changes_no_export(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embedding = _embedding()
+    _train(embedding, IDS)
+    expected = _expected(embedding)
+    save = saving._save_module
+
+    def train_and_save(*arguments: Any) -> None:
+        _train(embedding, [9, 8, 7])
+        save(*arguments)
+
+    monkeypatch.setattr(saving, "_save_module", train_and_save)
+    te.serving.export(embedding, tmp_path / "model", signatures=["ragged"])
     assert not np.array_equal(_expected(embedding), expected)
     assert np.array_equal(_served(tmp_path / "model"), expected)
 

@@ -279,6 +279,9 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
 
     def served(self) -> tuple[TableRows, np.ndarray | None]:
         """See `Identity.served`: as it is now."""
+        if self.group is None:  # Others may train meanwhile.
+            state = self.read()
+            return array_rows(served_rows(self._spec, state)), state["ids"]
         arrays, known = self._blocks()
         ids = known["ids"]
         stored = {name: arrays[name] for name in STORED if name in arrays}
