@@ -169,6 +169,8 @@ class CodedRows(MutableTableRows):
         self.codes, self.scale_offset = codes, scale_offset
         self.row_bytes = codes.row_bytes + scale_offset.row_bytes
         self.nbytes = codes.nbytes + scale_offset.nbytes
+        if self.slice_rows > _BLOCK_ROWS:  # Slices are whole blocks.
+            self.slice_rows -= self.slice_rows % _BLOCK_ROWS
         self.coded: Mapping[str, TableRows] = {
             PARAMETERS: codes,
             SCALE_OFFSET: scale_offset,

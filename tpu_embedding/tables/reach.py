@@ -290,10 +290,11 @@ class MergedOrder:
         """Returns, by place, how many entries of each part come before it.
 
         A collective call unless all places are known. It finds every `step`-th place
-        from the first one on, too.
+        from the first one on, too, but no more than some thousand.
         """
         if not self._cuts.keys() >= {*places}:
-            wanted = {*places, *range(places[0], self.length, max(1, step))}
+            step = max(1, step, self.length >> 12)
+            wanted = {*places, *range(places[0], self.length, step)}
             self._find(np.array(sorted(wanted - self._cuts.keys())))
         return [self._cuts[place] for place in places]
 
