@@ -258,6 +258,7 @@ def test_a_worker_of_servers_starts_again_alone(
         (("--timeout", "5"), "`--timeout` has no effect without `--hosts`"),
         (("--status-interval", "5"), "has no effect without `--status`"),
         (("--status", "none/line"), "in a folder that exists. Received: 'none/line'"),
+        (("--status", "."), "names a file in a folder that exists. Received: '.'"),
         (("-m",), "No module named"),
     ],
 )  # fmt: skip

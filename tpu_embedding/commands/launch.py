@@ -76,7 +76,8 @@ class _Options:
             "--timeout", parsed.timeout, 600.0, "--hosts", needed_is_given=several
         )
         self.status, kept = parsed.status, parsed.status is not None
-        if kept and not pathlib.Path(self.status).absolute().parent.is_dir():
+        status = pathlib.Path(self.status or "").absolute()
+        if kept and (status.is_dir() or not status.parent.is_dir()):
             raise ValueError(
                 "`--status` names a file in a folder that exists. Received: "
                 f"{self.status!r}."
