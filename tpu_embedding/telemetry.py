@@ -70,8 +70,8 @@ class Telemetry:
     Works with TPUEmbedding, TPUEmbeddingV2 and the Keras layer on CPUs, under
     MirroredStrategy, MultiWorkerMirroredStrategy and ParameterServerStrategy. In a job
     each process counts the rows that it holds; of servers all are counted together.
-    Works also with a Keras model with te.keras.Embedding: it counts the updates of its
-    te.keras.RowSparseOptimizer.
+    Works also with a Keras model with te.keras.Embedding, the one that `fit` trains: it
+    counts the updates of its te.keras.RowSparseOptimizer.
     """
 
     def __init__(self, embedding: Any, *, every: int = 100, hottest: int = 10) -> None:
@@ -81,7 +81,8 @@ class Telemetry:
           embedding: A TPUEmbedding, a TPUEmbeddingV2, a Keras layer of this package, or
             a model with te.keras.Embedding.
           every: Count the next update and every n-th after it. Counting takes about as
-            long as the update itself and 4 bytes for each row of the tables. With 1
+            long as the update itself and 4 bytes for each row of the tables (8 for
+            te.keras.Embedding, and copies of a table with dense gradients). With 1
             every figure is exact.
           hottest: The number of rows in the figure "hottest_rows".
 
@@ -215,10 +216,13 @@ class Telemetry:
             _write(f"{name}/{figure}", "scalars", value, step, "Exact.")
         for table_name, table in counts.tables.items() if counted else ():
             tag = f"{name}/{table_name}"
+            old = before.tables[table_name] if before else TableCounts()
+            own = counted
+            if table.counted_steps is not None:
+                own = max(1, table.counted_steps - (old.counted_steps or 0))
             for figure, value in self._table_values(table).items():
                 if figure in _TOTALS:
-                    old = getattr(before.tables[table_name], figure) if before else 0
-                    mean = (value - old) / counted
+                    mean = (value - getattr(old, figure)) / own
                     described = f"Mean of an update. {note}"
                     _write(f"{tag}/{figure}", "scalars", mean, step, described)
                 elif figure != "hottest_rows":

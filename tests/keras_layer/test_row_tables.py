@@ -290,6 +290,47 @@ def test_telemetry_of_a_loop_of_ones_own_and_of_repeated_ids():
         compiled(tf.constant([[8]]))
 
 
+def test_telemetry_that_was_stopped_is_in_nobodys_way():
+    model = make(optimizer=keras.optimizers.SGD(0.1))
+    telemetry = te.Telemetry(model, every=1)
+    train(model)
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    telemetry.stop()
+    model.compile(RowSparseOptimizer("sgd"), "mse", jit_compile=True)
+    train(model)
+    with pytest.raises(RuntimeError, match="does not count any more"):
+        telemetry.read()
+
+
+def test_telemetry_of_models_that_share_a_layer():
+    first, shared = (Embedding(V, D, name=name) for name in ("first", "shared"))
+    ids = keras.Input([3], dtype="int64")
+    both = keras.Model(ids, keras.layers.Add()([first(ids), shared(ids)]))
+    one = keras.Model(ids, shared(ids))
+    for model in (both, one):
+        model.compile(RowSparseOptimizer("sgd"), "mse")
+    of_both, of_one = te.Telemetry(both, every=1), te.Telemetry(one, every=1)
+    assert not of_both.is_counting
+    assert keras_api.value_of(first.embeddings).counter.owner is None
+    of_one.stop()
+    assert not of_one.is_counting
+
+
+def test_telemetry_after_a_dense_gradient():
+    layer = Embedding(V, D, name="films")
+    layer.build((None,))
+    (table,) = layer.trainable_variables
+    optimizer = RowSparseOptimizer(keras.optimizers.SGD(0.5))
+    optimizer.build([table])
+    for gradient, known in (
+        (tf.ones([V, D]), False),
+        (tf.IndexedSlices(tf.ones([1, D]), tf.constant([1])), True),
+    ):
+        telemetry = te.Telemetry(layer, every=1)
+        optimizer.apply_gradients([(gradient, table)])
+        assert ("ids" in telemetry.read()["films"]) == known
+
+
 def test_what_is_not_carried_names_the_layer(tmp_path: pathlib.Path):
     model, words = make(), r"te\.keras\.Embedding"
     adamax = keras.Model(model.inputs, model.outputs)

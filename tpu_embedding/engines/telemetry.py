@@ -29,6 +29,7 @@ class TableCounts:
       vocabulary: Of all updates of a growing table, also those before telemetry: ids
         without a row, those of them that were admitted and that were refused, and rows
         that were evicted; else empty.
+      counted_steps: How many updates of it were counted; None: as many as of all.
     """
 
     ids: int | None = 0
@@ -49,6 +50,7 @@ class TableCounts:
         default_factory=lambda: np.zeros([0], np.float32)
     )
     vocabulary: tuple[int, ...] = ()
+    counted_steps: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

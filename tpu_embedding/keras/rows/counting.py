@@ -25,37 +25,40 @@ class RowCounter:
 
     Attributes:
       owner: Whose counts these are; None: nobody counts.
+      started_with: This counter and those of the other tables of the owner.
     """
 
     owner: Any = None
+    started_with: Sequence[RowCounter] = ()
 
     def __init__(self, table: Any) -> None:
         self._table = table
         self._size, self._dim = (int(axis) for axis in table.shape)
-        self._knows_ids = True  # Until a dense gradient comes, which has none.
         # The number of updates of which one counts, or 0; updates; those counted; their
-        # ids and distinct ids.
-        self._totals = make_variable(np.zeros([5], np.int64))
+        # ids and distinct ids; those of them with a dense gradient, which names no ids.
+        self._totals = make_variable(np.zeros([6], np.int64))
         self._ids_by_row = make_variable(np.zeros([0], np.int64), [None])
         self._last = [make_variable(np.zeros([0], kind), [None]) for kind in _LAST]
 
     def start(self, every: int, owner: Any) -> None:
         """Forgets the counts; then counts for the owner, if `every` is not 0."""
         self.owner = owner if every else None
-        self._totals.assign([every, 0, 0, 0, 0])
+        self._totals.assign(np.zeros([6], np.int64))
         self._ids_by_row.assign(np.zeros([self._size if every else 0], np.int64))
         for last in self._last:
             last.assign(tf.zeros([0], last.dtype))
+        self._totals.assign([every, 0, 0, 0, 0, 0])  # Only now a step counts.
 
     def read(self, num_hot_rows: int) -> TableCounts:
         """Returns the counts; ids are not known if there was a dense gradient."""
         by_row = self._ids_by_row.numpy()
         rows = np.flatnonzero(by_row)
         hottest = rows[np.lexsort((rows, -by_row[rows]))[:num_hot_rows]]
-        ids, distinct_ids = self._totals.numpy()[3:].tolist()
+        _, _, counted, ids, distinct_ids, dense = self._totals.numpy().tolist()
         named, row_ids, gradient_norms, update_norms = (x.numpy() for x in self._last)
-        known = self._knows_ids
+        known = not dense
         return TableCounts(
+            counted_steps=counted,
             ids=ids if known else None,
             invalid_ids=None,
             samples=None,
@@ -77,12 +80,13 @@ class RowCounter:
     def begin(self, gradient: Any, all_rows: bool) -> Callable[[], None]:
         """Reads what an update will change; returns what counts it after that."""
         if is_in_xla():
+            if self.owner is None:
+                return lambda: None
             raise NotImplementedError(
                 f"te.Telemetry cannot count the updates of {self._table.name}: XLA "
                 "compiles this step. Compile the model with jit_compile=False."
             )
         is_sparse = isinstance(gradient, tf.IndexedSlices)
-        self._knows_ids &= is_sparse
         table = self._table
         every, updates, *_ = tf.unstack(self._totals.read_value())
         is_counted = tf.equal(updates % tf.maximum(every, 1), 0) & (every > 0)
@@ -104,7 +108,10 @@ class RowCounter:
                     gradient.values, found.idx, tf.size(ids)
                 )
             self._ids_by_row.scatter_add(tf.IndexedSlices(ids, named))
-            added = [0, 0, 1, tf.reduce_sum(ids), tf.size(ids, tf.int64)]
+            added = [
+                *(0, 0, 1, tf.reduce_sum(ids), tf.size(ids, tf.int64)),
+                int(not is_sparse),
+            ]
             self._totals.assign_add(tf.stack([tf.cast(n, tf.int64) for n in added]))
             change = gather(table, rows()) - before
             values = (named, ids, _norms(sums), _norms(change))
@@ -117,8 +124,9 @@ class RowCounter:
         )
 
         def end() -> None:
-            tf.cond(is_counted, count, lambda: tf.constant(0))
-            self._totals.assign_add([0, tf.cast(every > 0, tf.int64), 0, 0, 0])
+            goes_on = self._totals.read_value()[0] > 0  # It may have been stopped.
+            tf.cond(is_counted & goes_on, count, lambda: tf.constant(0))
+            self._totals.assign_add([0, tf.cast(goes_on, tf.int64), 0, 0, 0, 0])
 
         return end
 
@@ -151,7 +159,11 @@ def start_counting(
     counters = {}
     for name, table in tables.items():
         table.counter = counters[name] = table.counter or RowCounter(table)
-        table.counter.start(every, owner)
+        for counter in table.counter.started_with:  # Of an earlier owner.
+            counter.start(0, None)
+    for counter in counters.values():
+        counter.started_with = [*counters.values()] if every else ()
+        counter.start(every, owner)
 
     def read(num_hot_rows: int | None) -> Counts:
         steps = [counter.steps() for counter in counters.values()]

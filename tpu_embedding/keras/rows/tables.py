@@ -212,7 +212,7 @@ class ModelTables(WeightTables):
     @property
     def telemetry(self) -> Any:
         """The te.Telemetry that counts; None once another one does."""
-        owners = [table.counter.owner for table in self._counted().values()]
+        owners = [getattr(t.counter, "owner", None) for t in self._counted().values()]
         return self._telemetry if set(owners) == {self} else None
 
     @telemetry.setter
@@ -221,8 +221,8 @@ class ModelTables(WeightTables):
 
     def start_counting(self, every: int) -> Callable[[int | None], Counts]:
         """Counts the updates of the optimizer; see `TableStore.start_counting`."""
-        optimizer = self._optimizer
-        if optimizer is not None and not isinstance(optimizer, UpdatesRows):
+        optimizer, tables = self._optimizer, self._counted()
+        if every and optimizer is not None and not isinstance(optimizer, UpdatesRows):
             raise NotImplementedError(
                 "te.Telemetry counts the updates of te.keras.RowSparseOptimizer, and "
                 f"this model with {_LAYER} is compiled with "
@@ -230,7 +230,7 @@ class ModelTables(WeightTables):
             )
         if every and getattr(self._model, "train_function", None) is not None:
             self._model.make_train_function(force=True)  # It is traced again.
-        return start_counting(self._counted(), every, self)
+        return start_counting(tables, every, self)
 
     def _counted(self) -> dict[str, TableVariable]:
         tables = {x.name: keras_api.value_of(x.embeddings) for x in self.layers}
