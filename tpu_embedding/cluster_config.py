@@ -47,7 +47,7 @@ def problem() -> str:
 def warn() -> None:
     """Logs what is wrong with TF_CONFIG.
 
-    Not an error: a process that makes no strategy does not read it.
+    It raises no error: a process that makes no strategy does not read TF_CONFIG.
     """
     found = problem()
     if found:

@@ -97,10 +97,10 @@ class CustomCombiner:
         """Returns the activation of one sample, [D], by the user's function.
 
         Args:
-          valency: int32 scalar.
-          vectors: [max_valency, D].
-          *weights: [num_weights], if there are any.
-          table: Name of the table, for errors.
+          valency: The number of ids of the sample, an int32 scalar.
+          vectors: The rows of the ids, [max_valency, D].
+          *weights: The trained weights, [num_weights], if there are any.
+          table: The name of the table, for errors.
 
         Raises:
           ValueError: If the function returns another shape.

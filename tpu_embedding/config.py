@@ -26,9 +26,9 @@ class RowStorage:
     """How the rows of a table are stored.
 
     Attributes:
-      dtype: Its name, in `TableConfig.dtype`.
+      dtype: The name of this storage, a value of `TableConfig.dtype`.
       value_bytes: Bytes of a value.
-      row_bytes_more: Bytes that a row has beside its values.
+      row_bytes_more: Bytes of a row in addition to those of its values.
       is_rounded: Whether updates are rounded to what the table can hold.
       is_coded: Whether the values are codes, with a scale and an offset for each row.
       first_dtype: The dtype that initializers are called with.
@@ -358,9 +358,9 @@ class FeatureConfig(_ChangeableUntilUsed):
         takes it from build() or from the input. Kept as a tuple whose unknown
         axes are None, with `rank`, `as_list` and `num_elements` of a tf.TensorShape.
       name: A name for messages and for SparseCore, or None.
-      salt: The salt of this feature, in the place of that of the table's Hashing, from
-        0 to 2**63 - 1: an id of two features with different salts has different rows.
-        None is the salt of the Hashing.
+      salt: The salt of this feature, from 0 to 2**63 - 1, which replaces that of the
+        table's Hashing: an id of two features with different salts has different
+        rows. None keeps the salt of the Hashing.
 
     Raises:
       ValueError: If a value is not allowed, if both `max_sequence_length` and
@@ -410,7 +410,7 @@ class FeatureConfig(_ChangeableUntilUsed):
 
     @property
     def hashing(self) -> Hashing | None:
-        """Which rows of a hashed table the ids of this feature have; None of others."""
+        """The Hashing that gives this feature's ids rows; None if none does."""
         hashing = getattr(self.table, "hashing", None)
         if hashing is None or self.salt is None:
             return hashing
@@ -422,9 +422,9 @@ class DistributedOptions:
     """Says how the processes of a MultiWorkerMirroredStrategy share tables.
 
     In a single process, where nothing travels, the options have no effect. Under
-    ParameterServerStrategy, `placement` is the one over the servers, `wire_dtype` is
-    for what travels to and from them, and a `timeout_seconds` other than the default
-    raises NotImplementedError.
+    ParameterServerStrategy, `placement` places tables on the servers, `wire_dtype`
+    applies to what travels to and from them, and a `timeout_seconds` other than the
+    default raises NotImplementedError.
 
     >>> DistributedOptions(wire_dtype="bfloat16").placement
     'auto'
@@ -439,8 +439,8 @@ class DistributedOptions:
         process. What stays in its process is not rounded. Rows of bfloat16 tables
         travel as they are.
       timeout_seconds: How long a process waits in a call for the same call of another
-        process that lives, at least 1. Include what only one of them does in between,
-        as tracing a function or writing a file.
+        process that lives, at least 1. It must cover what only one of them does in
+        between, such as tracing a function or writing a file.
 
     Raises:
       ValueError: If a value is not allowed.
@@ -476,12 +476,12 @@ class SparseCoreEmbeddingConfig:
     False
 
     Attributes:
-      disable_table_stacking: Each table is a stack of its own.
+      disable_table_stacking: Make each table a stack of its own.
       max_ids_per_chip_per_sample: Capacity of the per-device id buffer, in ids per
         sample of a stack; at least 1.
       max_ids_per_table: For each stack name, the number of ids that one SparseCore may
         request from another SparseCore in one step; 256 for stacks without an entry.
-      max_unique_ids_per_table: The same limit for distinct ids.
+      max_unique_ids_per_table: For each stack name, the limit of distinct ids.
       allow_id_dropping: Drop the ids that exceed a limit instead of failing.
       initialize_tables_on_host: Create the initial values on the host instead of on
         the TPU.
@@ -632,7 +632,7 @@ def _quantization(value: Any) -> QuantizationConfig | None:
 
 
 class _OutputShape(tuple[int | None, ...]):
-    """A tuple that programs can ask what they ask a tf.TensorShape."""
+    """A tuple with the methods of tf.TensorShape that programs use."""
 
     __slots__ = ()
     __str__ = tuple.__repr__

@@ -73,13 +73,13 @@ class Core(EngineTables):
 
         Args:
           plan: The tables and features.
-          structure: Of the features.
+          structure: The user's structure of the features.
           options: The options of the engine.
-          topology: Of the strategy that is active.
-          engine_class: What `engines.choose` returned for both.
-          hands_out_stacks: Whether the class hands out stacks, also those of engines
-            that store none.
-          on_created: Called with the engine that was created.
+          topology: The replicas and devices of the active strategy.
+          engine_class: What `engines.choose` returned for the topology and the plan.
+          hands_out_stacks: Whether the user's class hands out stacks, even if the
+            engine stores none.
+          on_created: A function that is called with the engine once it is created.
           made_by: The name of the class of the user's object.
         """
         errors.check_flag("check_numerics", options.check_numerics)
@@ -293,13 +293,13 @@ class Core(EngineTables):
 
     @property
     def knows_invalid_ids(self) -> bool:
-        """Whether the counts have the invalid ids of a batch."""
+        """Whether the counts of a batch include its invalid ids."""
         return not self._hands_out_stacks  # A stack has valid entries only.
 
     def logical_variables(self) -> dict[str, Any]:
         """Returns static tables, slots and the number of updates by checkpoint name.
 
-        A tf.Variable where one variable is the array, else a `LogicalVariable`.
+        An array that is not a single tf.Variable is a `LogicalVariable`.
         """
         objects: dict[str, Any] = {}
         tables = self.tables()
@@ -380,7 +380,7 @@ class Core(EngineTables):
         gradients of a training lookup come before the next one.
 
         Args:
-          values: For each feature its ids; inside strategy.run those of the replica.
+          values: The ids of each feature; inside strategy.run those of the replica.
           weights: For each feature its weights or None; None for no weights at all.
           training: Whether `update` may follow.
 

@@ -71,7 +71,7 @@ class TPUEmbedding(EmbeddingBase):
         Args:
           feature_config: A FeatureConfig or a nested dict, list, tuple or namedtuple
             of them, of this package or of tf.tpu.experimental.embedding.
-          optimizer: For tables without one of their own. None: lookups only.
+          optimizer: The optimizer of tables without their own; None: lookups only.
           pipeline_execution_with_tensor_core: Each update is applied after the
             lookups of the next step, which are thus one step old, and runs beside
             the dense computation of that step.
@@ -155,13 +155,13 @@ class TPUEmbedding(EmbeddingBase):
           per_replica_input_shapes: The input shapes of the features, in their
             structure or in any nesting with as many shapes, in the order of tf.nest;
             or an int, the batch size. None leaves them open.
-          per_replica_batch_size: The same as that int.
+          per_replica_batch_size: The batch size, as another way to pass that int.
 
         Raises:
           ValueError: If a shape is not a shape or contradicts
             `FeatureConfig.output_shape`, or a batch size is not an int >= 1 or
             contradicts another.
-          TypeError, ValueError: If there are more or fewer shapes than features.
+          TypeError, ValueError: If the number of shapes is not that of features.
         """
         if self.core.engine is not None:
             return
@@ -193,8 +193,8 @@ class TPUEmbedding(EmbeddingBase):
           features: In the structure of `feature_config`, int32 or int64 (or whole
             numbers of a floating point dtype): tf.Tensor [B] or [..., k],
             tf.SparseTensor [..., k] or tf.RaggedTensor [B, None],
-            in any mix. Outside of strategy.run, distributed values or one value
-            for all replicas. Or what `te.pack` made of the features of one replica.
+            in any mix; outside of strategy.run also distributed values, or one value
+            for all replicas. It may also be what `te.pack` made for one replica.
           weights: None, or the same structure with floating point weights of each
             feature's own layout, or None for features without. `weight_gradients`
             returns their gradients.
@@ -202,9 +202,9 @@ class TPUEmbedding(EmbeddingBase):
           name: A name for the ops.
           device: Outside of strategy.run the device of the strategy whose batch this
             is: a TPU core, or the device of a replica of a MirroredStrategy, a
-            OneDeviceStrategy or, in its own process, a MultiWorkerMirroredStrategy. By
-            name; a TPU core of a single host also by its number, an integer tensor
-            that may be known only when a graph runs.
+            OneDeviceStrategy or, in its own process, a MultiWorkerMirroredStrategy. It
+            is a name, or, for a TPU core of a single host, also an integer tensor with
+            the number of the core, which may be known only when a graph runs.
 
         Raises:
           TypeError: If a container or dtype is of the wrong type.
@@ -257,7 +257,7 @@ class TPUEmbedding(EmbeddingBase):
 
         Returns:
           The activations in the structure of `feature_config`, float32
-          [output shape..., dim] each. Inside strategy.run those of the replica.
+          [output shape..., dim] each; inside strategy.run those of the replica.
 
         Raises:
           RuntimeError: If called before build and enqueue, or outside of
@@ -286,10 +286,10 @@ class TPUEmbedding(EmbeddingBase):
           gradients: In the structure of `feature_config` a tf.Tensor of the shape of
             the activation, or None, which counts as zeros.
           name: A name for the ops.
-          clock: With tables of `GrowingVocabulary(clock=True)` the time of the update,
-            an integer or an integer scalar tensor that never goes back. Of several
-            processes the largest counts; on servers an earlier one than the last
-            counts as that.
+          clock: The time of the update, for tables of `GrowingVocabulary(clock=True)`:
+            an integer or an integer scalar tensor that never goes back. If several
+            processes pass different times, the largest counts; parameter servers
+            replace a time before the last one by the last one.
 
         Raises:
           TypeError: If a container is of the wrong type, or the clock is no integer.
@@ -338,12 +338,12 @@ class TPUEmbedding(EmbeddingBase):
           weights: What was passed to enqueue, likewise.
 
         Returns:
-          In the structure of `feature_config` for each feature the gradient of its
-          weights, in their form, or None for features without weights.
+          The gradient of each feature's weights, in their form, or None for a feature
+          without weights, in the structure of `feature_config`.
 
         Raises:
           TypeError, ValueError, tf.errors.InvalidArgumentError: As enqueue and
-            apply_gradients.
+            apply_gradients do.
           RuntimeError: If called before build, or outside of strategy.run where there
             are several replicas.
           NotImplementedError: On TPUs, on several machines, with a CustomCombiner, and
@@ -397,8 +397,8 @@ class TPUEmbedding(EmbeddingBase):
     def _put(self, queue: StepQueue, prepared: Sequence[Prepared], call: Call) -> None:
         """Queues the batch of one replica or of all.
 
-        An evaluation batch applies the pending update. So that a step that is refused
-        in one replica does not, the replicas synchronize and queue all batches or none.
+        An evaluation batch applies the pending update, but a refused one must not.
+        Therefore the replicas synchronize, and queue the batches of all or of none.
         """
         topology = self.core.topology
         synchronizes = self.core.options.pipelined and not call.training
@@ -438,7 +438,7 @@ class TPUEmbedding(EmbeddingBase):
     ) -> tuple[str | tf.Tensor | None, int | None]:
         """Returns the TPU core, or else the replica, of the batch of one device.
 
-        The number of a TPU core is left to the engine.
+        The engine resolves the number of a TPU core.
         """
         topology = self.core.topology
         if topology.tpu is None:
@@ -461,8 +461,8 @@ class TPUEmbedding(EmbeddingBase):
     def _static_shapes(self) -> list[Any] | None:
         """Returns the static shapes of activations that `dequeue` will give in a graph.
 
-        They are known if the graph has an enqueue, and all graphs have queued batches
-        of the same shapes so far: then one is as good as another.
+        They are known if the graph contains an enqueue, and if all graphs so far have
+        queued batches of the same shapes, so that any of these may be dequeued.
         """
         if tf.executing_eagerly() or not self._one_shape:
             return None
@@ -480,7 +480,7 @@ class TPUEmbedding(EmbeddingBase):
     ) -> list[list[IdBatch]]:
         """Reads the batches of `replica` or of all; checks static shapes where known.
 
-        Where there are several `cores` it is the batch of one of them.
+        If `cores` is more than 1, the batch is that of one core of the replica.
         """
         if not self.core.topology.is_distributed:
             return [self.core.read_replica(features, weights, cores)]

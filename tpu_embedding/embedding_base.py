@@ -42,7 +42,7 @@ class EmbeddingBase(TrackableTables):
 
         Args:
           feature_config: A FeatureConfig or a nested structure of them.
-          optimizer: For tables without one of their own, or None.
+          optimizer: The optimizer of tables without one of their own, or None.
           options: The options of the engine.
           invalid_ids: The policy for tables of tf.tpu.experimental.embedding, or None.
           custom: Whether tables may have a CustomOptimizer or a CustomCombiner.
@@ -77,7 +77,7 @@ class EmbeddingBase(TrackableTables):
     def reset(self) -> None:
         """Discards queued batches, owed gradients and pending updates, not the tables.
 
-        For use after an error or an interrupt in the middle of a step.
+        Call it after an error or an interrupt in the middle of a step.
 
         Raises:
           NotImplementedError: On TPU v2 to v4, where only the initialization of the TPU
@@ -91,9 +91,9 @@ class EmbeddingBase(TrackableTables):
     def embedding_tables(self) -> dict[Any, Any]:
         """The tables, [vocabulary_size, dim] of their dtype.
 
-        Keyed by the TableConfig that the user passed. Variables; on SparseCores, where
-        tables are stacked and in parts, tensors with what they hold now. Applies a
-        pending update first.
+        The keys are the TableConfigs that the user passed. The values are variables;
+        on SparseCores, where tables are stacked and divided, they are tensors with the
+        current values. A pending update is applied first.
 
         Raises:
           RuntimeError: On TPU v2 to v4, because the tables are in the TPU's memory:
@@ -106,8 +106,8 @@ class EmbeddingBase(TrackableTables):
     def vocabularies(self) -> dict[Any, VocabularyContents]:
         """The ids of growing tables, with the row of each.
 
-        Keyed by the TableConfig that the user passed; tables that do not grow are left
-        out.
+        The keys are the TableConfigs that the user passed; tables that do not grow are
+        left out.
 
         >>> import tensorflow as tf
         >>> import tpu_embedding as te
@@ -128,7 +128,7 @@ class EmbeddingBase(TrackableTables):
           table: The TableConfig of the growing table.
 
         Raises:
-          ValueError: If it is none of this embedding.
+          ValueError: If the embedding has no such growing table.
           NotImplementedError: If each id without a row looks up values of its own.
         """
         return self.core.freeze_vocabulary(table)
@@ -137,9 +137,9 @@ class EmbeddingBase(TrackableTables):
     def evict(self, table: Any) -> int:
         """Evicts rows of a growing table now, not when new ids need them.
 
-        With eviction="lru" and "lfu" the rows that come first until `min_rows` are
-        left, with "age" all that are too old. Rows that a lookup waits to train stay.
-        A pending update is applied first.
+        With eviction="lru" and "lfu" it evicts rows in their order until `min_rows`
+        are left, with "age" all rows that are too old. Rows that a lookup will still
+        train stay. A pending update is applied first.
 
         >>> import tensorflow as tf
         >>> import tpu_embedding as te
@@ -159,17 +159,17 @@ class EmbeddingBase(TrackableTables):
           The number of evicted rows.
 
         Raises:
-          ValueError: If it is none of this embedding, or has eviction=None.
+          ValueError: If the embedding has no such table, or it has eviction=None.
         """
         return self.core.evict(table)
 
     @property
     @calling("embedding_tables")
     def variables(self) -> dict[Any, dict[str, Any]]:
-        """As `embedding_tables`, with a dict of "parameters" and slots for each.
+        """For each table a dict of its "parameters" and slots; see `embedding_tables`.
 
         Raises:
-          RuntimeError: On TPU v2 to v4, as `embedding_tables`.
+          RuntimeError: On TPU v2 to v4, as `embedding_tables` does.
         """
         tables = self.core.create_engine().tables()
         self.flush()

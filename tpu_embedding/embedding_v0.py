@@ -67,9 +67,9 @@ class TPUEmbeddingV0(RestoresLayouts):
         Args:
           feature_config: A FeatureConfig or a nested dict, list, tuple or namedtuple
             of them, of this package or of tf.tpu.experimental.embedding.
-          optimizer: For tables without one of their own: whose slots to make, by its
-            `slot_variable_creation_fn` if it has one. It is not applied, so that
-            its other options change nothing. None: no slots.
+          optimizer: The optimizer whose slots tables without one of their own get, by
+            its `slot_variable_creation_fn` if it has one. It is not applied, so that
+            its other options change nothing. With None such tables have no slots.
           invalid_ids: The policy for tables of tf.tpu.experimental.embedding: "error"
             (also if None), "drop" or "mod". A TableConfig of this package has its own.
           check_numerics: Refuse weights that are not finite.
@@ -115,9 +115,9 @@ class TPUEmbeddingV0(RestoresLayouts):
 
     @property
     def embedding_tables(self) -> dict[Any, Any]:
-        """The tables, float32 [vocabulary_size, dim], trainable variables.
+        """The tables, trainable variables, float32 [vocabulary_size, dim].
 
-        Keyed by the TableConfig that the user passed.
+        The keys are the TableConfigs that the user passed.
         """
         return {key: arrays[PARAMETERS] for key, arrays in self.variables.items()}
 

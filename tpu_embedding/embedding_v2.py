@@ -88,7 +88,7 @@ class TPUEmbeddingV2(EmbeddingBase):
         Args:
           feature_config: A FeatureConfig or a nested dict, list, tuple or namedtuple
             of them, of this package or of tf.tpu.experimental.embedding.
-          optimizer: For tables without one of their own. None: lookups only.
+          optimizer: The optimizer of tables without their own; None: lookups only.
           pipeline_execution_with_tensor_core: Each update is applied after the
             lookups of the next step, which are thus one step old. Call `flush` before
             an evaluation.
@@ -160,8 +160,8 @@ class TPUEmbeddingV2(EmbeddingBase):
 
         Returns:
           The activations in the structure of `feature_config`, float32
-          [output shape..., dim] each, and the preserved outputs for apply_gradients:
-          by name of the stacked table a PartitionedCsrFormatTensor.
+          [output shape..., dim] each, and the preserved outputs for apply_gradients: a
+          dict of PartitionedCsrFormatTensors by the name of the stacked table.
 
         Raises:
           TypeError: If a container or dtype is of the wrong type.
@@ -225,9 +225,9 @@ class TPUEmbeddingV2(EmbeddingBase):
         Args:
           features: As for embedding_lookup.
           weights: As for embedding_lookup.
-          device: Outside of strategy.run the device of the strategy whose batch this
-            is, by name: a TPU, or the device of a replica of a MirroredStrategy, a
-            OneDeviceStrategy or, in its own process, a MultiWorkerMirroredStrategy.
+          device: Outside of strategy.run the name of the device whose batch this is: a
+            TPU, or the device of a replica of a MirroredStrategy, a OneDeviceStrategy
+            or, in its own process, a MultiWorkerMirroredStrategy.
 
         Raises:
           ValueError: If `device` is not one of the strategy, or features or weights are
@@ -351,14 +351,14 @@ class TPUEmbeddingV2(EmbeddingBase):
         Args:
           features: One replica's batch, as for embedding_lookup.
           feature_config: As for the constructor; each feature has an output_shape.
-          num_tpu_chips: Devices that share the tables.
-          num_sc_per_chip: SparseCores of each.
-          optimizer: As for the constructor; tables are stacked by it.
-          sparse_core_embedding_config: As for the constructor. Limits do not count.
+          num_tpu_chips: The number of devices that share the tables.
+          num_sc_per_chip: The number of SparseCores of each device.
+          optimizer: As for the constructor; it decides which tables are stacked.
+          sparse_core_embedding_config: As for the constructor; its limits are ignored.
 
         Returns:
-          Two dicts by name of the stack of int32 scalars: the most ids that one
-          SparseCore asks another for, and the most different ones.
+          Two dicts of int32 scalars by the name of the stack: the largest number of
+          ids that one SparseCore asks another for, and that of distinct ids.
 
         Raises:
           ValueError: If the configuration or the batch is refused; the constructor and
@@ -406,9 +406,9 @@ class TPUEmbeddingV2(EmbeddingBase):
     def embedding_tables(self) -> dict[Any, Any]:
         """The tables, [vocabulary_size, dim], keyed by the user's TableConfig.
 
-        As in TensorFlow they are also found by name: on SparseCores the name of a
-        stack gives an object whose `values` are the variables of its devices, with
-        padding. Any other name is that of a table.
+        As in TensorFlow a name is a key, too: on SparseCores the name of a stack gives
+        an object whose `values` are the variables of its devices, with padding. Any
+        other name is that of a table.
         """
         tables = super().embedding_tables
         by_name = {s.name: tables[s.key] for s in self.core.plan.tables}
@@ -421,8 +421,8 @@ class TPUEmbeddingV2(EmbeddingBase):
     def embedding_table_shards(self) -> dict[Any, list[tuple[str, tf.Tensor]]]:
         """The parts of each table as pairs (device, value), without padding.
 
-        Keyed by the TableConfig that the user passed. SparseCores have one for each
-        device, the host engine one part, the whole table.
+        The keys are the TableConfigs that the user passed. On SparseCores a table has
+        a part for each device; on the host engine its only part is the whole table.
         """
         tables = self.core.create_engine().tables()
         self.flush()
@@ -432,8 +432,8 @@ class TPUEmbeddingV2(EmbeddingBase):
     def stacked_tables(self) -> dict[str, tuple[tf.Variable, ...]]:
         """The variables that store each stack, in the order of its rows, by its name.
 
-        On SparseCores the part of each device; on the host engine the tables of the
-        stack themselves.
+        On SparseCores they are the parts of the devices; on the host engine they are
+        the tables of the stack themselves.
         """
         tables = self.core.create_engine().tables()
         self.flush()
@@ -506,7 +506,7 @@ class _StackedTable:
 
 
 class _TablesByConfig(dict[Any, Any]):
-    """Values by TableConfig, which are also found by the names of tables."""
+    """A dict of values by TableConfig that also accepts names as keys."""
 
     def __init__(self, values: Mapping[Any, Any], by_name: Mapping[str, Any]) -> None:
         super().__init__(values)

@@ -21,8 +21,8 @@ ReadRows = Callable[[int, int], tf.Tensor]
 def default_initializer(dim: int) -> Callable[..., tf.Tensor]:
     """Returns the initializer of tables that have none of their own.
 
-    Truncated normal (redrawn beyond two standard deviations) with mean 0 and standard
-    deviation 1 / sqrt(dim), so that a row has length about 1.
+    It draws from a normal distribution with mean 0 and standard deviation
+    1 / sqrt(dim), truncated at two of these, so that a row has length about 1.
     """
     return _TruncatedNormal(1.0 / math.sqrt(dim))
 
@@ -55,7 +55,7 @@ def constant_of(initializer: Any) -> float | None:
 
 @dataclasses.dataclass(frozen=True)
 class _TruncatedNormal:
-    """The numbers of tf.random.truncated_normal, of which any rows can be made alone.
+    """Makes the numbers of tf.random.truncated_normal, for a whole table or any rows.
 
     Attributes:
       stddev: The standard deviation.
@@ -104,9 +104,9 @@ def _philox_words() -> tf.Tensor:
 
 
 def _truncated_normal_function(shape_of_shape: Any, dtype: tf.DType) -> Any:
-    """Makes one for each table: TensorFlow forgets those of a cluster that is left.
+    """Makes a function for one table; TensorFlow forgets those of a cluster it left.
 
-    Of calls of a tf.function TensorFlow counts the traces, and warns of many tables.
+    It is concrete: TensorFlow warns if calls of one tf.function trace many tables.
     """
     function = tf.function(_scaled_truncated_normal, autograph=False)
     return function.get_concrete_function(
@@ -122,7 +122,7 @@ def _scaled_truncated_normal(
 ) -> tf.Tensor:
     """Returns values of tf.random.truncated_normal for two seeds, of `stddev`'s dtype.
 
-    They begin with those at `counter`, which is 0 for the first.
+    The first value is the one at `counter`, which is 0 at the beginning.
 
     A function scales the numbers in place. tf.random runs op by op, and each op
     allocates memory of the size of the table, which TensorFlow's allocator keeps.

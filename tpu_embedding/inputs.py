@@ -16,7 +16,7 @@ from tpu_embedding import errors, hashing
 
 
 class InputKind(enum.Enum):
-    """The layout of the ids of a feature. The ops take the values as attributes."""
+    """The layout of a feature's ids. The ops take the enum's values as attributes."""
 
     DENSE = "dense"
     SPARSE = "sparse"
@@ -30,9 +30,9 @@ class IdBatch:
     Attributes:
       kind: The layout of the fields below.
       ids: int32 or int64; the dense tensor itself, or the values [n].
-      structure: int64; sparse: indices [n, rank]; ragged: row_splits; dense: None.
+      structure: The indices [n, rank] or row_splits, int64; None for dense input.
       static_shape: The input's shape as far as it is known while tracing.
-      dense_shape: int64 [rank], of sparse input only.
+      dense_shape: The shape of sparse input, int64 [rank]; None for other input.
       weights: float32, laid out as `ids`, or None if all weights are 1.
       weight_structure: As `structure`, if the weights have a structure of their own.
     """
@@ -47,7 +47,7 @@ class IdBatch:
 
     @property
     def shape(self) -> tf.Tensor:
-        """int64 [rank], the input's shape; for ragged input [number of rows]."""
+        """The input's shape, int64 [rank]; for ragged input [number of rows]."""
         if self.dense_shape is not None:
             return self.dense_shape
         if self.structure is None:
@@ -58,7 +58,7 @@ class IdBatch:
 def op_inputs(batches: Sequence[IdBatch]) -> list[tf.Tensor]:
     """Returns the inputs of an op that takes raw features; see kernels/prepare.cc.
 
-    No tensor that the op does not need: the cost of an op grows with its inputs.
+    It leaves out what the op does not need, as the cost of an op grows with its inputs.
     """
     tensors: list[Any] = []
     for batch in batches:
@@ -84,7 +84,7 @@ def to_id_batch(
       value: A tf.Tensor of rank >= 1, a tf.SparseTensor of rank >= 2 or a
         tf.RaggedTensor of rank 2, of dtype int32, int64 or floating point. Floating
         point ids must be whole numbers that fit int64; a graph checks it when it runs.
-      weights: None, or of the same class and layout, of a floating point dtype.
+      weights: None, or weights in the class and layout of `value`, floating point.
       string_ids: Whether the dtype string is allowed, too.
     """
     kind = kind_of(value)

@@ -56,9 +56,9 @@ class Structure:
     def flatten_shapes(self, what: str, shapes: Any) -> list:
         """Returns the shapes of all leaves, in the order of `flatten`.
 
-        They come in this structure, or in any other nesting with as many shapes, which
-        are then taken in the order of tf.nest. A shape is a tf.TensorShape, or a list
-        or tuple of int and None.
+        They may be in this structure, or in any other nesting with as many shapes,
+        which are then taken in the order of tf.nest. A shape is a tf.TensorShape, or a
+        list or tuple of int and None.
         """
         try:
             leaves = self.flatten(what, shapes, container_leaves=True)

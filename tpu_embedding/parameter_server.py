@@ -53,8 +53,8 @@ class ClusterCoordinator(_Base):
         Args:
           strategy: A tf.distribute.ParameterServerStrategy.
           task_timeout: After how many seconds without an answer `join` and `wait_for`
-            take a task for lost that is stopped, stuck or out of reach. 60 unless it
-            was given before.
+            consider a task lost, which may be stopped, stuck or out of reach. None
+            keeps the number that was given before, at first 60.
 
         Raises:
           ValueError: If it is another strategy, or the time is not positive.
@@ -81,9 +81,9 @@ class ClusterCoordinator(_Base):
     def schedule(self, fn: Any, args: Any = None, kwargs: Any = None) -> Any:
         """Schedules a function; see TensorFlow's class.
 
-        Whatever its runs on several workers push to embeddings is applied once. The
-        arguments of all runs are equal, except for per-worker values: a data set of
-        a worker gives each run another batch, of which the first to push counts.
+        If it runs on several workers, what it pushes to embeddings is applied once.
+        The arguments of all runs are equal, except for per-worker values: a data set
+        of a worker gives each run another batch, and the first push counts.
 
         Args:
           fn: A tf.function.
@@ -95,7 +95,7 @@ class ClusterCoordinator(_Base):
 
         Raises:
           TypeError: If `fn` is not a tf.function.
-          Exception: One that a function raised which was scheduled before.
+          Exception: The error of a function that was scheduled before.
         """
         kinds = tf.types.experimental
         if isinstance(fn, (kinds.PolymorphicFunction, kinds.ConcreteFunction)):
@@ -112,7 +112,7 @@ class ClusterCoordinator(_Base):
         Raises:
           tf.errors.UnavailableError: If a parameter server is lost, or a server or
             worker has not answered for `task_timeout`. The text names the task.
-          Exception: One that a scheduled function raised.
+          Exception: The error of a scheduled function.
         """
         self._watch()
         try:
@@ -143,7 +143,7 @@ class ClusterCoordinator(_Base):
           tf.errors.UnavailableError: If a parameter server is lost, or has not answered
             for `task_timeout`. The text names it.
           RuntimeError: In a tf.function.
-          Exception: One that the function raised.
+          Exception: The error of the function.
         """
         if not tf.executing_eagerly():
             raise RuntimeError(

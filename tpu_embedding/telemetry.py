@@ -67,10 +67,10 @@ class Telemetry:
     is counted before this object is made, and nothing of it is saved in checkpoints.
     docs/telemetry.md explains each figure.
 
-    Works with TPUEmbedding, TPUEmbeddingV2 and the Keras layer on CPUs, under
+    It works with TPUEmbedding, TPUEmbeddingV2 and the Keras layer on CPUs, under
     MirroredStrategy, MultiWorkerMirroredStrategy and ParameterServerStrategy. In a job
-    each process counts the rows that it holds; of servers all are counted together.
-    Works also with a Keras model with te.keras.Embedding, the one that `fit` trains: it
+    each process counts the rows that it holds; the rows of all servers are counted
+    together. For a Keras model with te.keras.Embedding, the one that `fit` trains, it
     counts the updates of its te.keras.RowSparseOptimizer.
     """
 
@@ -120,7 +120,7 @@ class Telemetry:
 
     @property
     def is_counting(self) -> bool:
-        """Whether it counts: not after `stop` or after a later Telemetry was made."""
+        """Whether it counts: until `stop`, or until a later Telemetry is made."""
         return self._core.telemetry is self
 
     def read(self) -> dict[str, dict[str, Figure]]:
@@ -148,18 +148,18 @@ class Telemetry:
     def status(self) -> dict[str, Any]:
         """Returns how the training goes, as JSON can hold it.
 
-        In a process of `python -m tpu_embedding launch --status` it is also written
+        In a process of `python -m tpu_embedding launch --status` the status also goes
         into the line of the job.
 
         Returns:
-          "steps", "queue_depth" and "pending_updates" as in `read`; since the status
-          before, "steps_per_second", without servers "samples_per_second", those of
-          this process and of the feature with the fewest, and in a job
-          "bytes_per_step", sent by this process; there also "waited_seconds", how long
-          this process waited for each so far: those of the slowest grow the most.
+          "steps", "queue_depth" and "pending_updates" as in `read`. Since the status
+          before, "steps_per_second" and, without servers, "samples_per_second": the
+          samples of this process, of the feature with the fewest. In a job also
+          "bytes_per_step", sent by this process since then, and "waited_seconds", how
+          long it has waited for each process so far: most of all for the slowest.
 
         Raises:
-          RuntimeError: As `read`.
+          RuntimeError: As `read` does.
         """
         return self._status(self._counts(None))
 
@@ -189,12 +189,12 @@ class Telemetry:
     def write(self, step: int, *, name: str = "embedding") -> None:
         """Writes the figures for TensorBoard, to the default writer of tf.summary.
 
-        Scalars: what `status` returns; counts as the mean of an update, over those
-        counted since the last `write`; other figures as `read` gives them. Histograms
-        over the rows of the last counted update: ids, norms of gradients and of
-        updates. A text lists the hottest rows. The description of each says whether it
-        is exact or sampled. Nothing is written unless a default writer is set, and
-        nothing of the tables if no update was counted since the last `write`.
+        Scalars are what `status` returns, counts as their mean over the updates counted
+        since the last `write`, and other figures as `read` gives them. Histograms show
+        the ids and the norms of gradients and updates of the last counted update. A
+        text lists the hottest rows. The description of each says whether it is exact or
+        sampled. Nothing is written unless a default writer is set, and nothing of the
+        tables if no update was counted since the last `write`.
 
         Args:
           step: The step that TensorBoard shows.
@@ -311,8 +311,8 @@ def _write_rows(tag: str, table: TableCounts, step: int, note: str) -> None:
 def _write(tag: str, plugin: str, value: Any, step: int, description: str) -> None:
     """Writes a summary as tf.summary does, which needs TensorBoard to be installed.
 
-    `plugin` shows a number; "histograms" [buckets, 3], left, right and count; "text"
-    Markdown.
+    The plugin "scalars" shows a number, "text" Markdown, and "histograms" the left end,
+    right end and count of each bucket, [buckets, 3].
     """
     metadata = tf.compat.v1.SummaryMetadata(summary_description=description)
     metadata.plugin_data.plugin_name = plugin

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 
 def aligned(lines: Iterable[Sequence[str]], left: Collection[int] = (0,)) -> str:
-    """Returns lines of aligned cells: to the right except those of columns `left`.
+    """Returns lines of cells, aligned to the right except in the columns `left`.
 
     >>> print(aligned([["name", "size"], ["a", "5"], ["long", "100"]]))
     name  size

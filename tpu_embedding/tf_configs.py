@@ -44,7 +44,7 @@ class ConvertedFeatures(NamedTuple):
       paths: The place of each feature in the user's structure, such as "user/0".
       features: The features in the order of tf.nest.flatten. Features that shared
         a table share one TableConfig.
-      keys: For each TableConfig in `features`, the object that the user passed.
+      keys: The object that the user passed, for each TableConfig in `features`.
     """
 
     paths: tuple[str, ...]

@@ -1,8 +1,8 @@
 """TPU generations and their embedding hardware; no other module has such numbers.
 
-The limits of SparseCores are those of libtpu 0.0.30, read from its replies to programs
-around them (docs/libtpu_limits.md has the programs): its SPMEM and HBM, the size of a
-tensor of SparseCores, and the SPMEM that a lookup of so many ids needs.
+The limits of SparseCores are those of libtpu 0.0.30, found by compiling programs near
+them (docs/libtpu_limits.md has the programs): SPMEM and HBM, the size of a tensor of
+SparseCores, and the SPMEM that a lookup needs by its number of ids.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ class Generation:
       lane_width: Float32 values that a SparseCore processes at once; the width of a
         stored row is a multiple of it. 0 without SparseCores.
       row_multiple: The number of rows of a table on one SparseCore is a multiple of it.
-      hbm_bytes: What programs can use of the memory of a device.
-      spmem_bytes: Memory of a SparseCore for the ids of a partition; 0 without.
-      spmem_reserved_bytes: What of it the compiler takes whatever the limits.
-      combiner_values: Values that a SparseCore holds at a time of what a CustomCombiner
-        gets of a sample; 0 without, or if not known.
-      max_width: Columns of a stack whose update compiles; 0 if not known.
+      hbm_bytes: Bytes of a device's memory that programs can use.
+      spmem_bytes: Bytes of a SparseCore for the ids of a partition; 0 without one.
+      spmem_reserved_bytes: The part of it that the compiler takes whatever the limits.
+      combiner_values: The largest number of values of a CustomCombiner's input that a
+        SparseCore holds at a time for a sample; 0 without one, or if not known.
+      max_width: Most columns of a stack whose update compiles; 0 if not known.
       id_multiple: The compiler rounds limits of ids up to a multiple of it. Where it
         is 16, limits of distinct ids that are rounded up to an odd multiple of 8 end
         in an internal error.
-      devices_per_chip: Devices, each of which is a replica, of one chip.
-      max_chips: Chips of the largest topology, a pod, by Google Cloud's pages.
+      devices_per_chip: The number of devices of a chip; each is a replica.
+      max_chips: Chips of the largest topology, a pod, according to Google Cloud.
       topologies: The chips of each axis of common topologies, by number of chips.
     """
 
@@ -95,7 +95,7 @@ class Generation:
     def max_unique_ids(self, num_sparse_cores: int, max_ids: int | None = None) -> int:
         """Returns the largest limit of distinct ids of a partition that compiles.
 
-        Without `max_ids` the limit of ids is that of distinct ones.
+        Without `max_ids` the limit of ids is equal to that of distinct ids.
 
         >>> v6e = generation("v6e")
         >>> v6e.max_unique_ids(8), v6e.max_unique_ids(8, max_ids=99456)

@@ -23,7 +23,7 @@ _RAISED = (Exception, SystemExit)
 def find(target: str) -> Any:
     """Imports a module or a file and returns the attribute; both may be dotted.
 
-    The folder of the file, or for modules the current folder, stays the first of
+    The folder of the file, or for modules the current folder, stays first in
     `sys.path`, for imports within functions. What the code prints goes to stderr.
     """
     where, _, attribute = target.rpartition(":")

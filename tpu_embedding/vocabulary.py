@@ -34,16 +34,16 @@ SHARED_ID = 0x7465647261687365  # The id whose first values the shared row has.
 class GrowingVocabulary:
     """Gives rows to the ids that occur, in the place of a `vocabulary_size`.
 
-    Any int64 is an id. An update gives rows to new ids, in the order of first sight.
-    The first values of a row depend on the seed and the id only. Evaluation and
-    serving create nothing.
+    Any int64 is an id. An update gives rows to new ids, in the order in which they
+    first occurred. The first values of a row depend only on the seed and the id.
+    Evaluation and serving create no rows.
 
     >>> GrowingVocabulary(max_rows=1000, eviction="lru").least_rows
     900
 
     Attributes:
-      max_rows: The most rows, from 1 to 2**30. Memory is reserved for them, and used
-        for those that there are.
+      max_rows: The largest number of rows, from 1 to 2**30. Memory is reserved for all
+        of them, and used for the rows that exist.
       min_count: Number of occurrences in updates after which an id gets a row.
       max_candidates: How many ids that have no row yet are remembered with their
         counts; the oldest is forgotten. None: `max_rows`.
@@ -51,18 +51,18 @@ class GrowingVocabulary:
         last update is the longest ago; "lfu": those with the fewest occurrences;
         "age": those without an update for more than `max_age`. An id that comes back
         is a new one.
-      max_age: With eviction="age" a number of updates, or of units of the clock.
+      max_age: With eviction="age", a number of updates, or of units of the clock.
       clock: With eviction="age", whether rows age by the `clock` that you pass to
         apply_gradients, not by the number of updates.
-      min_rows: Number of ids whose rows evictions leave. None: nine tenths of
+      min_rows: Number of ids whose rows evictions leave. None means nine tenths of
         `max_rows`, so that an update can take a tenth of them for new ids; in small
         tables all but one; 0 with eviction="age".
-      unknown: What an id without a row looks up: "zeros"; "initializer": its first
-        values; "shared_row": one row, of those in `max_rows`, that all of them train.
-        Where its update is sure to give the id a row, a lookup reads the first values.
-      when_full: What happens to a new id if no row is left or may be evicted: "error":
-        the update fails, and nothing has changed; "shared_row": it reads and trains
-        the shared row, for which `unknown` must be "shared_row".
+      unknown: What an id without a row looks up: "zeros"; "initializer", its first
+        values; "shared_row", one of the `max_rows`, which all such ids train. If the
+        update is sure to give the id a row, its lookup reads the first values.
+      when_full: What happens to a new id if no row is left or may be evicted. With
+        "error" the update fails and changes nothing; with "shared_row" the id reads
+        and trains the shared row, for which `unknown` must be "shared_row".
       seed: Seed of the first values.
 
     Raises:
@@ -164,8 +164,8 @@ class GrowingVocabulary:
 class Hashing:
     """Gives every id `hashes` rows, in the place of a `vocabulary_size`.
 
-    Any int64 is an id. No row is made, reserved or evicted. Ids share single rows, but
-    hardly ever all of theirs.
+    Any int64 is an id. No row is made, reserved or evicted. Two ids often share one of
+    their rows, but hardly ever all of them.
 
     >>> Hashing(1000, hashes=2).salt
     0
@@ -175,7 +175,7 @@ class Hashing:
       hashes: The number K of rows of an id, from 1 to 16.
       combine: "concat" puts the rows of an id side by side: the table has dim / K
         columns. "sum" adds them: it has `dim` columns.
-      salt: A number from 0 to 2**63 - 1. Another one gives ids other rows.
+      salt: A number from 0 to 2**63 - 1. Another salt gives ids other rows.
 
     Raises:
       ValueError: If a value is not allowed.
@@ -211,7 +211,7 @@ class Hashing:
 
 @dataclasses.dataclass(frozen=True)
 class RowHash:
-    """Hash `k` of a `Hashing`."""
+    """One hash function of a `Hashing`, the one with the number `k`."""
 
     hashing: Hashing
     k: int
@@ -240,13 +240,13 @@ class VocabularyContents(NamedTuple):
 
     Attributes:
       ids: The ids that have a row, int64 [n], ascending.
-      rows: The row of each in the table, int64 [n].
-      hits: How often updates named each, int64 [n]; 0 without `eviction`.
-      last_updates: The number, from 1, of the last update that named each, int64 [n];
-        0 without `eviction`. With a clock, the clock of that update.
-      unknown: How many ids without a row updates named, each once for an update.
-      admitted: How many of those got a row.
-      refused: How many did not.
+      rows: The row of each id in the table, int64 [n].
+      hits: How often each id occurred in updates, int64 [n]; 0 without `eviction`.
+      last_updates: The number, from 1, of the last update with each id, int64 [n]; 0
+        without `eviction`. With a clock, the clock of that update.
+      unknown: How many ids without a row occurred in updates, each once for an update.
+      admitted: How many of those ids got a row.
+      refused: How many of those ids did not get a row.
       evicted: How many rows were evicted.
     """
 

@@ -26,7 +26,7 @@ class Features:
     Attributes:
       structure: The nesting of the user's configuration.
       plan: The tables and features; `TableSpec.key` is the user's TableConfig.
-      optimizer: For tables without their own, or None.
+      optimizer: The optimizer of tables without one of their own, or None.
     """
 
     structure: FeatureStructure

@@ -98,8 +98,8 @@ def mode(
     Args:
       recording: Whether a tape records.
       trainable: Whether the layer is to be trained.
-      in_program: In a TPU program, which cannot be exported.
-      in_replica: In strategy.run, or where one replica is all there is.
+      in_program: Whether the call is in a TPU program, which cannot be exported.
+      in_replica: Whether the call is in strategy.run, or there is only one replica.
       exportable: Whether the graph may be exported, with TensorFlow's ops only.
     """
     if recording and trainable:
@@ -113,7 +113,7 @@ class EngineTrainedTables:
     """Tables of an engine, which updates them in the backward pass.
 
     Attributes:
-      core: The tables; None before `build` where that needs shapes.
+      core: The tables; None until `build` if that needs the shapes of inputs.
     """
 
     def __init__(
@@ -165,9 +165,9 @@ class EngineTrainedTables:
         """Creates the tables, and the placeholder variable of the layer.
 
         Args:
-          layer: Receives the variable.
-          input_shapes: In the structure of the features the shapes of a replica's
-            inputs, or None.
+          layer: The layer that receives the placeholder variable.
+          input_shapes: The shapes of a replica's inputs, in the structure of the
+            features, or None.
 
         Raises:
           ValueError: If the engine needs the shapes and an axis is unknown.
@@ -202,10 +202,10 @@ class EngineTrainedTables:
     def stored(self) -> list[Any]:
         """Returns what stores the up-to-date tables, for exported graphs.
 
-        tf.Variables, and a tf.Module for each growing table.
+        These are tf.Variables, and a tf.Module for each growing table.
 
         Raises:
-          NotImplementedError: If a table grows, but by `model.export`.
+          NotImplementedError: If a table grows and the caller is not `model.export`.
         """
         if self._growing and not gradient_hook.is_export():
             raise NotImplementedError(
@@ -222,7 +222,7 @@ class EngineTrainedTables:
         """Returns tables by index for TensorFlow's ops, growing ones as they are now.
 
         Raises:
-          NotImplementedError: If a table grows, but by `model.export`.
+          NotImplementedError: If a table grows and the caller is not `model.export`.
         """
         tables = self.core.tables()
         specs = self._features.plan.tables
@@ -247,12 +247,12 @@ class EngineTrainedTables:
         """Looks up the features of the layer.
 
         Args:
-          values: For each feature the ids.
-          weights: For each feature the weights or None.
+          values: The ids of each feature.
+          weights: The weights of each feature, or None for one without.
           trainable: Whether a gradient may update the tables.
 
         Returns:
-          For each feature the activations, float32.
+          The activations of each feature, float32.
         """
         chosen = self._mode(trainable)
         may_serve = not self._growing or gradient_hook.is_export()
@@ -333,7 +333,7 @@ class EngineTrainedTables:
         """Looks up the features of any plan over the tables with TensorFlow's ops.
 
         Args:
-          plan: Has the tables of the layer.
+          plan: A plan whose tables are those of the layer.
           values: As for `look_up`.
           weights: As for `look_up`.
           trainable: As for `look_up`; a gradient raises LookupError.

@@ -105,7 +105,7 @@ def is_symbolic(arguments: Any) -> bool:
 def is_inferring_shapes() -> bool:
     """See `keras3.is_inferring_shapes`.
 
-    tf_keras calls a layer with placeholders then, in a graph that never runs.
+    To infer them tf_keras calls a layer with placeholders, in a graph that never runs.
     """
     graph = tf.compat.v1.get_default_graph()
     return getattr(graph, "name", "").endswith("_scratch_graph")

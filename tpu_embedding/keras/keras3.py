@@ -263,8 +263,8 @@ def set_state(layer: Any, variables: Mapping[str, Any]) -> None:
     """Shows tables and slots to `get_weights` and everything built on it.
 
     Args:
-      layer: Gets weights that are not trainable.
-      variables: By name in checkpoints each tf.Variable or LogicalVariable.
+      layer: The layer that receives them as weights that are not trainable.
+      variables: Each tf.Variable or LogicalVariable by its name in checkpoints.
     """
     layer.state_of_tables = [
         _TableWeight(variable, name) for name, variable in variables.items()

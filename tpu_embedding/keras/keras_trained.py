@@ -22,7 +22,7 @@ from tpu_embedding.tables.rows import PARAMETERS
 class KerasTrainedTables(VariableTables):
     """Tables that are trainable weights of the layer, and their core.
 
-    Has the methods of `EngineTrainedTables`.
+    The class has the methods of `EngineTrainedTables`.
     """
 
     def __init__(

@@ -120,11 +120,11 @@ class TPUEmbedding(SavesTables, RestoresLayouts, keras_api.Layer):
         Args:
           feature_config: A FeatureConfig or a nested dict, list, tuple or namedtuple
             of them, of this package or of tf.tpu.experimental.embedding.
-          optimizer: For tables without their own: an optimizer of this package, of
+          optimizer: The optimizer of tables without their own: one of this package, of
             tf.tpu.experimental.embedding, of Keras 3 or tf_keras (see
             `tpu_embedding.keras.translate_keras_optimizer`), or "sgd", "adagrad" (with
             a learning rate of 0.001, as in Keras), "adam" or "ftrl" for those of this
-            package. None: lookups only. TableConfig.optimizer accepts the same.
+            package; None: lookups only. TableConfig.optimizer accepts the same.
           pipeline_execution_with_tensor_core: On TPU v2 to v4, delay each update by
             one step. Elsewhere the layer logs a warning and updates at once.
           batch_size: The global size of every batch, or None for any. Exported graphs
@@ -132,8 +132,8 @@ class TPUEmbedding(SavesTables, RestoresLayouts, keras_api.Layer):
             FeatureConfig.output_shape contain the batch size of a replica.
           embedding_feature: None, or the EmbeddingFeature of TensorFlow that the
             strategy's TPUs must have. Ignored on CPU and GPU.
-          sparse_core_embedding_config: None or a SparseCoreEmbeddingConfig, of this
-            package or of TensorFlow: stacks and buffers. Ignored without SparseCores.
+          sparse_core_embedding_config: A SparseCoreEmbeddingConfig, of this package or
+            of TensorFlow, or None for its defaults. Ignored without SparseCores.
           trainable_tables: Make the tables ordinary trainable weights, which the
             optimizer of the model trains, as TFRS does on a CPU.
           loss_scale: The factor of the loss: None, a number, a Keras optimizer (a
@@ -146,7 +146,7 @@ class TPUEmbedding(SavesTables, RestoresLayouts, keras_api.Layer):
           check_numerics: Raise an error for weights and gradients that are not finite.
           distributed_options: How the processes of a MultiWorkerMirroredStrategy share
             the tables; None: the defaults of DistributedOptions.
-          **kwargs: Of keras.layers.Layer: name, trainable, dtype.
+          **kwargs: Arguments of keras.layers.Layer: name, trainable, dtype.
 
         Raises:
           ValueError: If the configuration is wrong, an option is not supported, or
@@ -189,9 +189,9 @@ class TPUEmbedding(SavesTables, RestoresLayouts, keras_api.Layer):
         """Creates tables and slots.
 
         Args:
-          input_shape: In the structure of `feature_config` the shapes of a replica's
-            inputs. Only TPUs need them, to learn the batch size if no argument of the
-            layer contains it.
+          input_shape: The shapes of a replica's inputs, in the structure of
+            `feature_config`. Only TPUs need them, to learn the batch size if no
+            argument of the layer contains it.
 
         Raises:
           ValueError: If the loss will be scaled and `loss_scale` is not given, or if a
@@ -242,11 +242,11 @@ class TPUEmbedding(SavesTables, RestoresLayouts, keras_api.Layer):
           features: In the structure of `feature_config` (or of `serving_config`)
             tf.Tensor, tf.SparseTensor or tf.RaggedTensor of int32 or int64 (or whole
             numbers of a floating point dtype). On CPUs an id may be a scalar, whose
-            activation is [dim]. Or what `te.pack` gave, except in a functional model.
+            activation is [dim]. Except in a functional model `te.pack`'s result, too.
           weights: None, or the same structure with floating point weights, each in
             the layout of its feature, or None for features without weights. On CPUs a
             tf.GradientTape finds their gradient, as of any input.
-          serving_config: Other FeatureConfigs over the layer's tables, for serving.
+          serving_config: FeatureConfigs of other features of the layer's tables.
             Such a lookup consists of TensorFlow ops and updates nothing.
 
         Returns:
@@ -272,8 +272,8 @@ class TPUEmbedding(SavesTables, RestoresLayouts, keras_api.Layer):
         """Returns the shapes of the activations.
 
         Args:
-          input_shape: In the structure of `feature_config` the shape of each feature,
-            with its batch axis.
+          input_shape: The shape of each feature with its batch axis, in the structure
+            of `feature_config`.
         """
         plan, structure = self._built.features.plan, self._built.features.structure
         leaves = structure.flatten("input_shape", input_shape, container_leaves=True)
@@ -287,9 +287,9 @@ class TPUEmbedding(SavesTables, RestoresLayouts, keras_api.Layer):
     def embedding_tables(self) -> dict[Any, Any]:
         """The table variables, [vocabulary_size, dim] of TableConfig.dtype.
 
-        Keyed by the TableConfig that the user passed. Builds the layer. Under a TPU
-        strategy the values are not variables, but are read and assigned like
-        variables, outside of graphs.
+        The keys are the TableConfigs that the user passed. Reading this property builds
+        the layer. Under a TPU strategy the values are not variables, but are read and
+        assigned like variables, outside of graphs.
 
         Raises:
           RuntimeError: While a tf.GradientTape records, unless the tables are ordinary
@@ -328,8 +328,8 @@ class TPUEmbedding(SavesTables, RestoresLayouts, keras_api.Layer):
 
         Args:
           table: A key of `embedding_tables`.
-          embedding_table: [vocabulary_size, dim] of any floating dtype; a bfloat16
-            table takes the nearest values.
+          embedding_table: The values, [vocabulary_size, dim] of any floating dtype; a
+            bfloat16 table takes the nearest ones.
 
         Raises:
           ValueError: If the layer has no such table, or the shape differs.
@@ -530,8 +530,8 @@ class TPUEmbedding(SavesTables, RestoresLayouts, keras_api.Layer):
     def _stands_alone(self, config: FeatureConfig, rank: int | None) -> bool:
         """Returns whether each id of a dense input of some rank is a sample.
 
-        A scalar always is; other ids where the layer keeps the axes of dense ids,
-        unless the configuration says what they are.
+        A scalar always is a sample. Other ids are if the layer keeps the axes of dense
+        ids, unless the configuration says what the axes are.
         """
         if rank is None or rank == 1:
             return False

@@ -46,7 +46,7 @@ def encode_loss_scale(value: Any) -> Any:
 def check_scale_is_known(loss_scale: Any) -> None:
     """Checks `loss_scale` against the optimizer of the model whose step is running.
 
-    Cannot check the result of a callable, nor a number other than 1.
+    It cannot check the result of a callable, nor a number other than 1.
     """
     unscaled = loss_scale is None or (is_number(loss_scale) and loss_scale == 1)
     if not unscaled and not isinstance(loss_scale, keras_api.Optimizer):

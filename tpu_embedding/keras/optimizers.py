@@ -33,7 +33,7 @@ class _Conversion:
       converted: Options that `rule` has under the same name.
       neutral: Other options, with the only value that is accepted.
       fixed: Arguments of `rule` that have no option in Keras.
-      all_rows: Arguments of `rule` for updates of all rows; None: there are none.
+      all_rows: The arguments that make `rule` update all rows; None if it cannot.
     """
 
     rule: Callable[..., rules.Optimizer]
@@ -102,7 +102,7 @@ def translate_keras_optimizer(
     of updates that the table has had; `optimizer.iterations` is neither read nor
     written.
 
-    The layer converts optimizers of Keras by it. The numbers are those of Keras, with
+    The layer converts optimizers of Keras in this way. The numbers are Keras's, with
     two differences: unless `lazy` is False, rows that do not occur in the batch do not
     change (in Keras the moments of Adam decay in all rows, and all rows move); Adagrad
     has no epsilon in the divisor (in Keras 1e-7, next to an accumulator of at least
@@ -114,7 +114,7 @@ def translate_keras_optimizer(
 
     Args:
       optimizer: SGD (without momentum), Adagrad, Adam or Ftrl; not a subclass.
-      bias_correction: For Adam: multiply the learning rate by
+      bias_correction: Whether Adam multiplies the learning rate by
         sqrt(1 - beta_2^t) / (1 - beta_1^t) in the t-th update, as Keras does. False
         gives the rule of TPUs and of `te.Adam`, which do not.
       lazy: Whether rows that do not occur in the batch stay as they are, as on TPUs.
@@ -216,8 +216,8 @@ class BiasCorrectedRate:
 
     Attributes:
       rate: A callable without arguments, or of the number of updates.
-      beta_1: Of Adam.
-      beta_2: Of Adam.
+      beta_1: The decay of Adam's first moment.
+      beta_2: The decay of Adam's second moment.
     """
 
     rate: Any

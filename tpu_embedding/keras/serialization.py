@@ -284,7 +284,7 @@ def decode_object(config: Any) -> Any:
 def save_state(
     variables: Mapping[str, Any], growing: Mapping[str, Vocabulary], store: Any
 ) -> None:
-    """Writes variables and growing tables. "/" in a key would make a group of HDF5."""
+    """Writes variables and growing tables; a "/" in a key would be an HDF5 group."""
     for name, variable in variables.items():
         _save(variable, _key(name), store)
     for name, ids in growing.items():

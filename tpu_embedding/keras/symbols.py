@@ -39,8 +39,8 @@ class Symbol:
       kind: Their kind, or None if they are not a tensor.
       shape: Their static shape; None for an unknown axis.
       dtype: The name of their dtype.
-      value: The object, for errors.
-      may_differ: Whether the kind may be another one when there are values.
+      value: The object, for error messages.
+      may_differ: Whether the values may turn out to be of another kind.
     """
 
     kind: InputKind | None

@@ -24,8 +24,8 @@ class _Tables(NamedTuple):
 class TelemetryCallback(keras_api.Callback):
     """Writes the telemetry of the embedding layers of a model for TensorBoard.
 
-    Of each TPUEmbedding by the name of the layer, and of all `te.keras.Embedding`s
-    together by the name of the model.
+    Tags begin with the name of a TPUEmbedding layer or, for all `te.keras.Embedding`s
+    together, with the name of the model.
 
     >>> import tempfile
     >>> import keras
@@ -56,8 +56,8 @@ class TelemetryCallback(keras_api.Callback):
         Args:
           log_dir: The directory of the logs.
           every: See Telemetry.
-          write_every: Write after so many batches, with `steps_per_execution` when
-            Keras next says that batches are done; None: at the end of each epoch.
+          write_every: The number of batches between writes, which also wait until
+            Keras reports the end of `steps_per_execution`; None: each epoch's end.
 
         Raises:
           ValueError: If `every` is not an int >= 1, or `write_every` neither None nor
@@ -84,7 +84,7 @@ class TelemetryCallback(keras_api.Callback):
         Raises:
           ValueError: If the model has no such layer or two of one name, or if the
             callback was used with another model.
-          NotImplementedError, RuntimeError: As Telemetry.
+          NotImplementedError, RuntimeError: As Telemetry does.
         """
         del logs
         model: Any = self.model

@@ -42,9 +42,9 @@ class Machines:
 
     Attributes:
       plan: The tables.
-      traffic: The ids in the batch of one of so many processes.
-      options: Of a job.
-      memory: Bytes of one machine.
+      traffic: Returns the ids in one process's batch, for a number of processes.
+      options: The DistributedOptions of a job.
+      memory: The bytes of memory of one machine.
     """
 
     plan: Plan
@@ -160,7 +160,7 @@ class Machines:
     def _table_bytes(self, place: Placement, least: int) -> dict[str, int]:
         """Returns, by table, the bytes of its rows and their slots in one process.
 
-        A growing table has all its rows.
+        A growing table counts with the most rows that it may have.
         """
         found = {}
         for table in self.plan.tables:
@@ -184,8 +184,8 @@ class Machines:
         """Returns the most bytes of tables and slots while a process makes them.
 
         Slots come after all tables. A synchronous process calls each initializer that
-        has no `by_rows`, and keeps its part; of servers the owner does, and the first
-        one for a table that is divided.
+        has no `by_rows`, and keeps its part; among servers the owner of a table does,
+        and for a divided table the first server.
         """
         memory, slots = _Memory(), []
         for table in self.plan.static:  # Others begin without rows.
@@ -230,7 +230,7 @@ class Machines:
     def _served_bytes(self, table: TableSpec, traffic: Traffic, count: int) -> float:
         """Returns the owner's bytes for what so many processes ask of a whole table.
 
-        The activations are gone when the gradients come.
+        The activations are no longer in memory when the gradients come.
         """
         samples = sum(traffic.samples[f] for f in table.features)
         entries = sum(traffic.entries[f] for f in table.features)
@@ -242,8 +242,8 @@ class Machines:
     ) -> float:
         """Returns a process's bytes for a step of a table that is divided over so many.
 
-        Beside activations and their gradients there are first the rows, sent,
-        received and combined, and then the gradients, sent and received.
+        In addition to activations and their gradients, a process holds first the rows
+        that it sends, receives and combines, then the gradients sent and received.
         """
         sent = self._divided_bytes(table, traffic, count, count)
         samples = sum(traffic.samples[f] for f in table.features)
@@ -354,16 +354,16 @@ def divided_table_bytes(
     {'enqueue': 140, 'lookup': 384, 'update': 160}
 
     Args:
-      rows: Distinct rows that this process asks for.
-      rows_served: Distinct rows that others ask this process for.
-      entries: IDs among `rows`.
-      samples: Samples with such an ID.
-      lengths: The same, or 0 where each sample has one ID.
-      gains: Weights: one for each entry, or one for each sample if only the combiner
-        needs one, or 0.
-      row_bytes: Of one row on the wire.
-      gradient_bytes: Of the gradient of one sample on the wire.
-      key_bytes: Of a row's number, or of an ID of a growing table.
+      rows: The number of distinct rows that this process asks others for.
+      rows_served: The number of distinct rows that others ask this process for.
+      entries: The number of IDs whose rows are among `rows`.
+      samples: The number of samples with such an ID.
+      lengths: `samples`, or 0 where each sample has one ID.
+      gains: The number of weights: one for each entry, or one for each sample if only
+        the combiner needs one, or 0.
+      row_bytes: Bytes of one row on the wire.
+      gradient_bytes: Bytes of the gradient of one sample on the wire.
+      key_bytes: Bytes of a row's number, or of an ID of a growing table.
     """
     return {
         "enqueue": key_bytes * rows + _WORD * (entries + lengths + gains),
@@ -391,12 +391,12 @@ def whole_table_bytes(
     {'enqueue': 80, 'lookup': 0, 'update': 320}
 
     Args:
-      entries: IDs that this process sends to the owner.
-      samples: Samples that this process sends to the owner.
-      samples_served: Samples of others, of the owner; 0 of the others.
-      lengths: Samples, or 0 where all have the same number of IDs.
+      entries: The number of IDs that this process sends to the owner.
+      samples: The number of samples that this process sends to the owner.
+      samples_served: The number of samples that others send this process, the owner.
+      lengths: `samples`, or 0 where all have the same number of IDs.
       gains: As for `divided_table_bytes`.
-      activation_bytes: Of an activation, and of a gradient, on the wire.
+      activation_bytes: Bytes of an activation, and of a gradient, on the wire.
       key_bytes: As for `divided_table_bytes`.
     """
     return {
@@ -413,14 +413,14 @@ def _found_bytes(table: TableSpec, traffic: Traffic) -> float:
 
 
 class _Memory:
-    """Arrays as TensorFlow's allocator on CPUs (BFC) has them: it returns no memory.
+    """Simulates TensorFlow's allocator on CPUs (BFC), which returns no memory.
 
     An array takes the smallest piece that it fits into, or a new region, which is at
-    least twice as large as the one before. The rest of a piece is one of its own where
-    it is large.
+    least twice as large as the one before. If the rest of a piece is large, it becomes
+    a piece of its own.
 
     Attributes:
-      touched: Bytes that the process has: of a new region what arrays took.
+      touched: Bytes that the process uses: of a region those that arrays have taken.
     """
 
     def __init__(self) -> None:
@@ -456,7 +456,7 @@ class _Memory:
 def _initializer_arrays(initializer: Any) -> int:
     """Returns how many arrays of a table's size an initializer has at a time.
 
-    0: it makes the rows of each process there.
+    The number is 0 if each process makes its own rows.
     """
     if initializer is None or hasattr(initializer, "by_rows"):
         return 0

@@ -93,15 +93,15 @@ def plan(
       feature_config: As for TPUEmbeddingV2. Or a Keras model with te.keras.Embedding,
         whose tables are planned as those of a te.keras.TPUEmbedding: a feature for each
         layer, by its name, and the optimizer of the model.
-      optimizer: For tables without one of their own. None: lookups only.
+      optimizer: The optimizer of tables without their own; None: lookups only.
       batch_size: Samples of a step in all devices and processes. A feature with an
         `output_shape` keeps it for each replica; others need this argument.
-      topologies: Names such as "v6e:2x2"; None: of each generation the smallest that
-        fits, or the largest.
+      topologies: Names such as "v6e:2x2". None plans the smallest of each generation
+        that fits, or the largest.
       processes: Numbers of processes, for synchronous training and for servers.
-      distributed_options: As for TPUEmbeddingV2: where they have which tables, and what
-        travels.
-      machine_bytes: Memory of one machine; None: of this one.
+      distributed_options: As for TPUEmbeddingV2: how processes share the tables, and
+        what travels.
+      machine_bytes: Memory of one machine in bytes; None means that of this one.
       sparse_core_embedding_config: The limits that the user intends.
       pipeline_execution_with_tensor_core: As for TPUEmbeddingV2: a batch and its
         gradients wait on each device for the next step.
@@ -115,7 +115,7 @@ def plan(
       `report.to_svg()`.
 
     Raises:
-      ValueError, TypeError, NotImplementedError: Those of TPUEmbeddingV2 for the
+      ValueError, TypeError, NotImplementedError: If TPUEmbeddingV2 refuses the
         configuration; ValueError for an unknown topology, a number below 1, a missing
         batch size and a sample without batches.
     """
@@ -252,7 +252,7 @@ class _Planner:
 
     Attributes:
       plan: The tables.
-      batch_size: Of all devices, or None if each feature has an output shape.
+      batch_size: Samples in all devices, or None if each feature has an output shape.
       sample: The sample, or None.
       config: The user's limits.
       pipelined: Whether a step leaves its update to the next one.
@@ -352,8 +352,8 @@ class _Planner:
     def _tensor_core_bytes(self, generation: Generation, devices: int) -> int:
         """Returns the bytes of a step on a device without SparseCores.
 
-        They are those of the batch, its activations and gradients. A lookup of v5e also
-        has the row of each id.
+        The batch, its activations and gradients take them. A lookup on v5e also holds
+        the row of each id.
         """
         traffic, total = self.traffic(devices), 0.0
         for f, dim in enumerate(self.plan.dims):

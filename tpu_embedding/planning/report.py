@@ -31,7 +31,7 @@ class ArrayBytes:
       shape: [V, D], or [V, 1] for a slot of one number for each row; V of a growing
         table is its `max_rows`.
       dtype: "float32", "bfloat16" or "int8".
-      bytes: Of the whole array, without padding; of int8 with scales and offsets.
+      bytes: Bytes of the whole array without padding; for int8 with scales and offsets.
     """
 
     table: str
@@ -88,19 +88,19 @@ class StackLimits:
 
     Attributes:
       stack: Name of the stack.
-      max_ids: Most ids of a partition, in any step.
-      max_unique_ids: Most distinct ids of a partition.
+      max_ids: Largest number of ids of a partition, in any step.
+      max_unique_ids: Largest number of distinct ids of a partition.
       required_ids: Largest id buffer of a device, in ids.
-      suggested_max_ids: For max_ids_per_table: a quarter more, a multiple of 8.
-      suggested_max_unique_ids: For max_unique_ids_per_table: the same, but no more
-        than the TPU compiles.
+      suggested_max_ids: A value for max_ids_per_table: a quarter more, a multiple of 8.
+      suggested_max_unique_ids: A value for max_unique_ids_per_table, chosen in the same
+        way, but no more than the TPU compiles.
       beyond_default: Share of ids beyond the limits of a partition, which are the
         defaults where the configuration has none: their steps fail, or are split with
         minibatching=True.
-      beyond_suggested: The same for the suggested limits.
+      beyond_suggested: Share of ids beyond the suggested limits.
       dropped: Share of ids that would be dropped with allow_id_dropping=True at the
         max_ids_per_chip_per_sample of the configuration.
-      shard_balance: Ids of the busiest SparseCore over their mean; 1 is even.
+      shard_balance: Ids of the busiest SparseCore over the mean of all; 1 is even.
     """
 
     stack: str
@@ -122,27 +122,27 @@ class PlannedPlacement:
     Attributes:
       name: For example "one machine", "4 processes, synchronous" or "v6e:2x2".
       kind: "host", "synchronous", "parameter_servers" or "tpu".
-      num_devices: Machines, processes, servers or TPU devices.
-      capacity: Bytes of each.
-      device_bytes: Bytes that each needs: tables, slots, and those of a step, or more
-        while initializers make tables.
-      buffer_bytes: Of these, the buffers of one step on the fullest.
-      by_table: By table, the bytes of it and its slots on the fullest.
+      num_devices: The number of machines, processes, servers or TPU devices.
+      capacity: Bytes of memory of each device.
+      device_bytes: Bytes that each device needs: tables, slots, and those of a step, or
+        more while initializers make tables.
+      buffer_bytes: The part of these bytes for buffers of one step on the fullest.
+      by_table: By table, the bytes of it and its slots on the fullest device.
       location: By table, "all" if its rows are divided, else the index of the device.
       wire_bytes: Bytes that leave one process in a training step, or None where the
         network is that of a TPU.
       limits: By stack, what the sample needs.
       max_ids_per_chip_per_sample: Suggested id buffer, if there is a sample.
       excesses: Limits that the placement exceeds.
-      unsupported: Why it is not possible whatever its size, or None.
-      program_bytes: Of `device_bytes`, what the compiled step of SparseCores needs
-        beside its arguments, which are tables, slots and buffers.
-      padding_bytes: Of `program_bytes`, what some programs need for activations and
-        others do not: a row of them may be stored as a multiple of 128 columns.
-      initializer_bytes: Of `device_bytes`, what initializers that make a whole table at
-        a time need on the fullest, beyond tables, slots and a step.
+      unsupported: Why the placement is impossible whatever the memory, or None.
+      program_bytes: The part of `device_bytes` that the compiled step of SparseCores
+        needs beside its arguments, which are tables, slots and buffers.
+      padding_bytes: The part of `program_bytes` that some programs need for activations
+        and others do not: a row of them may be stored as a multiple of 128 columns.
+      initializer_bytes: The part of `device_bytes` that initializers of whole tables
+        need on the fullest device, beyond tables, slots and a step.
       not_counted: What the plan leaves out, or "".
-      table_bytes: Of `device_bytes`, tables and slots.
+      table_bytes: The part of `device_bytes` for tables and slots.
       note: What to set so that the first step does not fail, or "".
     """
 
@@ -168,12 +168,12 @@ class PlannedPlacement:
 
     @property
     def fits(self) -> bool:
-        """Whether it is possible, however activations are stored."""
+        """Whether the placement is possible, however activations are stored."""
         return not self.excesses and self.unsupported is None
 
     @property
     def close(self) -> bool:
-        """Whether that depends on the padding of activations: only a compiler knows."""
+        """Whether it fits only if the compiler does not pad activations."""
         return (
             not self.fits
             and self.unsupported is None
@@ -188,13 +188,13 @@ class PlannedPlacement:
 
     @property
     def balance(self) -> float:
-        """Bytes of the fullest device over their mean; 1 is even."""
+        """Bytes of the fullest device over the mean of all; 1 is even."""
         total = sum(self.device_bytes)
         return self.peak_bytes * len(self.device_bytes) / total if total else 1.0
 
     @property
     def problem(self) -> str:
-        """Why it does not fit, or may not, in one line; "" if it does."""
+        """Why the placement does not or may not fit, in one line; "" if it fits."""
         if self.unsupported is not None:
             return self.unsupported
         if self.close:
@@ -214,10 +214,10 @@ class PlanReport:
 
     Attributes:
       arrays: All tables and slots.
-      statistics: By table, if there is a sample.
-      placements: Ranked: what fits first, and then what is close; fewer devices; a
-        machine before a TPU; fewer bytes on the wire; the lower share of a device's
-        memory.
+      statistics: The statistics of each table, if there is a sample.
+      placements: The placements by rank: those that fit first, then close ones; then
+        by fewer devices, machines before TPUs, fewer bytes on the wire, and a lower
+        share of a device's memory.
     """
 
     arrays: tuple[ArrayBytes, ...]
@@ -369,7 +369,7 @@ _LETTER, _LINE, _BARS = 7, 26, 400  # Pixels: of a letter at most, a row, all ba
 def _svg(placements: Sequence[PlannedPlacement]) -> str:
     """Draws a bar for each placement, of stacked tables, and a line where memory ends.
 
-    Below is a legend. Names are as wide as they need.
+    A legend is below. Columns of names are as wide as the names need.
     """
     top = max([max(p.peak_bytes, p.capacity) for p in placements], default=1)
     # Square roots: a chip of 16 GiB and a machine of 512 GiB are both seen.

@@ -24,9 +24,9 @@ class FeatureIds(NamedTuple):
 
     Attributes:
       ids: int64 [entries].
-      samples: int64 [entries], the sample of each, ascending.
-      positions: int64 [entries], the position of each in its sample, ascending.
-      num_samples: Samples of the batch.
+      samples: int64 [entries], the sample of each id, ascending.
+      positions: int64 [entries], the position of each id in its sample, ascending.
+      num_samples: The number of samples of the batch.
     """
 
     ids: np.ndarray
@@ -99,8 +99,8 @@ class Sample:
     """Batches of a data set, each the global batch of one step.
 
     Attributes:
-      batches: The ids; entries out of range are left out.
-      out_of_range: By table index, how many were left out.
+      batches: The ids of each batch by feature, without those out of range.
+      out_of_range: By table index, how many ids were out of range.
     """
 
     batches: list[list[FeatureIds]]
@@ -110,7 +110,7 @@ class Sample:
     def of(cls, plan: Plan, batches: Iterable[Batch]) -> Sample:
         """Applies the policy of each table for ids that are out of range.
 
-        Each position of a sequence is a sample.
+        Each position of a sequence becomes a sample.
         """
         kept: list[list[FeatureIds]] = []
         out_of_range = dict.fromkeys(range(len(plan.tables)), 0)
@@ -198,10 +198,10 @@ class _Need(NamedTuple):
     """What one batch needs of one stack.
 
     Attributes:
-      partitions: Those with ids, ascending: SparseCore x shards + shard.
-      counts: Ids of each of them.
-      unique: Distinct ids of each of them.
-      required: Id buffer of each device.
+      partitions: The partitions with ids, ascending: SparseCore x shards + shard.
+      counts: The number of ids of each of them.
+      unique: The number of distinct ids of each of them.
+      required: The size of the id buffer that each device needs.
     """
 
     partitions: np.ndarray
@@ -331,9 +331,9 @@ class Traffic:
     """The ids of each feature in one process's batch, measured or assumed.
 
     Attributes:
-      samples: By feature, samples of the process.
-      entries: By feature, ids.
-      distinct: By table, distinct ids.
+      samples: By feature, the number of samples of the process.
+      entries: By feature, the number of ids.
+      distinct: By table, the number of distinct ids.
     """
 
     samples: Mapping[int, float]
@@ -346,8 +346,8 @@ class Traffic:
     ) -> Traffic:
         """Returns the traffic of one of some processes with equal parts of a batch.
 
-        By feature `samples` has the samples of the whole batch. Without a sample every
-        sample has one id, and ids are distributed evenly.
+        `samples` has the number of samples of the whole batch by feature. If there is
+        no `Sample`, each has one id, and ids are distributed evenly.
         """
         if sample is None:
             entries = {f: count / processes for f, count in enumerate(samples)}

@@ -1,4 +1,4 @@
-"""Lookups for serving, and their export: TensorFlow's ops only."""
+"""Lookups for serving and their export, which need only TensorFlow's ops."""
 
 from tpu_embedding.serving.applying import apply_delta
 from tpu_embedding.serving.delta_files import delta_blocks

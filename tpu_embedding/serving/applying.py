@@ -35,7 +35,7 @@ def apply_delta(model: Any, path: str | os.PathLike[str]) -> int:
       tf.errors.DataLossError: If the file is not a delta or is truncated.
       tf.errors.InvalidArgumentError: If the delta was applied before, or one before it
         is missing, or it follows another export or another run of the trainer, or it
-        is damaged. The model serves what it served before.
+        is damaged. The model then serves what it served before.
     """
     apply = getattr(model, "signatures", {}).get(APPLY)
     if apply is None:
@@ -68,7 +68,7 @@ def apply_to_export(
 
     Raises:
       ValueError: If `destination` exists, or the model does not take deltas.
-      tf.errors.OpError: As `apply_delta`.
+      tf.errors.OpError: As `apply_delta` does.
     """
     with one_writer(destination):
         if tf.io.gfile.exists(destination):

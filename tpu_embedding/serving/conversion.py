@@ -62,8 +62,8 @@ class Source:
     Attributes:
       name: Name of the table, for messages.
       rows: Values of the table.
-      ids: Of a growing table the id of each row, int64 [V - 1], in the process that
-        writes; the last row is what other ids look up.
+      ids: The id of each row of a growing table, int64 [V - 1], in the process that
+        writes; other ids look up the last row. None for a static table.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Source:
 
     @property
     def known(self) -> Source:
-        """The rows that are those of ids: of a growing table all but the last."""
+        """The rows that belong to ids: all, but in a growing table not the last one."""
         return self if self.ids is None else self._some(0, self.shape[0] - 1)
 
     @property
@@ -119,7 +119,7 @@ class Converted:
 
 
 class ConvertedTable(TableReader, tf.Module):
-    """A table in another form: variables without a value, to be written by slices."""
+    """A table in another form, of variables without a value that slices will fill."""
 
     storage: ClassVar[str]
     keeps_codes: ClassVar[bool] = (
@@ -147,11 +147,11 @@ class ConvertedTable(TableReader, tf.Module):
 
         Args:
           name: Name of the table.
-          ids: [n], those of the rows.
+          ids: The ids of the rows, [n].
           values: The rows, [n, D].
 
         Raises:
-          tf.errors.InvalidArgumentError: If there is one.
+          tf.errors.InvalidArgumentError: If there is such a value.
         """
         if self.largest is None:
             return
@@ -169,7 +169,7 @@ class ConvertedTable(TableReader, tf.Module):
 
 
 class Conversion:
-    """Converts one table, and keeps count of the errors."""
+    """Converts one table, and measures the errors of its values."""
 
     def __init__(self, source: Source, table: ConvertedTable) -> None:
         self._source, self._table = source, table

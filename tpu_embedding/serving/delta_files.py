@@ -1,4 +1,4 @@
-"""Files of deltas: the rows of tables that changed since the delta before.
+"""Files of deltas: the rows of tables that changed since the previous delta.
 
 docs/online.md draws the format. A file is a sequence of blocks, each of which carries
 its own checksum, so that a served model checks every block that it is sent:
@@ -47,16 +47,16 @@ class BaseTable:
 
     Attributes:
       name: Name of the table.
-      rows: Number of rows; of a growing table the most ids.
+      rows: Number of rows; for a growing table the largest number of ids.
       dim: Number of columns.
       storage: The form in which it is stored.
       most_changed: The largest number of rows that one delta may change.
-      grows: Whether deltas have its rows by id, and ids that have none any more.
-      shared: Whether it is the row that ids without one have in the growing table of
-        the same name.
-      mixed: Whether the hash table of its ids has their mixed bits as keys. Deltas have
-        the ids.
-      hashing: Of a hashed table the text of its Hashing; then deltas have its rows.
+      grows: Whether it is a growing table, whose deltas list rows and deletions by id.
+      shared: Whether its only row is the one that ids without a row share in the
+        growing table of the same name.
+      mixed: Whether the keys of the hash table of its ids are their mixed bits. Deltas
+        have the ids themselves.
+      hashing: The text of a hashed table's Hashing, whose deltas have its rows; or "".
     """
 
     name: str
@@ -76,12 +76,12 @@ class BaseTable:
 
     @property
     def height(self) -> int:
-        """How many numbers ids may have: spare ones where ids come and go."""
+        """The number of numbers for ids, with spare ones if ids come and go."""
         return self.rows + 2 * self.most_deleted
 
     @property
     def shape(self) -> tuple[int | str, ...]:
-        """What the tables of trainer and export have in common."""
+        """The properties that the tables of trainer and export must share."""
         rows = "grows" if self.grows else self.rows
         return (self.name, rows, self.dim, *([self.hashing] if self.hashing else []))
 
@@ -89,7 +89,7 @@ class BaseTable:
 def base_tables(spec: TableSpec) -> list[BaseTable]:
     """Describes a table as deltas have it, before an export chooses storage and sizes.
 
-    The row that ids of a growing table share is a table before it.
+    The row that ids of a growing table share counts as a table of its own before it.
     """
     config, grows = spec.config, spec.config.vocabulary is not None
     hashing = "" if spec.hashing is None else str(spec.hashing)
@@ -105,7 +105,7 @@ class Base:
 
     Attributes:
       id: A number that no other export has.
-      tables: In the order in which deltas number them.
+      tables: The tables in the order in which deltas number them.
     """
 
     id: int
@@ -136,11 +136,11 @@ class Header:
     """What the first block of a delta says.
 
     Attributes:
-      base: The export that it follows.
-      run: The run of the trainer that wrote it.
-      follows: The run that wrote the delta before, or the id of the base.
-      sequence: 1 for the first delta after the base.
-      counts: Of each table (upserts, deletions).
+      base: The id of the export that the delta follows.
+      run: The run of the trainer that wrote the delta.
+      follows: The run that wrote the previous delta, or the id of the base.
+      sequence: The number of the delta: 1 for the first one after the base.
+      counts: The numbers (upserts, deletions) of each table.
     """
 
     base: Base
@@ -154,9 +154,9 @@ class DeltaRows(NamedTuple):
     """Some changed rows of one table.
 
     Attributes:
-      table: Its index in the base.
-      keys: int64 [n], ascending, each once in the delta.
-      deleted: int64 [d], ascending, each once in the delta.
+      table: The index of the table in the base.
+      keys: Rows or ids, int64 [n], ascending, each once in the delta.
+      deleted: Ids that lost their rows, int64 [d], ascending, each once in the delta.
       parts: One array [n, C] for each part of the stored table.
     """
 

@@ -45,9 +45,9 @@ _NOTHING = np.zeros([0], np.int64)
 class DeltaWriter(tf.__internal__.tracking.Trackable):
     """Writes the rows that changed, for one consumer: served models of one export.
 
-    From its construction on, the rows that updates change are noted, a bit for each,
-    and `export_delta` writes them. Several writers have marks of their own. A
-    tf.train.Checkpoint that has the writer beside the embedding keeps them.
+    From its construction on, it notes the rows that updates change, with a bit for
+    each, and `export_delta` writes them. Each writer has its own marks, which a
+    tf.train.Checkpoint of the embedding and the writer saves.
 
     All processes of a job make the same calls, with the same arguments and paths that
     all of them see. The first one writes.
@@ -74,23 +74,23 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
 
     Attributes:
       base: The number of the export.
-      run: A number of this writer, which its deltas have.
-      sequence: The number of the delta written last, 0 for none.
+      run: The number of this writer, which its deltas contain.
+      sequence: The number of the delta written last, or 0.
     """
 
     @calling("DeltaWriter")
     def __init__(
         self, embedding: Any, base: str | os.PathLike[str], consumer: str
     ) -> None:
-        """Begins to note changes; builds the embedding if that has not happened.
+        """Begins to note changes; builds the embedding if it is not built yet.
 
-        Every row is compared with the export once, so that what was trained since the
-        export is in the first delta.
+        It compares every row with the export once, so that the first delta contains
+        what was trained since the export.
 
         Args:
           embedding: A TPUEmbedding, a TPUEmbeddingV2 or a Keras layer.
           base: The folder of its export with `deltas`.
-          consumer: A name; each writer of an embedding has another one.
+          consumer: A name that no other writer of the embedding has.
 
         Raises:
           TypeError: If an argument is of another type.
@@ -146,15 +146,15 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
     def export_delta(self, path: str | os.PathLike[str]) -> dict[str, int]:
         """Writes the rows that changed since the last delta.
 
-        Of a growing table it also writes the ids that were evicted, and the row that
-        ids without one share. The pending update is applied first. If it fails, no file
-        is left, and the next delta has the rows, too.
+        For a growing table it also writes the ids that were evicted, and the row that
+        ids without one share. The pending update is applied first. If the call fails,
+        it leaves no file, and the next delta contains the rows.
 
         Args:
           path: A file that does not exist yet.
 
         Returns:
-          The number of rows by name of the table; evicted ids count.
+          The number of rows by name of the table, evicted ids included.
 
         Raises:
           RuntimeError: In a tf.function, or after `stop`.
@@ -206,9 +206,9 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
     def resume(self, state: Mapping[str, Any]) -> None:
         """Continues from the delta that the served models applied last.
 
-        For a trainer that went back to a checkpoint. Unless that delta is the last one
-        of this writer, too, the next delta has all rows, and deletes the ids of growing
-        tables that only the models have.
+        Call it after the trainer went back to a checkpoint. Unless that delta is also
+        the last one of this writer, the next delta has all rows, and deletes the ids of
+        growing tables that only the models have.
 
         Args:
           state: What the signature "delta_state" returned.
@@ -245,7 +245,7 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
     def mark_all_rows(self) -> None:
         """Makes the next delta have all rows, for values that you assigned yourself.
 
-        Restored checkpoints and weights do it by themselves.
+        Restoring a checkpoint or weights does it by itself.
         """
         self._require_active()
         tables = self._core.tables()
@@ -291,9 +291,9 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
             )
 
     def _take(self) -> list[Changed]:
-        """Takes what changed by table of the base; a shared row is in every delta.
+        """Takes the changes by table of the base; a shared row is in every delta.
 
-        Ids that were evicted and that the models never had are left out.
+        It leaves out evicted ids that the models never had.
         """
         taken = self._changes.take()
         found = [
@@ -360,7 +360,7 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
     def _exported(self, index: int) -> Iterator[tuple[int, Changed]]:
         """Yields rows of the export: the number of the first, and their values today.
 
-        Marks ids of a growing table that only one of them has.
+        It marks the ids that only the growing table or only its export has.
         """
         spec, number = self._base.tables[index], self._numbers[index]
         step = max(1, _COMPARED_BYTES // (4 * spec.dim))

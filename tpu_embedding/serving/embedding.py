@@ -32,7 +32,7 @@ _do_not_convert = tf.autograph.experimental.do_not_convert
 
 @dataclasses.dataclass(frozen=True)
 class _Tables:
-    """The variables, in an object because checkpoints track lists and dicts."""
+    """Holds the variables in an object, because checkpoints track lists and dicts."""
 
     variables: list[TableVariables]
     lookup: FeatureLookup
@@ -179,8 +179,8 @@ class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrack
     def embedding_tables(self) -> dict[Any, tf.Variable]:
         """The table variables [vocabulary_size, dim], by the TableConfig passed.
 
-        A growing table of n ids is [n + 1, dim]: the rows in the order of the ids, and
-        then what an id without a row looks up.
+        That of a growing table with n ids is [n + 1, dim]: the rows in the order of the
+        ids, and then what an id without a row looks up.
         """
         return {key: table["parameters"] for key, table in self.variables.items()}
 

@@ -55,9 +55,9 @@ def export(
     """Writes tables and a model as a SavedModel of TensorFlow's ops, without slots.
 
     The SavedModel loads wherever TensorFlow does, in Python or C, without this package.
-    It uses the combiners and the policy for invalid ids of training, and an id without
-    a row in a growing table looks up what it does there. The first signature is also
-    named "serving_default".
+    It has the combiners and the policy for invalid ids of training, where an id without
+    a row in a growing table looks up the same values. The first signature is also named
+    "serving_default".
 
     All processes of a job call it with the same arguments. The first one writes, and
     all return the report.
@@ -79,37 +79,37 @@ def export(
       source: A TPUEmbedding, a TPUEmbeddingV2, a TPUEmbeddingV0, a
         TPUEmbeddingForServing, a te.keras.TPUEmbedding, or a dict of variables,
         tensors or NumPy arrays [vocabulary_size, dim] by TableConfig, as
-        `embedding_tables` has them. Or a whole Keras model with te.keras.Embedding:
-        its inputs and outputs are those of the signature "serving_default", and
-        `storage` has the names of these layers.
+        `embedding_tables` has them. It may also be a Keras model with
+        te.keras.Embedding, whose inputs and outputs then are those of the signature
+        "serving_default"; `storage` has the names of these layers.
       path: A folder that does not exist or is empty.
       model: A function of the activations in the structure of the features and, if
-        there are `dense_inputs`, a dict of those. It returns a tensor or a dict of
-        tensors. None: the activations are the outputs.
+        there are `dense_inputs`, of a dict of those. It returns a tensor or a dict of
+        tensors. With None the activations are the outputs.
       feature_config: The configuration of a dict of tables.
       signatures: Any of "dense", "sparse", "ragged" and "examples" (serialized
-        tf.train.Example); or by name Signatures of your own.
-      storage: "float32", "bfloat16", "float16", "int8" or "int4", or one of them by
-        TableConfig or name, "float32" for the others. Tables of rows that would not
-        get smaller stay float32.
+        tf.train.Example); or a dict of your own Signatures by name.
+      storage: "float32", "bfloat16", "float16", "int8" or "int4", or a dict of these by
+        TableConfig or name; other tables are "float32". Tables whose rows would not get
+        smaller stay float32.
       weighted: Paths of the features that come with weights.
-      dense_inputs: By name the further inputs of the model, [None, ...] each.
+      dense_inputs: The further inputs of the model by name, [None, ...] each.
       invalid_ids: For a dict of tables, the policy for those of
         tf.tpu.experimental.embedding.
-      most_samples: Sparse input that claims more samples is refused, before memory
-        is taken for them.
+      most_samples: The number of samples above which sparse input is refused, before
+        memory is taken for them.
       deltas: True makes a model that follows its trainer: it has the signatures
         "delta_state" and "apply_delta", and spare rows. A number > 0 is the largest
         share of the rows of a table that one delta may change, 0.125 for True; the
-        table takes twice as many spare rows. Tables of up to 4,096 rows may change
-        whole. A growing table has room for twice its ids and 4,096, or `max_rows`.
+        table gets twice as many spare rows. All rows of a table of up to 4,096 may
+        change. A growing table has room for twice its ids and 4,096, or `max_rows`.
       mapped: True keeps the tables in files, which the model maps instead of loading
-        them: it is loaded at once, processes of a machine share the memory, and tables
-        may be larger than it. `path` is then the place where the model is served;
-        `python -m tpu_embedding place` tells a model that was moved.
+        them: the model loads at once, processes of a machine share the memory, and
+        tables may be larger than it. The model must be served at `path`; if it was
+        moved, run `python -m tpu_embedding place`.
 
     Returns:
-      The form, size and errors of each table. Print it.
+      A report of the form, size and errors of each table, to be printed.
 
     Raises:
       TypeError: If `source` or the model's result is of the wrong type.

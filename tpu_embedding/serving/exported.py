@@ -47,7 +47,7 @@ class ModelOptions:
 
     Attributes:
       model: The function of the activations, or None.
-      signatures: Names of kinds, or signatures by name.
+      signatures: Names of kinds of signatures, or signatures by name.
       weighted: Paths of the features with weights.
       dense_inputs: The further inputs of `model`.
       most_samples: The largest number of samples in sparse input.
@@ -89,7 +89,7 @@ class Exported(abc.ABC):
 
     Attributes:
       plan: The tables and features.
-      tables: By index.
+      tables: The sources of the tables by index.
       positions: See `FeatureLookup`.
     """
 
@@ -238,7 +238,7 @@ def read_source(source: Any, feature_config: Any, invalid_ids: Any) -> Exported:
 
     Raises:
       TypeError: If it is nothing that can be exported.
-      ValueError: If `feature_config` or `invalid_ids` do not go with it.
+      ValueError: If `feature_config` or `invalid_ids` do not fit it.
     """
     whole = tables_of_weights(source)
     embeddings = (SavesTables, TPUEmbeddingForServing, TPUEmbeddingV0)
@@ -310,7 +310,7 @@ def _with_known_shapes(
 ) -> tuple[Plan, dict[str, int | None]]:
     """Adds to features the axes after the batch that build() or batches gave them.
 
-    `FeatureConfig.output_shape` goes before them, and ragged rows fill it. Of other
+    `FeatureConfig.output_shape` takes precedence, and ragged rows fill it. With other
     shapes a ragged row is a sample: with training's inputs [B, n, 1] it has n ids.
     """
     if inputs is None:

@@ -52,13 +52,13 @@ class _State(tf.Module):
 
     Attributes:
       description: The `Base` as JSON.
-      sequence: The delta applied last; 0 for none.
-      run: The run that wrote it; the base's id for none.
+      sequence: The number of the delta applied last, or 0.
+      run: The run that wrote that delta; before any delta the id of the base.
       staging: The next block, the checksum of those before it, and the run and the
         sequence number of the delta that is staged.
-      announced: [num_tables, 2], the rows that this delta changes, and its deletions.
-      staged: [num_tables, 2], those that came; the rows are in spare rows.
-      heads: [num_tables], the place in the ring of the first row that is spare longest.
+      announced: How many rows this delta changes and deletes, [num_tables, 2].
+      staged: The numbers of those that came, [num_tables, 2]; spare rows hold the rows.
+      heads: The place in the ring of the row that is spare longest, [num_tables].
     """
 
     def __init__(self, base: Base) -> None:
@@ -79,8 +79,8 @@ class Follower:
 
     Attributes:
       base: The export.
-      state: To be saved with the model.
-      tables: By index.
+      state: What is saved with the model.
+      tables: The tables in the order of `base.tables`.
     """
 
     def __init__(
@@ -89,9 +89,9 @@ class Follower:
         stored: Sequence[ConvertedTable],
         growing: Mapping[str, GrowingBase],
     ) -> None:
-        """Takes tables of as many rows as `height` and twice `most_changed`.
+        """Takes tables with `height` rows and spare ones, twice `most_changed`.
 
-        The row that ids of a growing table share comes before it.
+        The row that ids of a growing table share comes before that table.
         """
         for table in base.tables:
             height = table.height

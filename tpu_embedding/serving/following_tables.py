@@ -61,8 +61,8 @@ class GrowingBase(NamedTuple):
     """A growing table as it is exported.
 
     Attributes:
-      ids: int64 [n], of its first rows.
-      missing: What ids without a row look up, unless they share a row.
+      ids: The ids of its first rows, int64 [n].
+      missing: Returns what ids without a row look up, unless they share a row.
     """
 
     ids: np.ndarray
@@ -130,7 +130,7 @@ class Numbered(NamedTuple):
     """The numbers of the ids of a delta.
 
     Attributes:
-      numbers: Of each changed id, int [n].
+      numbers: The number of each changed id, int [n].
       fits: Whether the delta can be applied.
       change: Makes the ops that give and take numbers, after the index was changed.
     """
@@ -145,7 +145,7 @@ class FollowingIds(tf.Module):
 
     Attributes:
       number_of: The number of each id.
-      shared: The row that ids without one have, if it is trained.
+      shared: The table of the trained row that ids without a row share, or None.
     """
 
     def __init__(

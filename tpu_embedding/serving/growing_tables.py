@@ -29,8 +29,8 @@ _INSERTED = 1 << 20  # Ids at a time.
 class RowOfIds(tf.Module):
     """The row of each id; any int64 is an id.
 
-    The low bits of a key are its bucket in the hash table, and those of many ids may be
-    equal: a key is the mixed bits of an id.
+    A key of the hash table is the mixed bits of an id: the low bits of a key are its
+    bucket, and those of many ids may be equal.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class RowOfIds(tf.Module):
     def assign(self, ids: np.ndarray, room: int = 0) -> None:
         """Makes `ids`, int64 [n], those of the rows 0 to n - 1, and forgets others.
 
-        There is room for at least `room` ids without a pause.
+        It makes room for at least `room` ids, so that inserting them causes no pause.
         """
         rows = np.arange(len(ids), dtype=np.int32)
         most = max(len(ids), room)
@@ -120,8 +120,8 @@ class ChangingRowOfIds(tf.Module):
 
     A removed id leaves its bucket of the hash table marked, and later lookups of other
     ids pass it. So after many removals all ids are inserted into a second hash table,
-    which is then the one that is read. What began to read the first one before has
-    time for one further `change`, because two of them never remove so many.
+    which lookups read from then on. A lookup that still reads the first one may finish
+    during one further `change`, because two changes never remove so many ids.
     """
 
     def __init__(self, most_ids: int, most_removed: int) -> None:
@@ -207,7 +207,7 @@ class ServedGrowingTable(TableReader, tf.Module):
     """A growing table, whose rows are read by ids.
 
     Attributes:
-      stored: Its rows, and then the one that ids without a row look up.
+      stored: The rows of its ids, and then the one that ids without a row look up.
       row_of: The row of each id.
     """
 
@@ -252,8 +252,8 @@ class RestoredGrowingTable(StoredVocabulary):
     """A growing table that is looked up as a checkpoint has it, and not trained.
 
     Attributes:
-      served: What lookups read. Its rows are in the order of ids; the last one is what
-        ids without a row look up.
+      served: The table that lookups read. Its rows are in the order of ids; ids without
+        a row look up the last one.
     """
 
     limited = False

@@ -49,8 +49,8 @@ def serving_embedding_lookup(
         of a floating point dtype).
       weights: None, or the structure of `inputs` with floating point weights of each
         feature's own layout, or None for features without.
-      tables: By TableConfig, as `embedding_tables` has them, a variable or tensor
-        [vocabulary_size, dim].
+      tables: Variables or tensors [vocabulary_size, dim] by TableConfig, as
+        `embedding_tables` has them.
       feature_config: A FeatureConfig or a nested structure of them.
       invalid_ids: The policy for tables of tf.tpu.experimental.embedding: "error"
         (also if None), "drop" or "mod". A TableConfig of this package has its own.
@@ -109,12 +109,12 @@ def find_table(
 
     Args:
       spec: The table.
-      tables: By the TableConfig that the user passed.
-      path: A feature that needs it, for messages.
-      arrays: Whether NumPy arrays are taken.
+      tables: The tables by the TableConfig that the user passed.
+      path: The path of a feature that needs the table, for messages.
+      arrays: Whether the table may be a NumPy array.
 
     Raises:
-      ValueError: If it is not there, or of another shape or kind.
+      ValueError: If the table is missing, or of another shape or kind.
     """
     if spec.key not in tables:
         raise ValueError(

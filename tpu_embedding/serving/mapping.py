@@ -3,7 +3,7 @@
 TensorFlow's op ImmutableConst maps a file, whose path is an attribute of the node. So
 an export names its final place, and `place` rewrites it in an export that was moved.
 In a program with this package `open_tables` looks rows up in the same files by an op of
-ours, which asks the disk for all rows of a batch at once.
+the library, which asks the disk for all rows of a batch at once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MASK = 0xA282EAD8
 
 
 class MappedPart:
-    """A part of a table in a file, with what forms of tables read of a variable.
+    """A part of a table in a file, with the methods by which tables read a variable.
 
     Attributes:
       file: Name of the file in the folder of an export.
@@ -78,8 +78,8 @@ class MappedTable:
     """A table of an export, as the file of its tables describes it.
 
     Attributes:
-      checksums: By part the CRC-32C of each `_BLOCK` of its file; none in exports that
-        were written before there were checksums.
+      checksums: The CRC-32C of each `_BLOCK` of the file of each part; empty in exports
+        that were written before there were checksums.
     """
 
     name: str
@@ -192,11 +192,11 @@ def open_tables(
 ) -> dict[int, ConvertedTable]:
     """Opens tables of a mapped export for lookups of this process, by index.
 
-    `verify` compares their files with their checksums.
+    With `verify` it compares their files with their checksums.
 
     Raises:
-      ValueError: If the export maps no tables, or lacks one of these.
-      NotImplementedError: If one of them grows.
+      ValueError: If the export maps no tables, or lacks one of them.
+      NotImplementedError: If a table grows.
       RuntimeError: If the custom-op library cannot be loaded.
       tf.errors.DataLossError: If a file is missing, damaged or of another size.
     """
@@ -275,10 +275,10 @@ def place(path: str | os.PathLike[str], *, verify: bool = True) -> list[str]:
       verify: Whether to compare the files with their checksums, which reads them.
 
     Returns:
-      The files of its tables.
+      The names of the files of its tables.
 
     Raises:
-      ValueError: If it maps no tables.
+      ValueError: If the export maps no tables.
       tf.errors.DataLossError: If a file is missing, damaged or has another size.
     """
     export = os.path.abspath(os.fspath(path))

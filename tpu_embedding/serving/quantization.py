@@ -6,8 +6,8 @@ A quantized row has a scale and an offset in bfloat16, and one code for each val
     middle = (levels - 1) / 2
 
 The offset is the middle of the row's values, and the scale is rounded up, so that every
-value lies within half a step, scale / 2, of its code. Codes of 8 bits are bytes; those
-of 4 bits share a byte, the first half of the columns in its low bits.
+value lies within half a step, scale / 2, of its code. A code of 8 bits is a byte. Two
+codes of 4 bits share a byte, whose low bits hold the first half of the columns.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MakePart = Callable[[str, list[int], tf.DType], Any]
 
 
 class WholeTable(TableReader, tf.Module):
-    """The table itself: the variable that there is."""
+    """An unconverted table, in the variable that stores it."""
 
     def __init__(self, table: tf.Variable) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class WholeTable(TableReader, tf.Module):
 
 
 class Float32Table(WholeTable, ConvertedTable):
-    """A table that was in parts, or of another dtype; any value can be stored."""
+    """A float32 copy of a table in parts or of another dtype; it stores any value."""
 
     storage = "float32"
     largest = None
@@ -71,7 +71,7 @@ class Float32Table(WholeTable, ConvertedTable):
 
 
 class RowsOfFloat32(Float32Table):
-    """One of which rows are read alone; to read all of it would copy it."""
+    """A float32 table that is read row by row, as a read of all of it would copy it."""
 
     def read(self, rows: tf.Tensor) -> tf.Tensor:
         return tf.gather(self.table, rows)
@@ -195,7 +195,7 @@ class Int8Table(_CodedTable):
 
 
 class Int4Table(_CodedTable):
-    """A byte for two values; of an odd number of columns the last stands alone."""
+    """A byte for two values; with an odd number of columns one value has its own."""
 
     storage = "int4"
     levels = 16
@@ -220,8 +220,8 @@ class Int4Table(_CodedTable):
 class _UnsavedVariable(UninitializedVariable):
     """A variable that TensorFlow's saver leaves out.
 
-    Without this it does so only if all variables are on one machine: those of the
-    user's model may be on parameter servers.
+    The saver leaves out variables without a value only if all variables are on one
+    machine, but those of the user's model may be on parameter servers.
     """
 
     def _serialize_to_tensors(self) -> dict[str, Any]:
@@ -256,8 +256,8 @@ def stored_form(
       source: The table.
       storage: One of `STORAGES`. A row so short that its codes would be larger than
         its values stays float32.
-      spare: Rows beyond those of the table, for one that changes while it is served.
-      mapped: Makes the parts of a table that is mapped.
+      spare: The number of spare rows of a table that changes while it is served.
+      mapped: A function that makes the parts of a mapped table, or None.
     """
     chosen: Any = _STORAGES[storage]
     dim = source.shape[1]

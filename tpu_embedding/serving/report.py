@@ -52,19 +52,19 @@ class Report:
     all                        20,000  31.2%   2.00e-03
 
     Attributes:
-      tables: In the order of the plan.
+      tables: The reports of the tables in the order of the plan.
     """
 
     tables: tuple[TableReport, ...]
 
     @property
     def bytes_before(self) -> int:
-        """Of all tables as float32."""
+        """The size of all tables as float32."""
         return sum(table.bytes_before for table in self.tables)
 
     @property
     def bytes_after(self) -> int:
-        """Of all tables as they are kept."""
+        """The size of all tables as they are stored."""
         return sum(table.bytes_after for table in self.tables)
 
     def __str__(self) -> str:

@@ -50,7 +50,7 @@ _PIECES = 4  # of a part: one of them is made while those of a part are held.
 def require_empty(path: str | os.PathLike[str]) -> None:
     """Refuses a folder with files that would be lost.
 
-    Files that a killed export left do not count.
+    Files that a killed export left behind are ignored.
 
     Raises:
       ValueError: If the path is empty, or is neither new nor an empty folder.
@@ -78,15 +78,15 @@ def save(
 ) -> list[TableReport]:
     """Writes the SavedModel, into a folder that `require_empty` accepted.
 
-    Of several processes that share the tables, the first one.
+    If several processes share the tables, only the first one writes.
 
     Args:
       path: The folder.
       tables: Each table, and the form in which it is saved.
       model: The model of the user, or None.
       reads: The functions of the user that read the inputs of signatures.
-      functions: By name of the signature.
-      follower: What applies deltas to the tables, or None.
+      functions: The traced functions by name of the signature.
+      follower: The object that applies deltas to the tables, or None.
 
     Returns:
       The form and errors of each table.
@@ -253,9 +253,9 @@ def _entries(path: str | os.PathLike[str]) -> list[str]:
 class _Module(tf.Module):
     """The tables by name, and everything else that the functions read.
 
-    The code of the user may hold more, such as slots. Its objects are saved only if a
-    graph has resources other than variables, because hash tables keep their files in
-    the object.
+    Objects of the user's code may hold more, such as slots. They are saved only if a
+    graph has resources other than variables, because the files of a hash table belong
+    to its object.
     """
 
     def __init__(
@@ -288,10 +288,10 @@ class _Module(tf.Module):
 
 
 def _trackables(value: Any, seen: dict[int, Any] | None = None) -> Iterator[Any]:
-    """Yields a value's trackable objects: in containers, and what functions use.
+    """Yields the trackable objects in a value's containers, and those functions use.
 
-    A tf.lookup table or a Keras layer in the closure or the globals of a function is
-    no attribute of anything that TensorFlow would save.
+    TensorFlow would not save a tf.lookup table or a Keras layer in the closure or the
+    globals of a function, as it is no attribute of anything.
     """
     seen = {} if seen is None else seen
     if id(value) in seen:

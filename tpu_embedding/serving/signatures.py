@@ -35,7 +35,7 @@ class Signature:
     """Describes one way to call an exported model.
 
     Attributes:
-      inputs: By name the tensors that a caller passes.
+      inputs: The specs of the tensors that a caller passes, by name.
       read: A function from those tensors, by name, to a Request. It is traced into the
         model, so it must consist of TensorFlow's ops. Keras preprocessing layers and
         tf.lookup tables that it refers to are saved with the model.
@@ -51,9 +51,9 @@ class SignatureOptions:
 
     Attributes:
       features: All features of the plan.
-      pack: From a list over `features` to the structure of the configuration.
+      pack: Converts a list over `features` to the structure of the configuration.
       weighted: Paths of the features with weights.
-      dense: By name the further inputs of the model, of shape [None, ...].
+      dense: The further inputs of the model by name, of shape [None, ...].
     """
 
     features: Sequence[FeatureSpec]
@@ -68,8 +68,8 @@ class _Field:
 
     Attributes:
       inputs: The tensors of its ids, and its weights if it has any, by name.
-      ids: From all inputs to its ids.
-      weights: From all inputs to its weights, or to None.
+      ids: A function from all inputs to the feature's ids.
+      weights: A function from all inputs to the feature's weights, or None.
     """
 
     inputs: Mapping[str, tf.TensorSpec]
@@ -101,10 +101,10 @@ def make_signature(kind: str, options: SignatureOptions) -> Signature:
 
 
 class _Inputs:
-    """The inputs of a signature by name, each name once.
+    """The inputs of a signature, each under a name of its own.
 
     Attributes:
-      specs: By name.
+      specs: The spec of each input by name.
     """
 
     def __init__(self, *, case_matters: bool = False) -> None:
