@@ -32,12 +32,12 @@ _DTYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Vector:
-    """What a file knows of the ids of a growing table, read on request.
+    """Numbers that a file stores for the ids of a growing table, read on request.
 
     Attributes:
-      length: The number of numbers.
-      read: Returns them, int64 [length].
-      rows: Reads them by blocks, [length, 1], where they may be in several processes.
+      length: How many numbers there are.
+      read: Returns the numbers, int64 [length].
+      rows: Reads them by blocks, [length, 1], if they may be in several processes.
     """
 
     length: int
@@ -51,7 +51,7 @@ class Vector:
 
     @property
     def nbytes(self) -> int:
-        """Size of the numbers."""
+        """Size of the numbers in bytes."""
         return 8 * self.length
 
 
@@ -61,12 +61,12 @@ class LogicalTable:
 
     Attributes:
       name: Name of the table in the checkpoint.
-      parameters: [V, D].
-      slots: By name, [V, D] or [V, 1].
-      vocabulary: Of a growing table what is known of its ids, by name: "ids" ascending,
-        whose rows are those of `parameters` and `slots`, and then the row that ids
-        share, if there is one. Empty for a static table, whose row r is that of id r.
-      hashing: Which rows an id has, of a hashed table.
+      parameters: The rows, [V, D].
+      slots: The slots by name, [V, D] or [V, 1].
+      vocabulary: What is known of a growing table's ids, by name. `parameters` and
+        `slots` have the rows of "ids", which ascend, and then the row that ids share,
+        if there is one. Empty for a static table, whose row r belongs to id r.
+      hashing: The Hashing of a hashed table, else None.
     """
 
     name: str
@@ -89,7 +89,7 @@ class LogicalTable:
 
     @property
     def stored(self) -> dict[str, TableRows]:
-        """What files of TensorFlow hold: of int8 the codes, scales and offsets."""
+        """The arrays in TensorFlow's files; for int8 codes, and scales with offsets."""
         return stored_arrays(self.arrays)
 
 
@@ -98,10 +98,10 @@ class NumberedSlots:
     """The variables of a Keras optimizer, which files of Keras number.
 
     Attributes:
-      optimizer: The name of its class or its own, in small letters, as far as the file
-        says; else "".
-      shapes: Of all variables.
-      slots: By number those that are matrices.
+      optimizer: The name of the optimizer or of its class, in small letters, or "" if
+        the file does not have it.
+      shapes: The shapes of all variables.
+      slots: The variables that are matrices, by number.
       iterations: The number of updates, or None.
     """
 
@@ -179,7 +179,7 @@ def update_count(path: str, value: Any) -> int:
     """Returns the number of updates that a file stores.
 
     Raises:
-      tf.errors.DataLossError: If it is none.
+      tf.errors.DataLossError: If the stored value is not a number of updates.
     """
     stored = np.asarray(value)
     if stored.shape or stored.dtype.kind not in "iu" or stored < 0:
@@ -256,10 +256,10 @@ def group_tables(
 
     Args:
       path: Path of the checkpoint, for messages.
-      matrices: By name.
+      matrices: The matrices by name.
       tables: Names known to be tables.
-      vectors: By name, `<table>/ids` and others of `PARTS`, where those of a table
-        without ids do not count, and `<table>/hashing`.
+      vectors: The vectors by name: `<table>/hashing`, and `<table>/ids` and others of
+        `PARTS`, which are ignored for a table without ids.
     """
     holders = {name.rpartition("/")[0] for name in matrices}
 
@@ -313,7 +313,7 @@ def choose_root(
       path: Path of the checkpoint, for messages.
       root: Name of the object, or None.
       tables: Names that its tables may have.
-      holders: The tables of each object.
+      holders: The names of the tables of each object.
       mixed: Objects that also hold vectors, as layers with a bias do.
 
     Raises:

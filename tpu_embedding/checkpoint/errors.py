@@ -25,7 +25,7 @@ def corrupted(path: str, reason: str) -> tf.errors.DataLossError:
 def parsing(path: str) -> Iterator[None]:
     """Converts the errors of a parser into one that names the file.
 
-    NumPy, h5py, zipfile and json have no one type of error for a file that is damaged.
+    NumPy, h5py, zipfile and json raise errors of many types for a damaged file.
 
     Raises:
       tf.errors.DataLossError: If the body raises anything else.

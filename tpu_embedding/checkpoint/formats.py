@@ -36,7 +36,7 @@ def read(
 ) -> LogicalCheckpoint:
     """Returns the tables of a checkpoint of any kind.
 
-    Names and shapes are read now, values on request.
+    It reads names and shapes at once, and values on request.
 
     Args:
       path: The prefix of a TensorFlow checkpoint, or its folder for the latest one;
@@ -51,9 +51,9 @@ def read(
       The tables by name.
 
     Raises:
-      tf.errors.NotFoundError: If no checkpoint is there.
+      tf.errors.NotFoundError: If there is no checkpoint at `path`.
       tf.errors.DataLossError: If its index is damaged.
-      ValueError: If it holds no tables, or several objects that do.
+      ValueError: If it holds no tables, or several objects with tables.
     """
     place = os.fspath(path)
     for matches, reader in _FORMATS:
@@ -72,8 +72,8 @@ def read_layouts(path: str | os.PathLike[str]) -> list[TableLayout]:
       The place of each table.
 
     Raises:
-      tf.errors.NotFoundError: If no checkpoint is there.
-      ValueError: If there is no such record.
+      tf.errors.NotFoundError: If there is no checkpoint at `path`.
+      ValueError: If no object has a record of layouts.
     """
     place = os.fspath(path)
     if not any(matches(place) for matches, _ in _FORMATS):

@@ -1,4 +1,4 @@
-"""What growing tables restore of files."""
+"""Restores growing tables from checkpoints."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ class Growth:
 
     Attributes:
       spec: The table.
-      target: Its ids, rows and slots.
-      source: What the checkpoint has of it: a growing table, or a static one, whose
-        row r is that of id r.
-      path: The checkpoint.
+      target: The ids, rows and slots of the table in the embedding.
+      source: The table in the checkpoint: a growing one, or a static one, whose row r
+        belongs to id r.
+      path: The path of the checkpoint.
       slots: Whether slots are restored.
       ids: The ids to restore, int64 [n]; None for all.
     """
@@ -69,7 +69,7 @@ class Growth:
 
     @property
     def nbytes(self) -> int:
-        """Size of what is read."""
+        """The number of bytes that are read."""
         return sum(self.source.arrays[name].nbytes for name in self._stored)
 
     @property
@@ -84,10 +84,10 @@ class Growth:
         return [name for name in wanted if name in self.target.parts]
 
     def parts(self) -> list[dict[str, np.ndarray]]:
-        """Checks everything and returns what the parts here will be, for `run`.
+        """Checks everything; returns the future content of the parts here, for `run`.
 
         Raises:
-          ValueError: If the table does not fit, or what is stored contradicts itself.
+          ValueError: If the table does not fit, or the stored arrays contradict it.
           tf.errors.DataLossError: If a file is truncated or damaged.
         """
         found = {name: v.read() for name, v in self.source.vocabulary.items()}
@@ -131,7 +131,7 @@ class Growth:
         return self.target.fit(state)
 
     def run(self, parts: Sequence[dict[str, np.ndarray]]) -> None:
-        """Writes what `parts` returned; reads the rows of one part at a time.
+        """Writes what `parts` returned, and reads the rows of one part at a time.
 
         Raises:
           tf.errors.DataLossError: If a file changed after `parts`.
@@ -139,7 +139,7 @@ class Growth:
         self.target.load(parts, self._rows)
 
     def _check_arrays(self, height: int) -> None:
-        """Reads the table and its slots once. Errors are those of `parts`."""
+        """Reads the table and its slots once; raises the errors of `parts`."""
         for name, _, width in self._of_target():
             if name not in self._stored:
                 continue

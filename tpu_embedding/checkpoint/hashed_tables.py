@@ -1,4 +1,4 @@
-"""How the ids of hashed tables become rows, in files."""
+"""Records in files of how the ids of hashed tables become rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tpu_embedding.vocabulary import Hashing
 
 
 class HashingRecord(tf.__internal__.tracking.Trackable):
-    """How the ids of one table become rows, in TensorFlow's checkpoints."""
+    """The Hashing of one table, as TensorFlow's checkpoints store it."""
 
     def __init__(self, hashing: Hashing) -> None:
         """Takes what is saved."""
@@ -68,13 +68,13 @@ def check_hashings(
     Args:
       source: The checkpoint.
       specs: The tables of the embedding.
-      names: By table to restore its name in the checkpoint; of those that it lacks
-        nothing is checked.
+      names: The name in the checkpoint of each table to restore; tables that the
+        checkpoint lacks are not checked.
       resize: Whether tables may have other numbers of rows.
 
     Raises:
-      ValueError: If one is hashed differently, or only there or only here.
-      NotImplementedError: If one has another number of rows, and `resize`.
+      ValueError: If a table is hashed differently, or only there or only here.
+      NotImplementedError: If, with `resize`, the Hashings of a table differ.
     """
     for spec in specs:
         table = source.get(names.get(spec.name, spec.name))
@@ -99,7 +99,7 @@ def check_hashing(spec: TableSpec, path: str, stored: Hashing | None) -> None:
 def check_bundle(path: str, plan: Plan) -> None:
     """Checks tables as `check_hashings` does, before tf.train.Checkpoint restores.
 
-    Of several objects with a table of a name one must fit.
+    If several objects have a table of the same name, one of these must fit.
     """
     bundle = Bundle(path)
     objects = bundle.objects().values()

@@ -5,8 +5,8 @@ this package's layer are `<table>` and `<table>/<slot>`, quoted as in URLs. kera
 (0.4) has one layer for each table under `_default_device_embedding_layers`, with
 numbered variables and the name of the table in the attribute `name` of `vars`. So has
 a keras.layers.Embedding, at `embedding_<number>`: the tables of all of them are read as
-those of the root, by the names of their layers. Keras numbers the slots of its
-optimizers: only the model to restore knows whose they are (`NumberedSlots`).
+tables of the root, with the names of their layers. Keras numbers the slots of its
+optimizers: only the model to restore knows their tables (`NumberedSlots`).
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class _Weights:
 
     Attributes:
       path: Path of the file.
-      content: Content of the HDF5 file within a `.keras` archive, else None.
+      content: Content of the HDF5 file if it is in a `.keras` archive, else None.
     """
 
     path: str
@@ -202,7 +202,7 @@ class _Dataset:
       shape: Shape of the dataset.
       dtype: Dtype of the dataset.
       layer: The attribute `name` of the group that holds the dataset.
-      value: The value of a scalar, or None.
+      value: The value of a scalar dataset, else None.
     """
 
     shape: tuple[int, ...]

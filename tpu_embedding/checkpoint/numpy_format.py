@@ -2,8 +2,8 @@
 
 In a folder `<table>.npy` is a table and `<table>/<slot>.npy` one of its slots; in an
 `.npz` file the names of the arrays are `<table>` and `<table>/<slot>`. A growing table
-also has `<table>/ids`, integers, one for each row; a hashed one `<table>/hashing`, its
-numbers of rows and hashes, that of `combine`, and its salt. A `.npy` file has no
+also has `<table>/ids`, an integer for each row. A hashed one has `<table>/hashing`: the
+numbers of rows and hashes, the number of `combine`, and the salt. A `.npy` file has no
 checksum: `write_numpy` adds `checksums.json`, with the CRC-32 of each file.
 """
 
@@ -92,17 +92,17 @@ def write_numpy(
 ) -> str:
     """Writes a folder of `.npy` files, which appears when all of them are complete.
 
-    bfloat16, which NumPy does not have, becomes float32.
+    It writes bfloat16, which NumPy does not have, as float32.
 
     Args:
       path: The folder.
-      matrices: By name, `<table>` or `<table>/<slot>`.
-      vectors: Of growing tables, by name, `<table>/ids` and others; of hashed ones
-        `<table>/hashing`.
+      matrices: The matrices by name, `<table>` or `<table>/<slot>`.
+      vectors: The vectors by name: `<table>/ids` and others of growing tables,
+        `<table>/hashing` of hashed ones.
       progress: Receives the bytes of each slice.
 
     Raises:
-      tf.errors.AlreadyExistsError: If the folder is there.
+      tf.errors.AlreadyExistsError: If the folder exists.
       ValueError: If a name cannot be the path of a file below the folder.
       OSError: If a file cannot be written; then there is no folder.
     """

@@ -40,10 +40,10 @@ class SavedObject:
 
     Attributes:
       path: Names of the children that lead to it from the root, "" for the root.
-      values: By name of a child that is a variable, the key of its tensor.
+      values: The keys of the tensors of children that are variables, by child's name.
       slots: The slots of an optimizer.
-      parts: By name of a child that has several tensors, as growing tables have, the
-        keys of them by name.
+      parts: For each child with several tensors, such as a growing table, the keys of
+        the tensors by name.
     """
 
     path: str
@@ -57,8 +57,8 @@ def read_objects(
 ) -> dict[str, SavedObject]:
     """Returns all objects by their shortest path, the root first.
 
-    A checkpoint without a graph, of tf.compat.v1.train.Saver, is one object whose
-    children are its tensors.
+    A checkpoint without a graph, as tf.compat.v1.train.Saver writes, is one object
+    whose children are its tensors.
 
     Args:
       path: Path of the index, for messages.
@@ -125,7 +125,7 @@ def variable_key(path: str, name: str, part: str = _ATTRIBUTE) -> str:
     Args:
       path: Path of the object.
       name: Name of the child.
-      part: For a child with several tensors the name of one.
+      part: The name of one tensor of a child with several tensors, else "".
     """
     escaped = name.replace(".", "..").replace("/", ".S")
     key = f"{escaped}/.ATTRIBUTES/{part}"
@@ -140,7 +140,7 @@ def make_graph(
     Args:
       path: Path of the object, e.g. "embedding"; "" is the root.
       keys: Keys of the variables by name.
-      parts: By name of a child with several tensors their keys by name.
+      parts: For each child with several tensors, their keys by name.
     """
     graph = _Graph()
     node: Any = graph.nodes.add()

@@ -58,7 +58,7 @@ class _Copy:
 
 @dataclasses.dataclass(frozen=True)
 class _Reset:
-    """A slot whose rows start at their initial value, all or those with a place."""
+    """A slot of which all rows, or those with a place, get their initial value."""
 
     target: MutableTableRows
     places: np.ndarray | None
@@ -77,9 +77,9 @@ class _Fill:
     """The rows of a table or slot that the checkpoint lacks, which get new values.
 
     Attributes:
-      copy: Of the rows that it has.
-      make: Makes a table's rows of (shape, dtype=dtype); "mean" for the mean of the
-        rows of the checkpoint. A slot starts at its initial value.
+      copy: The copy of the rows that the checkpoint has.
+      make: A function of (shape, dtype=dtype) that makes a table's rows, or "mean" for
+        the mean of the rows of the checkpoint. A slot starts at its initial value.
     """
 
     copy: _Copy
@@ -87,7 +87,7 @@ class _Fill:
 
     @functools.cached_property
     def _places(self) -> np.ndarray:
-        """Numbers the rows of the target that the checkpoint lacks; -1 for others."""
+        """Numbers for the rows of the target that the checkpoint lacks, else -1."""
         copy = self.copy
         lacks = np.arange(copy.target.shape[0]) >= copy.source.shape[0]
         if copy.places is not None:
@@ -96,7 +96,7 @@ class _Fill:
 
     @functools.cached_property
     def _values(self) -> np.ndarray:
-        """Returns what these rows of a table become."""
+        """The new values of these rows of a table."""
         target = self.copy.target
         shape = (int(self._places.max(initial=-1)) + 1, target.shape[1])
         if self.make == "mean":
@@ -151,9 +151,9 @@ class Job:
       copies: Parameters and slots that the checkpoint has.
       fills: Rows that the checkpoint lacks, if they get new values.
       resets: Slots that the checkpoint lacks.
-      lacking: Their names.
-      growing: The growing tables.
-      parts: What the parts of each here will be; made by `verify`.
+      lacking: The names of these slots.
+      growing: The restores of growing tables.
+      parts: The future content of the parts of each, which `verify` makes.
     """
 
     copies: list[_Copy] = dataclasses.field(default_factory=list)
@@ -179,11 +179,11 @@ class Job:
         Args:
           source: The checkpoint.
           live: The tables of the embedding by name.
-          names: By table to restore its name in the checkpoint.
+          names: The name in the checkpoint of each table to restore.
           slots: False restores the tables alone.
-          fill: See `_Fill.make`; None: other rows keep their values.
-          ids: By table the ids whose rows are restored, of a static table in the order
-            of its rows.
+          fill: See `_Fill.make`; None leaves other rows as they are.
+          ids: By table, the ids whose rows are restored; for a static table in the
+            order of its rows.
 
         Raises:
           KeyError: If the checkpoint lacks a table.

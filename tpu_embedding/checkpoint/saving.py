@@ -55,17 +55,17 @@ def save(
     The files are those of `tf.train.Checkpoint(embedding=embedding).write(path)`, but
     no more than a few slices of a table are held in memory beside the tables. The
     slices are read one after the other, then a second time: if another thread trained
-    meanwhile on the host engine, this is an error and no checkpoint is left. On other
-    engines, and in several processes, do not train in another thread meanwhile. Of a
-    growing table 48 bytes for each id that this process has, and 24 for each that waits
-    for a row, are held in memory, too.
+    meanwhile on the host engine, an error is raised and no checkpoint is left. On other
+    engines, and in several processes, do not train in another thread meanwhile. For a
+    growing table, memory also holds 48 bytes for each id that this process has, and 24
+    bytes for each that waits for a row.
 
     All processes of a job call it with the same path, in a file system that they share.
     Each writes its part of the one checkpoint.
 
     Args:
       embedding: A TPUEmbedding, TPUEmbeddingV2 or te.keras.TPUEmbedding, or a Keras
-        model with one such layer. Built first if it is not built yet. Or a Keras model
+        model with one such layer; it is built if it is not built yet. Or a Keras model
         with te.keras.Embeddings: their tables have the names of the layers, and slots
         and number of updates are those of its optimizer.
       path: The prefix of the new checkpoint.
@@ -83,7 +83,7 @@ def save(
     Raises:
       TypeError: If `embedding` is not an embedding, or another argument has the wrong
         type.
-      tf.errors.AlreadyExistsError: If a checkpoint is there.
+      tf.errors.AlreadyExistsError: If there is a checkpoint at `path`.
       tf.errors.AbortedError: If a table or the number of updates changed while it was
         saved.
       ValueError: If `layouts` are of other tables, shapes or mixed slots, or if the
@@ -154,28 +154,28 @@ def restore(
     initial value, with one warning.
 
     A growing table takes all ids of the checkpoint, with what is known of them; row r
-    of a static table there is that of id r. If they are more than `max_rows`, its
-    eviction decides which are left out, and the log says how many. Meanwhile all ids,
-    and the rows of one part of the table, are held in memory beside it.
+    of a static table there belongs to id r. If there are more ids than `max_rows`, its
+    eviction decides which are left out, and the log says how many. Meanwhile memory
+    also holds all ids, and the rows of one part of the table.
 
     Args:
-      embedding: A TPUEmbedding, TPUEmbeddingV2 or te.keras.TPUEmbedding, built first
+      embedding: A TPUEmbedding, TPUEmbeddingV2 or te.keras.TPUEmbedding, which is built
         if it is not built yet; or a Keras model with one such layer, or with
         te.keras.Embeddings, which must be built. Its other layers are not restored.
       path: As for `read`.
       root: As for `read`.
       tables: Names of the embedding's tables to restore; None restores all tables.
-      rename: For tables that have another name in the checkpoint: that name, by the
-        name in the embedding.
+      rename: The names in the checkpoint of tables that have another name there, by
+        the name in the embedding.
       resize: Accept static tables with another vocabulary: the rows that both have are
         restored with their slots. With True further rows of the embedding keep their
-        values. "mean" gives them the mean of the rows of the checkpoint, and an
+        values. With "mean" they get the mean of the rows of the checkpoint, and with an
         initializer, a function of (shape, dtype=dtype), what it makes; their slots then
         start at their initial value.
       slots: False restores the tables alone; the slots start at their initial value.
-      ids: By name of a table ids, int64 [n], to restore rows by their ids: a growing
-        table takes these ids only, and the others start anew when they occur. Of a
-        static table they are the ids of its first n rows; rows whose id the
+      ids: The ids, int64 [n], by which rows are restored, by name of the table. A
+        growing table takes these ids only, and the others start anew when they occur.
+        For a static table they are the ids of its first n rows; rows whose id the
         checkpoint lacks keep their values and slots, and slots that it lacks start
         at their initial value where a row is restored.
       progress: Receives the number of bytes read, first to check, then to assign.
@@ -192,8 +192,8 @@ def restore(
         different arguments.
       TypeError: If a stored value is not floating point, `embedding` is not an
         embedding, or another argument has the wrong type.
-      NotImplementedError: If `ids` or another number of rows is for a hashed table.
-      tf.errors.NotFoundError: If no checkpoint is there.
+      NotImplementedError: If a hashed table has `ids` or another number of rows.
+      tf.errors.NotFoundError: If there is no checkpoint at `path`.
       tf.errors.DataLossError: If a file is truncated or damaged.
     """
     if not isinstance(embedding, SavesTables) and not getattr(embedding, "built", True):
@@ -280,7 +280,7 @@ def _chosen_ids(
 
     Raises:
       TypeError: If `ids` has the wrong type, or ids are not integers.
-      ValueError: If ids are no vector, or their table is not restored.
+      ValueError: If ids are not a vector, or their table is not restored.
     """
     if ids is None:
         return {}

@@ -1,4 +1,4 @@
-"""Checkpoints of tables that are stacked and in shards, as on SparseCores.
+"""Checkpoints of tables that are stacked and sharded, as on SparseCores.
 
 The format is that of tf.tpu.experimental.embedding.TPUEmbeddingV2: variables `<stack>`
 and `<stack>/<slot>`, one shard after another with padding, and a string with a

@@ -1,4 +1,4 @@
-"""What the rows of a checkpoint's tables look like, read once in slices."""
+"""Statistics of the rows of a checkpoint's tables, which are read once in slices."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class DeadRows:
     Attributes:
       count: The number of rows whose slots all have their initial value; None if that
         cannot be decided.
-      reason: How it was decided, or why not: a sentence.
+      reason: A sentence that says how it was decided, or why it cannot be.
     """
 
     count: int | None
@@ -41,8 +41,8 @@ class EqualRows:
     Attributes:
       count: The number of rows that are equal to another one.
       groups: The largest groups, as (number of rows, the first rows); see `largest`.
-      sampled: 1 if all rows were compared; else 1 of so many was, chosen by its values
-        so that equal rows are chosen together, and `count` is an estimate.
+      sampled: 1 if all rows were compared. With n > 1 one of n rows was, chosen by its
+        values so that equal rows are chosen together, and `count` is an estimate.
     """
 
     count: int
@@ -52,22 +52,22 @@ class EqualRows:
 
 @dataclasses.dataclass(frozen=True)
 class TableReport:
-    """One table.
+    """The statistics of one table.
 
     Attributes:
-      name: Its name.
-      rows: V.
-      dim: D.
-      key: What names a row: "row", or of a growing table "id".
-      dtype: Of the parameters.
-      bytes: By "parameters" and slot name the size.
+      name: The name of the table.
+      rows: The number of rows V.
+      dim: The number of columns D.
+      key: What identifies a row: "row", or in a growing table "id".
+      dtype: The dtype of the parameters.
+      bytes: The sizes in bytes by "parameters" and slot name.
       optimizers: Names of the optimizers that have such slots.
       norms: (lower bound, upper bound, rows) of buckets of equal ratio, ascending.
-      zero_rows: Rows of zeros.
-      not_finite_rows: Rows with a NaN or an infinity.
-      mean_norm: Of the rows that are finite; None if there are none.
-      largest: (row, norm) of the largest finite norms. Of a growing table the id is
-        in the place of the row, and None is the row that ids share.
+      zero_rows: The number of rows of zeros.
+      not_finite_rows: The number of rows with a NaN or an infinity.
+      mean_norm: The mean norm of finite rows; None if there are none.
+      largest: (row, norm) of the largest finite norms. A growing table has the id in
+        place of the row, and None for the row that ids share.
       dead: Rows that no gradient has changed.
       equal: Rows that are equal to another row.
     """

@@ -1,4 +1,4 @@
-"""What checkpoints, exports, plans and telemetry take of an object with tables."""
+"""Objects with tables, as checkpoints, exports, plans and telemetry see them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tpu_embedding.tables.vocabularies import StoredVocabulary, Vocabulary
 
 
 class StoredTables(abc.ABC):
-    """What the rest of this package needs of an object with tables: its `core`.
+    """The `core` of an object with tables, by which the rest of this package sees it.
 
     Attributes:
       plan: The tables and features.
@@ -40,19 +40,19 @@ class StoredTables(abc.ABC):
 
     @property
     def inputs(self) -> InputShapes | None:
-        """The inputs declared or looked up so far, or None if that is not noted."""
+        """The inputs declared or looked up so far, or None if nothing notes them."""
         return None
 
     @functools.cached_property
     def hashing_records(self) -> dict[str, HashingRecord]:
-        """What checkpoints have of hashed tables, beside their rows, by name."""
+        """The records of hashed tables in checkpoints, beside their rows, by name."""
         return hashing_records(self.plan)
 
     @abc.abstractmethod
     def tables(self) -> dict[str, Table]:
         """Returns each table by name; see `TableStore.tables`.
 
-        Their values may be old; changes nothing, but makes the tables.
+        Their values may be old. The call changes nothing, but makes the tables.
         """
 
     def refresh(self) -> None:
@@ -86,9 +86,9 @@ class StoredTables(abc.ABC):
     def completed(
         self, source: LogicalCheckpoint, names: Mapping[str, str]
     ) -> LogicalCheckpoint:
-        """Adds to a checkpoint what can be found in it only by these tables.
+        """Adds to a checkpoint what only these tables can find in it.
 
-        `names` has by table its name in the checkpoint.
+        `names` has the name in the checkpoint of each table.
         """
         del names
         return source
@@ -125,7 +125,7 @@ class VariableTables(StoredTables):
     ) -> None:
         """Takes `variables`, which makes and returns them by table and array name.
 
-        `vocabularies` has those of growing tables by name.
+        `vocabularies` returns those of growing tables by name.
         """
         self.plan, self.structure = plan, structure
         self.check_numerics = check_numerics
@@ -149,7 +149,7 @@ class VariableTables(StoredTables):
 
 
 class EngineTables(StoredTables):
-    """Tables that an engine holds, as checkpoints see them; abstract."""
+    """Tables that an engine holds, as checkpoints see them; an abstract class."""
 
     @property
     @abc.abstractmethod
@@ -209,7 +209,7 @@ class EngineTables(StoredTables):
 
 
 class SavesTables:
-    """An object that `checkpoint.save` and `restore`, and `serving.export` take."""
+    """An object that `checkpoint.save`, `restore` and `serving.export` accept."""
 
     core: StoredTables
 
@@ -227,7 +227,7 @@ class WeightTables(StoredTables):
     """The tables of all `WeightTable`s of a Keras model.
 
     Attributes:
-      feature_config: A FeatureConfig for each, by the name of the table.
+      feature_config: A FeatureConfig for each table, by the table's name.
     """
 
     feature_config: Mapping[str, Any]
@@ -237,7 +237,7 @@ class WeightTables(StoredTables):
         """Returns this package's optimizer with the slots of the model's, or None.
 
         Raises:
-          ValueError: If there is none.
+          ValueError: If there is no such optimizer.
         """
 
     @abc.abstractmethod
@@ -245,7 +245,7 @@ class WeightTables(StoredTables):
         """Returns the specs of the inputs by name, and what makes them one argument.
 
         Raises:
-          ValueError: If the model has no inputs of its own, as a subclassed one.
+          ValueError: If the model has no inputs of its own, such as a subclassed one.
         """
 
     @abc.abstractmethod
@@ -269,8 +269,8 @@ def core_of(value: Any) -> StoredTables:
     """Returns the tables of an embedding, a layer, or the layers of a Keras model.
 
     Raises:
-      TypeError: If it has no tables.
-      ValueError: If a model has several layers with tables of their own engine.
+      TypeError: If the object has no tables.
+      ValueError: If a model has several layers whose tables are in an engine.
     """
     if isinstance(value, SavesTables):
         return value.core

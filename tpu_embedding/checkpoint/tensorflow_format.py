@@ -1,8 +1,8 @@
 """Reads TensorFlow's checkpoints by ranges of rows.
 
 RestoreV2 reads and checks each stored slice as a whole. A tensor that was written in
-slices, as `writing` does, is read a slice at a time; one that was written whole is
-held in memory while it is read.
+slices, as by `writing`, is read a slice at a time; one that was written whole is held
+in memory while it is read.
 """
 
 from __future__ import annotations
@@ -62,16 +62,16 @@ class Bundle:
 
     Attributes:
       prefix: Path of the checkpoint without `.index`.
-      shapes: By key of the tensor.
-      dtypes: By key of the tensor.
+      shapes: The shape of each tensor by its key.
+      dtypes: The dtype of each tensor by its key.
     """
 
     def __init__(self, prefix: str) -> None:
         """Reads the index.
 
         Raises:
-          tf.errors.NotFoundError: If there is none.
-          tf.errors.DataLossError: If it is damaged.
+          tf.errors.NotFoundError: If there is no index.
+          tf.errors.DataLossError: If the index is damaged.
         """
         self.prefix = prefix
         self.index = prefix + ".index"
@@ -109,7 +109,7 @@ class Bundle:
         """Reads a scalar string.
 
         Raises:
-          tf.errors.DataLossError: If the tensor is none, or cannot be read.
+          tf.errors.DataLossError: If the tensor is not one, or cannot be read.
         """
         value = self.restore(key)
         if not isinstance(value, bytes):
@@ -143,7 +143,7 @@ class Bundle:
 
     @functools.cached_property
     def kept_slices(self) -> Any:
-        """`restore`, with the last slices kept in memory."""
+        """The method `restore` with a cache of the last slices."""
         return functools.lru_cache(_KEPT_SLICES)(self.restore)
 
     def kept_tensor(self, key: str) -> np.ndarray:
@@ -160,7 +160,7 @@ class Bundle:
 
 
 class _BundleRows(TableRows):
-    """One tensor of rank 2 of a checkpoint. Every read checks the checksums."""
+    """One tensor of rank 2 of a checkpoint; every read verifies the checksums."""
 
     def __init__(self, bundle: Bundle, key: str) -> None:
         dtype = np.dtype(bundle.dtypes[key].as_numpy_dtype)

@@ -35,9 +35,9 @@ from tpu_embedding.layout.plan import UPDATES, Plan
 class RestoresLayouts(tf.__internal__.tracking.Trackable):
     """An object into which tf.train.Checkpoint restores whole and stacked tables.
 
-    TensorFlow pairs the children of an object with those in the checkpoint by name. A
-    stack is not the child of an object with whole tables, nor the reverse: there the
-    tables are copied as `checkpoint.restore` copies them.
+    TensorFlow pairs the children of an object with those in the checkpoint by name. But
+    stacks are not children of an object with whole tables, nor the reverse: then this
+    class copies the tables as `checkpoint.restore` does.
 
     Other modules of this package see the object through its `core`.
     """
@@ -99,7 +99,7 @@ class RestoresLayouts(tf.__internal__.tracking.Trackable):
 
 
 class _Conversion:
-    """One restore of tables whose checkpoint has another layout.
+    """One restore of tables from a checkpoint with another layout.
 
     Attributes:
       names: The children of the object in the checkpoint that hold its tables.
@@ -264,7 +264,7 @@ class TrackableTables(
 def _in_caller() -> bool:
     """Returns whether the user's own thread calls, and eagerly.
 
-    That of an asynchronous save writes copies, while training continues.
+    The thread of an asynchronous save writes copies, while training continues.
     """
     return tf.executing_eagerly() and not checkpoint_context.in_async_metrics_context()
 
@@ -274,7 +274,7 @@ def _check_dtypes(path: str, own: Mapping[str, RowStorage]) -> None:
 
     Args:
       path: The checkpoint's prefix.
-      own: By name of the table how the embedding stores its rows.
+      own: How the embedding stores the rows of each table, by the table's name.
 
     Raises:
       TypeError: If objects of the checkpoint have all these tables, but none has them
@@ -308,7 +308,7 @@ def _check_growth(path: str, plan: Plan, *, converts: bool) -> None:
     Args:
       path: The checkpoint's prefix.
       plan: The tables.
-      converts: Whether the checkpoint has them in another layout.
+      converts: Whether the checkpoint has the tables in another layout.
 
     Raises:
       ValueError: If the checkpoint has only the other kind of a table.

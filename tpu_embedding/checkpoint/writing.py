@@ -69,8 +69,8 @@ class NoProgress:
 def one_writer(path: str) -> Iterator[None]:
     """Waits until no other process writes into the folder of `path`.
 
-    The system releases the lock when the process ends, however it ends. Remote
-    paths ("gs://..."), file systems without locks and Windows have none.
+    The system releases the lock when the process ends, however it ends. There is no
+    lock for remote paths ("gs://..."), on file systems without locks and on Windows.
 
     Raises:
       ValueError: If no file can have that name.
@@ -98,9 +98,9 @@ class Piece(NamedTuple):
     """Some rows of a matrix, or numbers of a vector.
 
     Attributes:
-      key: Its key in the checkpoint.
+      key: The key of the matrix or vector in the checkpoint.
       spec: The place of the rows; see `slice_spec`.
-      values: [n, C] or [n].
+      values: The rows [n, C], or the numbers [n].
     """
 
     key: str
@@ -140,24 +140,24 @@ def write_tensorflow(
 
     Args:
       path: The prefix of the new checkpoint.
-      tables: By name.
+      tables: The tables by name.
       root: Name of the object that holds the tables, e.g. "embedding".
       layouts: The place of each table on SparseCores; None writes whole tables.
       updates: Number of updates applied to the tables, or None to store none.
       progress: Receives the bytes written.
-      changed: Where another thread may write to the tables: what was updated since
-        they were read, or None. After the last row was written, it is called, and all
-        rows are read a second time. Not for tables of several processes.
+      changed: A function, given if another thread may write to the tables. It returns
+        what was updated since they were read, or None. It is called after the last row
+        was written, and all rows are read again. Not for tables of several processes.
 
     Returns:
       `path`.
 
     Raises:
-      tf.errors.AlreadyExistsError: If a checkpoint is there.
+      tf.errors.AlreadyExistsError: If there is a checkpoint at `path`.
       tf.errors.AbortedError: If a table or the number of updates changed meanwhile;
         then there is no checkpoint.
       ValueError: If the path ends in a slash, or a table has no rows or columns.
-      NotImplementedError: If a growing table shall be cut as for SparseCores.
+      NotImplementedError: If `layouts` are given and a table grows.
     """
     if not os.path.basename(path):
         raise ValueError(
@@ -213,9 +213,9 @@ def _by_key(
     layouts: Sequence[TableLayout] | None,
     updates: int | None,
 ) -> tuple[dict[str, TableRows], dict[str, Any]]:
-    """Returns what is written by slices, and other values, by key in the checkpoint.
+    """Returns the matrices to write in slices, and other values, by checkpoint key.
 
-    Args and errors are those of `write_tensorflow`.
+    Arguments and errors are those of `write_tensorflow`.
     """
     growing = {name: table for name, table in tables.items() if table.vocabulary}
     static = {n: table.arrays for n, table in tables.items() if n not in growing}
@@ -291,11 +291,11 @@ def in_all_processes(group: ProcessGroup | None) -> Iterator[list[Iterable[Any]]
     """Fails in all processes of a group if the body fails in one.
 
     Yields:
-      A list; what is appended to it is exhausted if the body fails, as its items are
-      exchanges with the other processes.
+      A list of iterators, to which the body appends. If it fails, they are exhausted,
+      because their items are exchanges with the other processes.
 
     Raises:
-      tf.errors.AbortedError: If the body fails in another process, with its text.
+      tf.errors.AbortedError: If the body fails in another process, with that text.
     """
     rest: list[Iterable[Any]] = []
     if group is None:
@@ -324,7 +324,7 @@ def require_alike(group: ProcessGroup | None, arguments: Mapping[str, Any]) -> N
 
     Args:
       group: The processes, or None for this one alone.
-      arguments: By name, of what JSON can hold.
+      arguments: The arguments by name, in types that JSON can hold.
 
     Raises:
       ValueError: In all processes, if they differ; it names the first difference.
@@ -368,11 +368,11 @@ def _own_pieces(
 
 
 class _Seen:
-    """What was read, to tell whether anything changed before the last of it was read.
+    """Checksums of what was read, which tell whether anything changed meanwhile.
 
     An update of the host engine holds the locks of all its tables until it is done, so
-    a second reading that equals the first proves that all rows are of one moment: the
-    one between the two readings.
+    a second reading that equals the first proves that all rows have their values of
+    one moment: the one between the two readings.
     """
 
     def __init__(self, changed: Callable[[], str | None]) -> None:
@@ -389,7 +389,7 @@ class _Seen:
         """Compares a second reading.
 
         Raises:
-          tf.errors.AbortedError: If a piece is another one, or anything was updated.
+          tf.errors.AbortedError: If a piece differs, or anything was updated.
         """
         for piece, before in zip(pieces, self._sums, strict=True):
             if _checksum(piece) != before:

@@ -36,15 +36,15 @@ class Steps(abc.ABC):
     tables, with the gradients summed in replica order; the replica that completes it
     evaluates the learning rates.
 
-    Pipelining. An engine with `EngineOptions.pipelined` has at most one pending
-    update, which changes as one: all tables, the learning rates of its own step and
-    its own number for stochastic rounding. It is applied exactly once: by `flush` (or
-    what flushes: reading tables, saving, an evaluation batch that enters the queue),
-    when the next update arrives, or with a StepQueue when all replicas have looked up
-    the next step. A refused call leaves it pending.
+    Pipelining: an engine with `EngineOptions.pipelined` has at most one pending
+    update. It covers all tables, with the learning rates of its own step and its own
+    number for stochastic rounding. It is applied exactly once: by `flush` (also when
+    tables are read or saved, or an evaluation batch enters the queue), when the next
+    update arrives, or with a StepQueue when all replicas have looked up the next step.
+    A refused call leaves it pending.
 
-    Counting. The variable `UPDATES` counts an update when its last replica submits
-    gradients; the number before that is its rounding number. `reset` takes a forgotten
+    Counting: the variable `UPDATES` counts an update when its last replica submits
+    gradients; its rounding number is the count before that. `reset` takes a discarded
     pending update out of the count.
 
     Attributes:
@@ -62,16 +62,17 @@ class Steps(abc.ABC):
         """Checks batches and brings them into the form that lookups need.
 
         On one machine it touches no state, so that it may run ahead in tf.data. Errors
-        in values are raised here or by the call that takes the result; with
-        `call.tensors` here, but over several processes by the lookup, in all of them.
+        in values are raised here or by the call that takes the result. With
+        `call.tensors` they are raised here, but in a job by the lookup, in all
+        processes.
 
         Args:
-          batches: One batch, or outside of strategy.run that of each replica; in each
-            one element for each feature.
+          batches: One batch, an element for each feature, or outside of strategy.run
+            that of each replica.
           call: The call.
 
         Returns:
-          As many.
+          The prepared form of each batch.
 
         Raises:
           tf.errors.InvalidArgumentError: If ids, weights or splits are not valid.
@@ -89,7 +90,7 @@ class Steps(abc.ABC):
 
         Returns:
           The activations, float32 [output shape..., dim] for each feature, and what
-          `update` takes, once.
+          `update` takes, which it accepts only once.
 
         Raises:
           tf.errors.InvalidArgumentError: If `prepare` refused the batch.
@@ -111,7 +112,7 @@ class Steps(abc.ABC):
 
         Args:
           looked_up: What `lookup` returned, or `from_tensors` of its tensors.
-          gradients: float32, of the activations' shapes; None counts as zeros.
+          gradients: The gradients of the activations, float32; None counts as zeros.
           call: The call of a replica.
 
         Raises:
@@ -124,19 +125,19 @@ class Steps(abc.ABC):
     def from_tensors(
         self, features: PreprocessedFeatures, *, looked_up: bool
     ) -> Prepared:
-        """Makes the batch of tensors that a user passes, which may hold anything.
+        """Makes a batch from the tensors that a user passes, which may hold anything.
 
         Args:
-          features: Tensors of `Prepared`. For `update` its `output_shapes` may be
-            empty; the `sample_count` of each table says how many samples it has.
-          looked_up: Whether it must come from a lookup, which adds to the tables what
-            its update needs.
+          features: `Prepared.tensors` of a batch. For `update` its `output_shapes` may
+            be empty; the `sample_count` of each table says how many samples it has.
+          looked_up: Whether the tensors must come from a lookup, which adds to `tables`
+            what its update needs.
 
         Raises:
-          TypeError: If its tables are no mapping.
-          ValueError: If they are not of this engine.
-          tf.errors.InvalidArgumentError: If the engine did not make them so, here or by
-            the call that takes the result.
+          TypeError: If `features.tables` is not a mapping.
+          ValueError: If it does not have the stacks of this engine.
+          tf.errors.InvalidArgumentError: If the engine did not make these tensors;
+            raised here or by the call that takes the result.
         """
         tables: Any = features.tables
         assert self._options.layout is not None
@@ -189,18 +190,18 @@ class TableStore(abc.ABC):
     def checkpoint_variables(self) -> dict[str, Any]:
         """Returns every object to be tracked for checkpoints, by its name there.
 
-        `UPDATES` is the number of updates already applied, where anything asks for it.
+        `UPDATES`, the number of updates already applied, is there if anything needs it.
         """
 
     def start_counting(self, every: int) -> Callable[[int | None], Counts]:
-        """Forgets counts, and counts the next update applied and every n-th after it.
+        """Resets counts, and counts the next update applied and every n-th after it.
 
         Args:
-          every: n; 0 counts nothing.
+          every: The n of every n-th update; 0 counts nothing.
 
         Returns:
-          A function of the number of hottest rows that are wanted, which returns what
-          was counted since, with None without tables; to be called eagerly.
+          A function, to be called eagerly, that returns what was counted since. It
+          takes the number of hottest rows; given None it leaves out the tables.
 
         Raises:
           NotImplementedError: If the engine cannot count.
@@ -244,7 +245,7 @@ class TableStore(abc.ABC):
 
 
 class Engine(Steps, TableStore):
-    """Steps and tables, and what is decided before there are tables.
+    """Base of all engines: steps, tables, and decisions before tables exist.
 
     The attributes of the class say what an engine can do.
     """
@@ -281,15 +282,15 @@ class Engine(Steps, TableStore):
         """Decides whether an embedding can be made, when it is constructed.
 
         Args:
-          options: What the engine will be made of, without stacks.
+          options: The arguments of the engine's constructor, still without stacks.
 
         Returns:
-          What the processes of a job exchange messages over; None for one process.
+          The channel by which the processes of a job talk; None for one process.
 
         Raises:
-          NotImplementedError: If the engine lacks an option, also of tables, or the
-            number of replicas.
-          ValueError: If the processes are configured differently; in all of them.
+          NotImplementedError: If the engine does not support an option, also one of a
+            table, or the number of replicas.
+          ValueError: In all processes of a job, if their configurations differ.
         """
         del options
         return None
@@ -298,11 +299,11 @@ class Engine(Steps, TableStore):
     def lay_out(cls, options: EngineOptions) -> Layout:
         """Stacks the tables of a plan that `check` has let pass.
 
-        Called only if the engine stores stacks or the class hands them out. Stacks of
-        whole tables are those of `options.sparse_core` alone.
+        It is called only if the engine stores stacks or the user's class hands them
+        out. An engine of whole tables stacks by `options.sparse_core` alone.
 
         Raises:
-          NotImplementedError: If a table has an option that the engine lacks.
+          NotImplementedError: If the engine does not support an option of a table.
           ValueError: If the tables cannot be stacked, or the engine needs a shape that
             is not known.
         """
@@ -310,11 +311,11 @@ class Engine(Steps, TableStore):
 
 
 class TracedTicket:
-    """The right to update with one lookup's batch. A program takes it at most once.
+    """The right to update with one lookup's batch, taken at most once by a program.
 
     Attributes:
       content: What the engine needs for the update.
-      taken: Whether it was taken.
+      taken: Whether the right was taken.
     """
 
     def __init__(self, content: Any) -> None:
@@ -325,7 +326,7 @@ class TracedTicket:
         """Returns the content, once.
 
         Raises:
-          tf.errors.FailedPreconditionError: If it was taken before.
+          tf.errors.FailedPreconditionError: If the right was taken before.
         """
         if self.taken:
             raise tf.errors.FailedPreconditionError(

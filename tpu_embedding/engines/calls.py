@@ -29,8 +29,8 @@ class EmbeddingOptions:
       pipelined: Leave each update pending until the lookups of the next step.
       check_numerics: Reject weights and gradients that are not finite.
       sparse_core: Limits of SparseCores, and how they stack and fill the tables.
-      initialize: On TPU v2 to v4, configure the TPU's engine; False: share the one
-        that is configured.
+      initialize: On TPU v2 to v4, configure the TPU's engine; False shares the one that
+        is configured already.
       profile_data_directory: Where TPU v2 to v4 write what they learn of the ids, or
         None.
       distributed: How several processes share the tables.
@@ -56,9 +56,9 @@ class EngineOptions(EmbeddingOptions):
       output_shapes: The declared shape of each feature's output.
       layout: The stacks that `Engine.lay_out` returned, or None without stacks.
       channel: What `Engine.check` returned.
-      made_by: The name of the class that makes the engine.
-      to_restore: Whether a restore may follow at once: SparseCores make the first
-        values of tables when they are needed then.
+      made_by: The name of the user's class, for which the engine is made.
+      to_restore: Whether a restore may follow at once; SparseCores then make the first
+        values of tables only when they are needed.
     """
 
     plan: Plan
@@ -77,14 +77,14 @@ class Call:
     Attributes:
       replica: Index of the calling replica. None outside of a replica, or for a batch
         of all replicas.
-      training: Whether gradients will be applied, or may be.
-      name: A tag for the ops of TPU v2 to v4, whose compiler pairs them by it.
-      shapes: For each feature the static shape of its output in the graph that is
-        being traced; None: what is known of all batches.
+      training: Whether gradients may be applied later.
+      name: A tag for the ops of TPU v2 to v4, by which the compiler pairs them.
+      shapes: The static shape of each feature's output in the graph that is being
+        traced; None means what is known of all batches.
       device: The TPU core whose batch it is, if the caller named one: its name or its
         ordinal on the only host.
-      tensors: Whether the batch is also wanted as plain tensors, from which the update
-        will be made: what TPUEmbeddingV2 hands to the user.
+      tensors: Whether the batch is also wanted as plain tensors, which TPUEmbeddingV2
+        hands to the user, and from which the update will be made.
       clock: The clock of an update, an int64 scalar, by which rows of growing tables
         age.
     """
@@ -99,14 +99,14 @@ class Call:
 
     @property
     def clock_or_none(self) -> Any:
-        """The clock as ops take it: empty if there is none."""
+        """The clock as ops take it: an empty tensor if there is none."""
         return library.NO_NUMBER if self.clock is None else self.clock
 
 
 class Prepared(NamedTuple):
     """One replica's batch on its way through an engine.
 
-    Classes pass it on, also through tf.function; only engines look inside `value`.
+    The user's classes pass it on, also through tf.function; only engines read `value`.
 
     Attributes:
       value: The engine's own form of the batch; None if only `tensors` is set.
@@ -120,7 +120,7 @@ class Prepared(NamedTuple):
 
 
 class StepQueue(abc.ABC):
-    """Batches in order on top of an engine: what TPUEmbedding adds to it.
+    """A queue of batches on top of an engine, which TPUEmbedding uses.
 
     A step holds one batch of each replica. It is refused as a whole: if an input, a
     gradient or anything else fails in one replica, the step is discarded in every
@@ -137,7 +137,7 @@ class StepQueue(abc.ABC):
 
         Args:
           batches: What `Steps.prepare` returned for this call.
-          call: Its `device`, `replica`, or all replicas have sent the batches.
+          call: The call; its `device` or `replica`, if set, has sent the batches.
 
         Raises:
           ValueError: If the TPU has no such device.
