@@ -62,9 +62,8 @@ class Steps(abc.ABC):
         """Checks batches and brings them into the form that lookups need.
 
         On one machine it touches no state, so that it may run ahead in tf.data. Errors
-        in values are raised here or by the call that takes the result. With
-        `call.tensors` they are raised here, but in a job by the lookup, in all
-        processes.
+        in values are raised here or by the call that takes the result; with
+        `call.tensors` here, but in a job by the lookup, in all processes.
 
         Args:
           batches: One batch, an element for each feature, or outside of strategy.run

@@ -1,3 +1,3 @@
-"""Private: tables, features and the place of each row, without TensorFlow."""
+"""Private: plans tables, features and the place of each row, without TensorFlow."""
 
 __all__: list[str] = []

@@ -18,13 +18,13 @@ class PartitionedCsrFormatTensor(NamedTuple):
     the first row of its table in the stack.
 
     Attributes:
-      row_pointers: int32 [samples + 1] on the host engine; on SparseCores the end of
-        each partition in the next three tensors (docs/formats.md).
+      row_pointers: int32 [samples + 1] on the host engine; on SparseCores they are the
+        ends of the partitions in the next three tensors (docs/formats.md).
       sorted_sample_ids: int32 [entries], the sample of each entry.
-      sorted_token_ids: int32 [entries], the row of each entry in the stack; of a
-        growing table int64 [entries], its id.
-      sorted_gains: float32 [entries].
-      sample_count: int32 scalar, the number of samples of the stack. On the host
+      sorted_token_ids: int32 [entries], the row of each entry in the stack; for a
+        growing table int64 [entries], the id of each entry.
+      sorted_gains: float32 [entries], the gain of each entry.
+      sample_count: int32 scalar, the number of samples of the stack; on the host
         engine int32 [features of the stack] if several have no output_shape.
       num_minibatches_per_physical_sparse_core: int32 scalar; 1 on the host engine.
     """
@@ -70,7 +70,7 @@ class CombinedCsrFormatTensor(NamedTuple):
 
 
 class BufferSizes(NamedTuple):
-    """The used sizes of the buffers of one stack; int32 scalars.
+    """The used sizes of the buffers of one stack, as int32 scalars.
 
     Attributes:
       row_pointers: Used size of `row_pointers`.
@@ -88,21 +88,21 @@ class PreprocessedFeatures(NamedTuple):
       tables: Entries by stack name.
       output_shapes: For each feature of the flat structure, int64 [k]: the shape of
         the activations without the embedding axis.
-      dropped_ids: By table name (not stack name), int64 scalar: number of entries
-        dropped because the id buffer of a device was full. Equal ids of one sample
-        are one entry. Zeros on the host engine, which has no such buffer.
+      dropped_ids: By table name (not stack name), the number of entries that were
+        dropped because the id buffer of a device was full, an int64 scalar. Equal ids
+        of one sample are one entry. Zeros on the host engine, without such a buffer.
       sizes: Used sizes by stack name. Empty on the host engine, whose tensors have
         no unused part.
-      sorted_pos_ids: By name of the stacks with a CustomCombiner, int32: the position
-        of each entry in its sample. Empty on the host engine.
+      sorted_pos_ids: By name of the stacks with a CustomCombiner, the position of each
+        entry in its sample, int32. Empty on the host engine.
       marks: int64 [3] on SparseCores: devices, SparseCores of each device, and a
         checksum of tables, features and limits, which identify batches of another
         embedding. () on the host engine.
-      inputs: On TPU v2 to v4, whose op takes them, for each feature (row_splits int32
+      inputs: On TPU v2 to v4, the inputs of the op for each feature: (row_splits int32
         [samples + 1] or [0] if each sample has one id, ids int64 [n], weights float32
         [n] or [0] if all are 1); `tables` is empty there. () elsewhere.
-      refusal: Under a MultiWorkerMirroredStrategy a string scalar: "", or why the
-        batch was refused, which its lookup raises in all processes. () elsewhere.
+      refusal: Under a MultiWorkerMirroredStrategy a string scalar: "", or the reason
+        to refuse the batch, which its lookup raises in all processes. () elsewhere.
     """
 
     tables: dict[str, PartitionedCsrFormatTensor]

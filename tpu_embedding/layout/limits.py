@@ -1,4 +1,4 @@
-"""What does not fit on the devices of a TPU, found before anything is created."""
+"""Finds what does not fit on the devices of a TPU, before anything is created."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Excess:
       stack: Name of their stack, or None for a limit of a whole device.
       number: The number that the configuration needs or asks for.
       limit: The largest number that is possible.
-      message: A sentence that names all of them and the way out.
+      message: A sentence with all of these and the way out.
     """
 
     kind: str
@@ -61,7 +61,7 @@ def buffer_bytes(
 ) -> int:
     """Returns the bytes of a stack's batch on one device.
 
-    A pending update, if pipelined, adds its batch and its activations.
+    With `pipelined` a pending update adds its batch and its activations.
     """
     batch = _batch_bytes(partitioning, stack)
     return batch + (batch + _activation_bytes(stack) if pipelined else 0)
@@ -76,10 +76,9 @@ def program_bytes(
 ) -> int:
     """Returns what the program of a step needs on one device beside its arguments.
 
-    It is what programs of libtpu 0.0.30 (docs/libtpu_limits.md) need for code, the
-    activations, and, where an update is pending, the batch once more. Ops outside of
-    SparseCores may store activations `padded`: in some programs, in others not. What a
-    CustomCombiner gets is counted with the padding.
+    Programs of libtpu 0.0.30 (docs/libtpu_limits.md) need it for code, the activations,
+    and, if an update is pending, the batch once more. In some programs ops outside of
+    SparseCores store activations `padded`, and a CustomCombiner's inputs too.
     """
     activations = _activation_bytes(stack)
     pending = _batch_bytes(partitioning, stack) + activations
@@ -170,8 +169,8 @@ def whole_table_excesses(
 ) -> list[Excess]:
     """Returns the limits that tables exceed whose rows are divided without stacks.
 
-    How TPU v2 to v4 pad their tables is not known, so that a plan may still not fit.
-    With one device each has the tables whole; a step needs `step_bytes` beside them.
+    How TPU v2 to v4 pad their tables is not known, so a plan that exceeds none may
+    still not fit. One device holds whole tables. A step needs `step_bytes` beside them.
     """
     used = [
         (
@@ -200,7 +199,8 @@ def device_excess(
 ) -> list[Excess]:
     """Returns the excess of a device over its memory, if there is one.
 
-    `used` has (name, bytes) of each array there; a `device` of 0 bytes is not known.
+    `used` has (name, bytes) of each array there. `device` is the name of a place and
+    its bytes, 0 if they are not known.
     """
     total, (place, limit) = sum(size for _, size in used), device
     if not limit or total <= limit:
@@ -296,7 +296,7 @@ def combiner_excesses(
 ) -> list[Excess]:
     """Returns batches of CustomCombiners with which libtpu 0.0.30 ends its process.
 
-    The software TPU takes any; `te.plan` tells of these before there is a TPU.
+    The software TPU accepts any; `te.plan` reports these before there is a TPU.
     """
     found = []
     cores = partitioning.sparse_cores_per_device
@@ -331,9 +331,9 @@ def _partition_excess(
 ) -> Iterable[Excess]:
     """Yields the excess of a partition over the memory of a SparseCore.
 
-    `asked` has the limits of ids and distinct ids that the preprocessor holds,
-    `compiled` those that libtpu compiles for a CustomOptimizer or CustomCombiner, or
-    None.
+    `asked` has the limits of ids and of distinct ids that the preprocessor enforces.
+    `compiled` is the limit of both that libtpu compiles for a CustomOptimizer or
+    CustomCombiner, or None.
     """
     generation, cores = place
     ids, unique = (max(number, compiled or 0) for number in asked)

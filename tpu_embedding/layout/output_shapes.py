@@ -39,7 +39,7 @@ def from_input(path: str, feature: FeatureConfig, shape: Shape) -> Shape:
 
 
 class InputShapes:
-    """The inputs that each feature has had, as far as their shapes agree."""
+    """The shapes of each feature's inputs so far, as far as they agree."""
 
     def __init__(self, num_features: int) -> None:
         self._inner: list[Shape | None] = [None] * num_features
@@ -66,7 +66,7 @@ class InputShapes:
 class OutputShapes:
     """The declared output shapes.
 
-    Sources by descending priority: `FeatureConfig.output_shape`, build(), `batch_size`.
+    They come from `FeatureConfig.output_shape`, else build(), else `batch_size`.
 
     Attributes:
       inputs: The inputs declared or checked so far.
@@ -87,8 +87,8 @@ class OutputShapes:
     def declare_inputs(self, shapes: Sequence[Shape], source: str) -> None:
         """Declares the input shapes passed to build(), all or none.
 
-        A shape is (batch, ..., last). As in TensorFlow, that of a sequence may also be
-        (batch, max_sequence_length, last).
+        A shape is (batch, ..., last). As in TensorFlow, the shape of a sequence may
+        also be (batch, max_sequence_length, last).
         """
         declared = []
         for spec, given in zip(self._features, shapes, strict=True):
@@ -118,8 +118,8 @@ class OutputShapes:
     def completed_by(self, shapes: Sequence[Shape], cores: int = 1) -> Iterator[None]:
         """Fills unknown axes from shapes of the first batch, (rows, None) if ragged.
 
-        Restores them if the body of the context raises. A replica has an input for each
-        core.
+        It restores them if the body of the context raises. A replica has an input for
+        each of its `cores`.
         """
         before = list(self._declared)
         for spec, shape in zip(self._features, shapes, strict=True):
@@ -207,8 +207,8 @@ class OutputShapes:
     ) -> None:
         """Checks the static shape of one input; ops check the unknown axes.
 
-        The first one that passes fixes the rank of the output. The rows of a `ragged`
-        input fill the output shape. A replica has an input for each core.
+        The first input that passes fixes the rank of the output. The rows of a `ragged`
+        input fill the output shape. A replica has an input for each of its `cores`.
         """
         spec = self._features[feature]
         incoming = from_input(spec.path, spec.config, shape)
@@ -291,7 +291,7 @@ def _compatible(a: Shape, b: Shape) -> bool:
 def _rows_fill(rows: int | None, shape: Shape) -> bool:
     """Returns whether `rows` ragged rows can fill `shape`.
 
-    Each row is one sample, or m positions if the shape has several axes.
+    A row is one sample, or several positions if the shape has several axes.
     """
     known = [axis for axis in shape if axis is not None]
     if rows is None:

@@ -1,4 +1,4 @@
-"""Which part of a table has which row."""
+"""Divides the rows of tables among parts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ class Run(NamedTuple):
     """Rows of a range that are adjacent in one part.
 
     Attributes:
-      part: The part.
-      first: The first of them, as a row of the part.
-      within: Where they are in the range; its `start` and `stop` are set.
+      part: The number of the part.
+      first: The number in the part of the first of these rows.
+      within: The places of the rows in the range; its `start` and `stop` are set.
     """
 
     part: int
@@ -22,7 +22,7 @@ class Run(NamedTuple):
 
     @property
     def count(self) -> int:
-        """How many rows they are."""
+        """The number of rows."""
         return len(range(*self.within.indices(self.within.stop)))
 
 
@@ -44,9 +44,9 @@ class Partition:
     `ops/cc/core/routing.h` has the same rule.
 
     Attributes:
-      parts: How many there are.
+      parts: The number of parts.
       rotation: The part of row 0.
-      offset: Rows of other tables before those of this one in each part.
+      offset: The number of rows of other tables before those of this one in each part.
     """
 
     parts: int
@@ -90,18 +90,18 @@ class Partition:
 
 @dataclasses.dataclass(frozen=True)
 class TableLayout:
-    """Describes the place of one table, as TensorFlow's SparseCoreTableLayout.
+    """Describes the place of one table, as TensorFlow's SparseCoreTableLayout does.
 
     Attributes:
-      table_name: The table.
-      stacked_table_name: Its stack.
+      table_name: The name of the table.
+      stacked_table_name: The name of its stack.
       num_sparse_cores: SparseCores of all devices, which is the number of shards.
-      num_partitions: Devices.
+      num_partitions: The number of devices.
       total_rows_per_sparse_core_shard: Rows of the whole stack in one shard.
       unsharded_shape: (V, D).
       unsharded_padded_shape: (V, D) with padding.
       sparse_core_shard_row_offset: Rows of other tables before it in each shard.
-      sparse_core_shard_rotation: Shard of id 0.
+      sparse_core_shard_rotation: The shard of id 0.
       per_sparse_core_batch_size: Samples of the table on one SparseCore.
       num_features: Features that look the table up.
     """

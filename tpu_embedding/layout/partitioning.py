@@ -43,7 +43,7 @@ class PartitionedFeature:
         its product is `samples`.
       sequence_length: FeatureConfig.max_sequence_length; 0 for none.
       max_valency: Maximum ids per sample of a CustomCombiner; 0 for no limit.
-      shape_source: Who gave `output_shape`, for error messages.
+      shape_source: The source of `output_shape`, for error messages.
     """
 
     path: str
@@ -114,19 +114,19 @@ class Partitioning:
 
     @property
     def num_shards(self) -> int:
-        """Shards of each stack: one for each SparseCore of all devices."""
+        """The number of shards of each stack, which is that of all SparseCores."""
         return self.sparse_cores_per_device * self.num_replicas
 
     @property
     def marks(self) -> tuple[int, int, int]:
-        """Devices, SparseCores of each device, and a checksum of everything else."""
+        """The devices, SparseCores of each device, and a checksum of the rest."""
         rest = (self.features, self.tables, self.max_ids_per_chip_per_sample)
         checksum = zlib.crc32(repr(rest).encode())
         return self.num_replicas, self.sparse_cores_per_device, checksum
 
     @property
     def num_row_pointers(self) -> int:
-        """Row pointers of a device's buffers, padded to multiples of 8 a minibatch."""
+        """The row pointers of a device, in each minibatch padded to multiples of 8."""
         padded_shards = -(-self.num_shards // 8) * 8
         return self.sparse_cores_per_device * self.max_minibatches * padded_shards
 
@@ -139,7 +139,7 @@ def stacking_options(
 ) -> StackingOptions:
     """Returns the options for stacking the tables of SparseCores.
 
-    `multiples` are `width_multiple` and `row_multiple`, where the hardware is known.
+    `multiples` are `width_multiple` and `row_multiple`, if the hardware is known.
     """
     return StackingOptions(
         num_devices=num_devices,
@@ -205,8 +205,8 @@ def custom_limit(plan: Plan, stack: Stack, sparse_cores_per_device: int) -> int 
     """Returns the limit of a partition that the user's functions are compiled with.
 
     The ops of a CustomOptimizer and of a CustomCombiner have no attributes for limits:
-    the TPU's compiler chooses one by the number of samples, for ids and for distinct
-    ids. None for a stack without such functions.
+    by the number of samples the TPU's compiler chooses one for both ids and distinct
+    ids. It is None for a stack without such functions.
     """
     spec = plan.tables[stack.tables[0]]
     if spec.function is None:

@@ -1,4 +1,4 @@
-"""Which process or parameter server has which rows of which table."""
+"""Places the rows of tables in processes or on parameter servers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ ALL_PROCESSES, BY_ID = -1, -2
 
 @dataclasses.dataclass(frozen=True)
 class IdPartition:
-    """The ids of a growing table over processes or servers: a hash of each decides.
+    """Divides the ids of a growing table among processes or servers, by a hash of each.
 
-    Each part numbers its own rows, so an id is its own number there.
+    Each part numbers its own rows, so `local` and `row` return an id unchanged.
 
     >>> IdPartition(3).owner(np.array([7, -1, 1 << 32])).tolist()
     [1, 0, 1]
@@ -26,7 +26,7 @@ class IdPartition:
     `ops/cc/core/routing.h` has the same rule.
 
     Attributes:
-      parts: How many there are.
+      parts: The number of parts.
     """
 
     parts: int
@@ -51,14 +51,13 @@ class IdPartition:
 class Placement:
     """The tables of a plan over the processes of a job, or over parameter servers.
 
-    The parts of a table that is divided by rows are those of `Partition`, of a growing
-    one those of `IdPartition`, one for each process. Any other table lives whole in
-    one process.
+    `Partition` divides a table by rows, and `IdPartition` a growing one, into a part
+    for each process. Any other table lives whole in one process.
 
     Attributes:
       process: Index of this process.
       num_processes: Number of processes, n.
-      owners: For each table of the plan its process, `ALL_PROCESSES` or `BY_ID`.
+      owners: The process of each table of the plan, `ALL_PROCESSES` or `BY_ID`.
     """
 
     process: int

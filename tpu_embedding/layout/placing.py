@@ -21,13 +21,13 @@ def place_tables(
 ) -> Placement:
     """Chooses which tables to divide by rows, and where the others live.
 
-    Of a whole table the combined samples travel, once for the lookup and once for the
-    update; of a divided one each distinct row and, to each process with an entry of the
-    sample, its gradient. Whole tables thus need fewer bytes unless a row is used by
-    many samples. They are placed one by one, those with the most samples first, each
-    in the process with the least to do. A table is divided if it is more than the
+    For a whole table the combined samples travel, once for the lookup and once for the
+    update. For a divided one each distinct row travels, and the gradient of a sample,
+    to each process with an entry of it. Whole tables thus need fewer bytes unless many
+    samples use a row. They are placed one by one, those with the most samples first,
+    each in the process with the least to do. A table is divided if it is more than the
     n-th part of all work or memory, or if the processes would be busy unequally; a
-    growing one for its memory only, as each part is full by itself.
+    growing one only for its memory, as its parts become full one by one.
 
     Args:
       plan: The tables and features.
@@ -151,7 +151,7 @@ def part_of_plan(plan: Plan, tables: Sequence[int]) -> tuple[Plan, tuple[int, ..
 def rows_of_plan(plan: Plan, placement: Placement) -> Plan:
     """Returns the plan with the rows of each table that this process has, at least one.
 
-    Growing tables have none yet; a part of one has its part of what they may have.
+    Growing tables have no rows yet; a part of one gets its part of the limits.
     """
 
     def part(spec: TableSpec) -> Any:
@@ -173,7 +173,7 @@ def _wanted(spec: TableSpec, placement: str) -> str:
     """Returns the placement of a table.
 
     Raises:
-      NotImplementedError: If it cannot be divided by rows, and must be.
+      NotImplementedError: If it must be divided by rows, and cannot be.
     """
     wanted = spec.config.placement or placement
     if wanted == "whole" or not spec.config.shares_row:

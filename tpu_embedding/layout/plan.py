@@ -26,12 +26,12 @@ class TableSpec:
     Attributes:
       index: Index in `Plan.tables`.
       name: The user's name, or "table_<index>".
-      config: The user's TableConfig, converted; of a hashed table the static one of
-        its rows.
+      config: The user's TableConfig, converted; for a hashed table the static config
+        of its rows.
       key: The object that the user passed, the key of every public dict.
       optimizer: Its own, else the one of the whole embedding, else None.
       features: Indices of the features that look up the table, ascending.
-      hashing: Which rows an id has, of a hashed table.
+      hashing: The Hashing that gives ids rows, or None.
     """
 
     index: int
@@ -44,25 +44,25 @@ class TableSpec:
 
     @property
     def function(self) -> str | None:
-        """What the table has that calls a user function in each step."""
+        """The class that calls a user function in each step, or None."""
         if self.optimizer is not None and self.optimizer.is_custom:
             return "CustomOptimizer"
         return None if self.config.custom_combiner is None else "CustomCombiner"
 
     @property
     def growth(self) -> GrowingVocabulary:
-        """The vocabulary of a table that grows."""
+        """The vocabulary of the table, which must be a growing one."""
         assert self.config.vocabulary is not None
         return self.config.vocabulary
 
     @property
     def key_dtype(self) -> str:
-        """The dtype of what names a row in batches: its number, or an id."""
+        """The dtype of the keys of rows in batches: their numbers, or ids."""
         return "int32" if self.config.vocabulary is None else "int64"
 
     @property
     def key_bytes(self) -> int:
-        """Bytes of what names a row in messages."""
+        """The size of the key of a row in messages, in bytes."""
         return np.dtype(self.key_dtype).itemsize
 
     @property
@@ -72,22 +72,22 @@ class TableSpec:
 
     @property
     def rounding_seed(self) -> int:
-        """The user's, else the CRC-32 of the table's name."""
+        """The seed that the user gave, else the CRC-32 of the table's name."""
         seed = self.config.rounding_seed
         return zlib.crc32(self.name.encode()) if seed is None else seed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FeatureSpec:
-    """One feature of the plan. A feature of a hashed table is one for each hash.
+    """One feature of the plan; the user's feature of a hashed table has one per hash.
 
     Attributes:
       index: Index in `Plan.features`, the order of tf.nest.flatten.
       path: The feature's place in the user's structure, e.g. "user/0".
       config: The user's FeatureConfig, converted.
       table: Index of its table.
-      shape_source: Who gave `config.output_shape`, for error messages.
-      row_hash: What makes rows of ids, of a hashed table.
+      shape_source: The source of `config.output_shape`, for error messages.
+      row_hash: The hash that gives ids rows in a hashed table, or None.
       string_ids: Whether ids may be strings.
     """
 
@@ -101,7 +101,7 @@ class FeatureSpec:
 
     @property
     def is_first(self) -> bool:
-        """Whether it is the first, or the only one, of a feature of the user."""
+        """Whether it is the first or only one that a feature of the user has."""
         return self.row_hash is None or self.row_hash.k == 0
 
 
@@ -114,12 +114,12 @@ class Plan:
 
     @functools.cached_property
     def paths(self) -> tuple[str, ...]:
-        """For each feature where it stands in the user's structure."""
+        """The place of each feature in the user's structure."""
         return tuple(spec.path for spec in self.features)
 
     @functools.cached_property
     def user_features(self) -> tuple[FeatureSpec, ...]:
-        """Of each feature of the user the first."""
+        """The first feature for each feature of the user."""
         return tuple(spec for spec in self.features if spec.is_first)
 
     @functools.cached_property
@@ -139,7 +139,7 @@ class Plan:
 
     @functools.cached_property
     def dims(self) -> tuple[int, ...]:
-        """For each feature the width of its table."""
+        """The width of the table of each feature."""
         return tuple(self.tables[spec.table].config.dim for spec in self.features)
 
 
@@ -157,8 +157,8 @@ def make_plan(
     Args:
       paths: The path of each feature.
       features: The features; each table is a TableConfig of this package.
-      keys: For each table the object that the user passed.
-      optimizer: For tables that have none; may be None.
+      keys: The object that the user passed for each table.
+      optimizer: The optimizer of tables without one of their own, or None.
       custom: Whether the caller supports CustomOptimizer and CustomCombiner.
       growing: Whether the caller supports a GrowingVocabulary.
     """
@@ -226,9 +226,9 @@ def feature_specs(
 def stacking_kind(spec: TableSpec) -> tuple[Any, ...]:
     """Returns the properties that tables of a stack share, besides the padded width.
 
-    User functions see the table's own width, and the weights of a combiner
-    are one table's: TensorFlow's stacker, which is not asked about them, has no rule.
-    The ids of a growing table are no rows that could be numbered through.
+    User functions see the table's own width, and the weights of a combiner belong to
+    one table; TensorFlow's stacker does not know of them. The ids of a growing table
+    are not rows that a stack could number.
     """
     custom = spec.optimizer is not None and spec.optimizer.is_custom
     return (

@@ -44,8 +44,8 @@ class StackingOptions:
         TensorFlow wrote, if the activations are near their limit.
       shard_loads: Load of each shard by table name, measured without rotation. Tables
         without a load are rotated as in TensorFlow.
-      activation_bytes_limit: The activations of a stack on one SparseCore stay below.
-      shard_bytes_limit: The part of a stack on one device stays below.
+      activation_bytes_limit: Limit of a stack's activations on one SparseCore.
+      shard_bytes_limit: Limit of the part of a stack on one device.
     """
 
     num_devices: int
@@ -60,7 +60,7 @@ class StackingOptions:
 
     @property
     def num_shards(self) -> int:
-        """SparseCores of all devices."""
+        """The number of SparseCores of all devices."""
         return self.num_devices * self.sparse_cores_per_device
 
 
@@ -71,7 +71,7 @@ class Stack:
     Attributes:
       name: Names of the tables, joined by "_".
       tables: Indices into `Plan.tables`, sorted by table name.
-      layouts: Place of each table.
+      layouts: The place of each table.
       features: Indices of the features that look the tables up, ascending.
       samples: Samples per replica of all these features; the stacked batch.
       rows_per_shard: Rows of each shard.
@@ -88,17 +88,17 @@ class Stack:
 
     @property
     def num_devices(self) -> int:
-        """Devices that hold the shards."""
+        """The number of devices that hold the shards."""
         return self.layouts[0].num_partitions
 
     @property
     def rows(self) -> int:
-        """Rows of all shards."""
+        """The number of rows of all shards."""
         return self.rows_per_shard * self.layouts[0].num_sparse_cores
 
     @property
     def rows_per_device(self) -> int:
-        """Rows of the shards of one device."""
+        """The number of rows of the shards of one device."""
         return self.rows // self.num_devices
 
 
@@ -107,13 +107,13 @@ class Layout:
     """All stacks of a plan.
 
     Attributes:
-      stacks: In the order of the first table name of each.
-      tables: For each table of the plan, its place.
+      stacks: The stacks, ordered by the first table name of each.
+      tables: The place of each table of the plan.
       sample_offsets: For each feature, its first sample in the stacked batch.
       samples: For each feature, its samples per replica.
       feature_stacks: For each feature, the index of its stack.
       row_offsets: For each feature, the first row of its table in the stack.
-      output_shapes: For each feature the shape that the layout was made for, as
+      output_shapes: For each feature, the shape that the layout was made for, as
         `make_layout` takes it.
     """
 
@@ -156,8 +156,8 @@ def make_layout(
 ) -> Layout:
     """Stacks the tables of a plan; a table's own `layout` is kept.
 
-    For each feature `output_shapes` has the shape of its activations per replica,
-    without the embedding axis; None counts as no samples.
+    `output_shapes` has the shape of each feature's activations per replica, without
+    the embedding axis; None counts as no samples.
     """
     _check_loads([s.name for s in plan.tables], options)
     samples = tuple(0 if s is None else math.prod(s) for s in output_shapes)
@@ -203,8 +203,8 @@ def rotations(
 
     TensorFlow rotates each table by one device more than the table before it. Tables
     with a known load are placed greedily (Graham, 1969): the heaviest first, each at
-    the rotation that keeps the fullest shard lowest. Ties go to TensorFlow's rotation,
-    then to the least.
+    the rotation that keeps the load of the fullest shard smallest. Ties go to
+    TensorFlow's rotation, then to the smallest.
 
     >>> rotations(["a", "b"], 2, 1, {"a": [3, 1], "b": [1, 2]})
     [0, 0]

@@ -1,11 +1,11 @@
 """Rows of 8 bits: codes, and a scale and an offset for each row.
 
-A row of a table of int8 is that of `te.serving.export(storage="int8")`; column d is
+A row of an int8 table has the form of `te.serving.export(storage="int8")`. Column d is
 
     offset + scale * (code - 127.5),   formed in float32.
 
-Updates and first values are stored by ops/cc/core/int8-inl.h. Values that are assigned
-or restored are stored by `encode`, to the nearest.
+ops/cc/core/int8-inl.h stores updates and first values. `encode` stores values that are
+assigned or restored, rounded to the nearest.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def values_of(codes: np.ndarray, scale_offset: np.ndarray) -> np.ndarray:
 def stored_rows(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the codes [n, D], and scales and offsets [n, 2], nearest to values.
 
-    A row that bfloat16 cannot scale, with a NaN or an infinity, reads NaN.
+    A row whose scale bfloat16 cannot hold, or with a NaN or infinity, reads as NaN.
     """
     values = np.asarray(values, np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -94,9 +94,9 @@ def first_coded(values: tf.Tensor, numbers: tf.Tensor, seed: int) -> tf.Tensor:
     """Returns first values as int8-inl.h stores them, by TensorFlow's ops.
 
     Args:
-      values: float32 [n, D].
+      values: The first values, float32 [n, D].
       numbers: The numbers of the rows, int64 [n] from 0 to 2^32 - 1.
-      seed: That of the table.
+      seed: The rounding seed of the table.
     """
     low, high = (
         tf.cast(reduce(values, 1, keepdims=True), tf.float64)
@@ -157,11 +157,11 @@ def _random_bits(rows: tf.Tensor, dim: int, seed: int) -> tf.Tensor:
 
 
 class CodedRows(MutableTableRows):
-    """A table of int8 by its values.
+    """An int8 table, read and written by its values.
 
     Attributes:
-      codes: [V, D].
-      scale_offset: [V, 2].
+      codes: The codes, [V, D].
+      scale_offset: The scales and offsets, [V, 2].
     """
 
     def __init__(self, codes: TableRows, scale_offset: TableRows) -> None:
@@ -237,7 +237,7 @@ def stored_as_codes(values: np.ndarray) -> dict[str, np.ndarray]:
 
 
 class CodedReader(StoredReader):
-    """A table of int8 in variables.
+    """A reader of an int8 table in variables.
 
     Attributes:
       parts: Readers of the codes, and of the scales and offsets.

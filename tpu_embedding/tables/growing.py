@@ -1,4 +1,4 @@
-"""What tables that grow are made of, and the static tables made of them."""
+"""The first rows and the memory of growing tables, and static tables made of them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def first_values(spec: TableSpec) -> tuple[str, float, float]:
 def first_rows(spec: TableSpec, ids: tf.Tensor) -> tf.Tensor:
     """Returns what the rows of ids start as, by TensorFlow's ops.
 
-    The bits are those of core/first_values.h, from which updates take them: the same
+    The bits equal those of core/first_values.h, which updates use: both do the same
     float64 arithmetic in the same order.
 
     Args:
@@ -63,8 +63,8 @@ def first_rows(spec: TableSpec, ids: tf.Tensor) -> tf.Tensor:
       ids: int64 [n].
 
     Returns:
-      [n, dim] of the dtype that initializers are called with; of int8 before they are
-      stored.
+      The rows, [n, dim], of the dtype that initializers are called with; those of int8
+      before their values are coded.
     """
     kind, *numbers = first_values(spec)
     first, second = (float(np.float32(number)) for number in numbers)
@@ -164,7 +164,7 @@ def check_growth(spec: TableSpec) -> None:
     """Refuses a growing table whose rows or slots cannot be made as ids come.
 
     Raises:
-      NotImplementedError: It names the table and what it can have.
+      NotImplementedError: If it is such a table; the text says what it can have.
     """
     first_values(spec)
     first_slots(spec)
@@ -213,7 +213,7 @@ def vocabulary_records(spec: TableSpec) -> list[Any]:
 def vocabulary_bytes(spec: TableSpec, rows: int, parts: int) -> int:
     """Returns the bytes that one of `parts` parts of a growing table keeps of its ids.
 
-    See core/vocabulary.h: numbers of 8 bytes by row; candidates of 16; and maps.
+    core/vocabulary.h keeps numbers of 8 bytes a row, candidates of 16 bytes, and maps.
     """
     vocabulary = spec.config.vocabulary
     if vocabulary is None or not rows:
@@ -241,8 +241,8 @@ class FrozenTable:
     """A growing table as it was at one moment, in the form of a static one.
 
     Attributes:
-      config: A static TableConfig whose rows start as those of the ids, in order; the
-        last row is what an id without a row looks up.
+      config: A static TableConfig whose first values are the rows of the ids, in their
+        order; the last row is what an id without a row looks up.
       ids: int64 [n], ascending.
       slots: The values of each slot by its name, float32 [n + 1, D] or [n + 1, 1];
         the last row has the initial value, or that of the shared row.
@@ -278,7 +278,7 @@ class FrozenTable:
 def freeze(spec: TableSpec, state: Mapping[str, np.ndarray]) -> FrozenTable:
     """Returns the static form of a growing table, from `Vocabulary.read`.
 
-    Its dtype holds the values exactly: of int8 that is float32.
+    Its dtype holds the values exactly: for an int8 table it is float32.
     """
     config = spec.config
     if spec.growth.unknown == "initializer":

@@ -1,4 +1,4 @@
-"""What tables and slots start as, whole or any rows of them."""
+"""The first values of tables and slots, of all rows or any of them."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ ShardInfo: Any = vars(base)["ShardInfo"]  # pyright does not see exported names.
 
 @dataclasses.dataclass(frozen=True)
 class FirstValues:
-    """What a table, a slot or the weights of a combiner start as.
+    """The first values of a table, a slot or the weights of a combiner.
 
     Attributes:
-      name: Its name in checkpoints.
-      shape: Its shape, [V, D] of a table.
-      initializer: A callable of (shape, dtype=dtype), often the user's. If it has
-        `by_rows`, that is as `RowIdInitializer.by_rows`.
-      dtype: For bfloat16 an initializer may give float32 all the same, which is rounded
-        to the nearest.
+      name: The name in checkpoints.
+      shape: The shape, [V, D] for a table.
+      initializer: A callable of (shape, dtype=dtype), often the user's. It may have a
+        method like `RowIdInitializer.by_rows`.
+      dtype: The dtype of the values. If it is bfloat16, the initializer may still give
+        float32, which is rounded to the nearest.
       grows: Whether rows are added later.
     """
 
@@ -60,9 +60,9 @@ class FirstValues:
         return self._checked(made, shape)
 
     def reader(self, device: str) -> Callable[[range], tf.Tensor]:
-        """Returns what makes any rows on the device where it is called.
+        """Returns a function that makes any rows on the device where it is called.
 
-        An initializer without `by_rows` makes the whole table now, on `device`.
+        An initializer without `by_rows` makes the whole table at once, on `device`.
         """
         if hasattr(self.initializer, "by_rows"):
             by_rows: Any = self.initializer
@@ -85,7 +85,7 @@ class FirstValues:
 
     @property
     def takes_shard_info(self) -> bool:
-        """Whether the initializer is to be called for each part of a table."""
+        """Whether the initializer wants to be called for each part of a table."""
         signature = _signature(self.initializer)
         return signature is not None and "shard_info" in signature.parameters
 
@@ -158,7 +158,7 @@ def initial_rows(slot: Slot) -> InitialValue:
 
 @dataclasses.dataclass(frozen=True)
 class _Constant:
-    """An initializer."""
+    """An initializer that gives every element the same value."""
 
     value: float
 

@@ -1,7 +1,7 @@
 """Where the tables are: in this process, in those of a job, or on servers.
 
-Whatever reads or writes tables outside of steps passes through a `Reach`: rows, changes
-and the ids of growing tables alike.
+All reads and writes of tables outside of steps pass through a `Reach`, whether of rows,
+of changes or of the ids of growing tables.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PHASE = "checkpoint"  # Of the exchanges here.
 
 
 class Reach:
-    """All tables are in this process.
+    """How a process reaches the tables; in this base class it has all of them.
 
     Attributes:
       group: The processes that share the tables and make the same calls, or None.
@@ -75,10 +75,10 @@ class Reach:
         """Returns the arrays of all processes, which differ in the first axis only.
 
         Args:
-          array: That of this process.
+          array: The array of this process.
           call: The call, with the arguments that must be alike everywhere.
-          receiver: The one process that gets them; others get arrays without rows.
-            None: all do.
+          receiver: The only process that gets the rows; others get arrays without
+            rows. None gives all processes the rows.
         """
         del call, receiver
         return [array]
@@ -95,7 +95,7 @@ ALONE = Reach()
 
 
 class InJob(Reach):
-    """The tables are in the processes of a synchronous job."""
+    """How a process reaches the tables in the processes of a synchronous job."""
 
     def __init__(self, placement: Placement, group: ProcessGroup) -> None:
         """Takes the placement as this process has it."""
@@ -170,7 +170,7 @@ def _read_arrays(sent: bytes) -> dict[str, np.ndarray]:
 
 
 class _NoReader(StoredReader):
-    """Reads no rows in a graph: each process has only a part of them."""
+    """Refuses to read rows in a graph, as each process has only a part of them."""
 
     @property
     def variables(self) -> Sequence[Any]:
@@ -190,7 +190,7 @@ def _not_whole() -> NotImplementedError:
 
 
 class OnServers(Reach):
-    """The tables are on servers: an error, not a wait without end, if one is lost."""
+    """How the coordinator reaches tables on servers; if one is lost, calls raise."""
 
     def __init__(self, coordinator: ClusterCoordinator) -> None:
         self._coordinator = coordinator
@@ -202,8 +202,8 @@ class OnServers(Reach):
 class ReachedRows(MutableTableRows):
     """A matrix of which this process reaches some rows, and other processes the rest.
 
-    In a job `read` is a call of all processes with the same range; each gets all its
-    rows. `write` keeps the rows of this process and drops the others.
+    In a job all processes must call `read` with the same range, and each gets all of
+    the rows. `write` keeps the rows of this process and ignores the others.
     """
 
     def __init__(
@@ -263,15 +263,15 @@ class ReachedRows(MutableTableRows):
 
 
 class MergedOrder:
-    """The order in files of the entries of all parts of a growing table: by keys.
+    """Orders the entries of all parts of a growing table for files, by their keys.
 
-    A part has a hash's choice of the ids, so a block of a file has entries of all.
+    A hash spreads the ids over the parts, so a block of a file has entries of all.
 
     Attributes:
-      keys: Of each part that this process reaches.
+      keys: The keys of each part that this process reaches.
       reach: Where the parts are.
-      call: What is read.
-      length: How many entries there are.
+      call: A text that says what is read.
+      length: The number of entries.
     """
 
     def __init__(self, keys: Sequence[np.ndarray], reach: Reach, call: str) -> None:
@@ -289,8 +289,8 @@ class MergedOrder:
     def cuts(self, places: Sequence[int], step: int) -> list[list[int]]:
         """Returns, by place, how many entries of each part come before it.
 
-        A collective call unless all places are known. It finds every `step`-th place
-        from the first one on, too, but no more than some thousand.
+        All processes must call it, unless all places are known. It also finds every
+        `step`-th place from the first one on, but no more than some thousand.
         """
         if not self._cuts.keys() >= {*places}:
             step = max(1, step, self.length >> 12)
@@ -314,7 +314,7 @@ class MergedOrder:
 class MergedRows(TableRows):
     """A matrix, or a vector in files, of the entries of all parts.
 
-    A read is a call of all processes with the same range.
+    All processes must call a read with the same range.
     """
 
     def __init__(
@@ -327,10 +327,10 @@ class MergedRows(TableRows):
         """Takes the order of the entries.
 
         Args:
-          order: That of the rows.
-          name: Its name in the table.
-          like: A part of it without rows.
-          read: Returns rows of a part that this process reaches, of its number.
+          order: The order of the rows.
+          name: The name of the matrix in the table.
+          like: An array without rows, of the columns and dtype of a part.
+          read: Returns a slice of rows of a part here, by the part's number.
         """
         super().__init__((order.length, math.prod(like.shape[1:])), like.dtype)
         self.file_shape = (order.length, *like.shape[1:])

@@ -1,4 +1,4 @@
-"""Tables as lookups made of TensorFlow's ops read them, however they are stored."""
+"""Readers of tables for lookups made of TensorFlow's ops, however they are stored."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tpu_embedding.tables.waiting import flush_before
 
 
 class TableReader(abc.ABC):
-    """A table as lookups read it, whatever form it is stored in."""
+    """Reads a table for lookups, in whatever form it is stored."""
 
     @abc.abstractmethod
     def read(self, rows: tf.Tensor) -> tf.Tensor:
@@ -25,12 +25,12 @@ class TableReader(abc.ABC):
 
 
 class StoredReader(TableReader):
-    """A table in variables."""
+    """Reads a table in variables."""
 
     @property
     @abc.abstractmethod
     def variables(self) -> Sequence[Any]:
-        """The variables that it reads."""
+        """The variables that the reader reads."""
 
     def in_steps(self) -> TableReader:
         """Returns a reader for graphs that may update the table; none is exported."""
@@ -39,9 +39,9 @@ class StoredReader(TableReader):
 
 @dataclasses.dataclass(frozen=True)
 class VariableReader(StoredReader):
-    """A table that may be trained at the same time.
+    """Reads a table that may be trained at the same time.
 
-    Reads rows only. Updates are made in place, and reading the whole variable after
+    It reads only rows: updates are made in place, and reading the whole variable after
     such an update would copy it.
 
     Attributes:
@@ -64,7 +64,7 @@ class VariableReader(StoredReader):
 
 @dataclasses.dataclass(frozen=True)
 class _GatheredRows(TableReader):
-    """Rows of a variable or tensor [V, D] as it is."""
+    """Reads rows of a variable or tensor [V, D] in its own dtype."""
 
     table: Any
 
@@ -74,7 +74,7 @@ class _GatheredRows(TableReader):
 
 @dataclasses.dataclass(frozen=True)
 class PartsReader(StoredReader):
-    """A table in parts, one below the other, which may be trained at the same time.
+    """Reads a table in parts, one below the other, which may be trained meanwhile.
 
     Attributes:
       parts: Variables [rows, width]; if their number does not divide the number of

@@ -51,7 +51,7 @@ def stored_arrays(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ProcessGroup(Protocol):
-    """Processes that share matrices; each makes the same calls in the same order.
+    """Processes that share matrices, and make the same calls in the same order.
 
     Attributes:
       rank: Index of this process.
@@ -81,13 +81,13 @@ class TableRows(abc.ABC):
 
     Attributes:
       shape: [V, C]; V is the vocabulary without padding.
-      dtype: A floating point dtype, of what is read.
+      dtype: The floating point dtype of the values that are read.
       row_bytes: Size of a row.
       nbytes: Size of the matrix.
       slice_rows: Number of rows in a slice of about `SLICE_BYTES`.
-      coded: Of a table of int8 what stores it, by name: the codes, as `PARAMETERS`,
-        and `SCALE_OFFSET`. Empty for others.
-      file_shape: That in files: [V] if they have a vector.
+      coded: The matrices that store an int8 table, by name: `PARAMETERS`, the codes,
+        and `SCALE_OFFSET`. Empty for other tables.
+      file_shape: The shape in files: [V] if they have a vector.
     """
 
     coded: Mapping[str, TableRows] = types.MappingProxyType({})
@@ -112,7 +112,7 @@ class TableRows(abc.ABC):
 
     @property
     def group(self) -> ProcessGroup | None:
-        """The processes that share this matrix, or None: it is that of this one."""
+        """The processes that share this matrix, or None if this one has all of it."""
         return None
 
     def read_in(self, process: int, start: int, stop: int) -> np.ndarray:
@@ -122,7 +122,7 @@ class TableRows(abc.ABC):
 
     @property
     def variable(self) -> Any:
-        """The one variable that is this matrix, or None where there is none."""
+        """The one variable that is this matrix, or None if there is none."""
         return None
 
     def verify(self) -> None:
@@ -196,7 +196,7 @@ class MutableTableRows(TableRows):
 
 
 class RowsOfParts(MutableTableRows):
-    """A matrix whose rows are in other matrices; written only if those can be."""
+    """A matrix whose rows are in other matrices; it is writable only if these are."""
 
     def __init__(
         self,
@@ -293,7 +293,7 @@ def _runs_in_stack(
 
 
 class StackedRows(TableRows):
-    """A stack, or one of its slots, assembled from its tables; padding is 0.
+    """A stack, or one of its slots, assembled from its tables and padded with zeros.
 
     Each of the n shards holds every n-th row of a table, so reading the whole stack
     reads each table n times.

@@ -1,4 +1,4 @@
-"""A table as checkpoints, serving, deltas and the Keras layer see it; its changes."""
+"""Tables and their changes, as checkpoints, serving, deltas and Keras see them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _BLOCK_IDS = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """The ids of a static table: row r is that of id r.
+    """The ids of a static table, whose row r belongs to id r.
 
     Attributes:
       name: Name of the table.
@@ -59,8 +59,8 @@ class Identity:
     def objects(self, made: Callable[[str, MutableTableRows], Any]) -> dict[str, Any]:
         """Returns what checkpoints save and restore, by its name there.
 
-        An array is its variable where it is one, else what `made` returns. A growing
-        table is one object, its vocabulary.
+        An array that is one variable is that variable; for others it is what `made`
+        returns. A growing table is one object, its vocabulary.
         """
         return {
             name: made(name, rows) if rows.variable is None else rows.variable
@@ -72,7 +72,7 @@ class Identity:
     def parameters(self, made: Callable[[str, MutableTableRows], Any]) -> Any:
         """Returns the table by value: its variable, else what `made` returns.
 
-        Of a growing table that is what it holds now, without the ids.
+        For a growing table it returns the current rows, without the ids.
         """
         rows = self.rows[PARAMETERS]
         return made(self.name, rows) if rows.variable is None else rows.variable
@@ -87,8 +87,8 @@ class Identity:
     def served(self) -> tuple[TableRows, np.ndarray | None]:
         """Returns exported rows, and of a growing table the ids of all but the last.
 
-        Other ids look up the last row then. Of the processes of a job only the first
-        one gets the ids.
+        Ids that a growing table lacks look up the last row. In a job only the first
+        process gets the ids.
         """
         return self.rows[PARAMETERS], None
 
@@ -106,22 +106,22 @@ class Identity:
 class Table:
     """One table of an engine and its slots, in full form: unsharded, without padding.
 
-    Checkpoints, serving, deltas, the Keras layer and `TPUEmbedding.variables` are made
-    of this view. Reading a value needs `TableStore.retrieve` before, writing needs
-    `TableStore.load` after.
+    Checkpoints, serving, deltas, the Keras layer and `TPUEmbedding.variables` use this
+    view. Call `TableStore.retrieve` before reading a value, and `TableStore.load` after
+    writing one.
 
     Attributes:
       spec: The table.
-      ids: Which row is that of which id, and what is read and written with it.
+      ids: The ids of the rows, which also decide how rows are read and written.
       stored: Gathers the rows of the parameters that this process reaches.
-      values: Returns by "parameters" and slot name the tf.Variables where each array is
-        one, else tensors of the current values; also the weights of a CustomCombiner.
-        Raises RuntimeError where the tables are in the TPU's memory.
+      values: Returns tf.Variables by "parameters" and slot name if each array is one,
+        else tensors of the current values; also the weights of a CustomCombiner.
+        Raises RuntimeError if the tables are in the TPU's memory.
       shards: Returns (device, rows there) for each part of the parameters.
       variables: Returns the variables that store the parameters, or the stack with
-        them, in order of the rows. Raises RuntimeError where the tables are in the
-        TPU's memory, and NotImplementedError where other processes have parts.
-      reach: Where the table is.
+        them, in the order of the rows. Raises RuntimeError if the tables are in the
+        TPU's memory, and NotImplementedError if other processes have parts.
+      reach: How this process reaches the table.
     """
 
     spec: TableSpec
@@ -134,16 +134,16 @@ class Table:
 
     @property
     def rows(self) -> Mapping[str, MutableTableRows]:
-        """By "parameters" and slot name the matrix, read and written by rows.
+        """The matrices, read and written by rows, by "parameters" and slot name.
 
-        None of a growing table, whose rows are nothing without their ids.
-        `rows[name].variable` is the tf.Variable where one variable is the matrix.
+        A growing table has none here, as its rows mean nothing without their ids.
+        `rows[name].variable` is the tf.Variable if one variable is the matrix.
         """
         return self.ids.rows
 
     @property
     def reader(self) -> StoredReader:
-        """Gathers rows of the parameters in any graph, by TensorFlow's ops."""
+        """The reader of the parameters in any graph, by TensorFlow's ops."""
         return self.reach.reader(self.stored)
 
     def matrix(self, rows: np.ndarray, call: str) -> TableRows:
@@ -170,7 +170,7 @@ class Table:
 
 
 class _ChosenRows(TableRows):
-    """Rows of a table, in any order; see `Table.matrix`."""
+    """Chosen rows of a table, in any order; see `Table.matrix`."""
 
     def __init__(
         self,
@@ -198,9 +198,9 @@ def stored_table(
 
     Args:
       spec: The table.
-      parts: By part of a `Partition`.
-      reach: Where the table is.
-      vocabulary: Of a growing table by part; none of a static one.
+      parts: The variables of each part of a `Partition`.
+      reach: How this process reaches the table.
+      vocabulary: The vocabulary of each part of a growing table; empty for others.
     """
     by_part = [variable_rows(spec, part) for part in parts]
 
@@ -274,12 +274,12 @@ def _stored_reader(parameters: Sequence[tf.Variable], columns: int) -> StoredRea
 
 
 class Marks(NamedTuple):
-    """What notes the changed rows of one part of the tables.
+    """The place where the changed rows of one part of the tables are noted.
 
     Attributes:
-      queue: The step queue of the part.
-      device: Its device.
-      placement: Which rows of its tables the part has.
+      queue: The step queue of the part, which notes them.
+      device: The device of the queue.
+      placement: The rows of its tables that the part has.
       tables: The indices of its tables in the plan.
     """
 
@@ -290,10 +290,10 @@ class Marks(NamedTuple):
 
 
 class RowChanges:
-    """The rows of tables that changed for one consumer of deltas; eagerly.
+    """The rows of tables that changed for one consumer of deltas; used eagerly.
 
-    Every call is one of all processes of a job, with the same arguments, and gives
-    all of them the same.
+    All processes of a job must make every call with the same arguments, and all get
+    the same results.
 
     Attributes:
       group: The processes; None for this one alone.
@@ -306,13 +306,13 @@ class RowChanges:
         consumer: str,
         reach: Reach,
     ) -> None:
-        """Notes nothing before the first mark.
+        """Keeps the arguments; nothing is noted before the first mark.
 
         Args:
-          parts: Those on which ops of this process work.
-          tables: By index in the plan.
+          parts: The parts on which ops of this process work.
+          tables: The tables by index in the plan.
           consumer: The name of the consumer.
-          reach: Where the tables are.
+          reach: How this process reaches the tables.
         """
         self._ops = library.load()
         self._parts, self._tables, self._consumer = parts, tables, consumer
@@ -321,7 +321,7 @@ class RowChanges:
     def mark(self, rows: Sequence[Any]) -> None:
         """Marks rows, arrays or tensors int64 [n] for each table, as changed.
 
-        Of a growing table these are ids, with or without a row.
+        For a growing table they are ids, with or without a row.
         """
 
         def mark() -> None:

@@ -72,9 +72,9 @@ class _Saver(saveable_object_util.ResourceVariableSaveable):
 
 
 class LogicalVariable(tf.__internal__.tracking.Trackable):
-    """Read, assigned and saved like a variable, outside of graphs and replicas.
+    """An object that programs read, assign and save like a variable, but not in graphs.
 
-    Its checkpoints are those of a variable with the same value.
+    Replicas cannot use it, either. Its checkpoints are those of a variable.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class LogicalVariable(tf.__internal__.tracking.Trackable):
 
 
 class RowsVariable(LogicalVariable):
-    """A table or slot in checkpoints of TensorFlow, which hold it whole."""
+    """A table or slot in parts, which TensorFlow's checkpoints hold as a whole."""
 
     def __init__(self, name: str, rows: MutableTableRows) -> None:
         """Takes the name in checkpoints, and the rows, which are in parts."""
@@ -155,7 +155,7 @@ class RowsVariable(LogicalVariable):
 
 
 class SavesNothing:
-    """Comes before a variable class among the bases of views of saved variables."""
+    """Mixin for views of saved variables; must precede the variable class."""
 
     def _write_object_proto(self: Any, proto: Any, options: Any) -> None:
         del options
@@ -177,7 +177,7 @@ class SavesNothing:
 def unsaved(variable: Any) -> Any:
     """Returns a view of a variable or LogicalVariable that exported models do not save.
 
-    Keras 3.16 tracks the values of weights there, and earlier ones the weights.
+    There Keras 3.16 tracks the values of weights, and earlier versions the weights.
     """
     if not isinstance(variable, resource_variable_ops.BaseResourceVariable):
         return UnsavedLogical(variable)
@@ -189,7 +189,7 @@ def unsaved(variable: Any) -> Any:
 
 
 class _UnsavedVariable(SavesNothing, resource_variable_ops.BaseResourceVariable):
-    """A variable in the memory of another: h5 files take nothing but variables."""
+    """A variable in the memory of another one, as h5 files take only variables."""
 
     def __init__(self, variable: Any) -> None:
         super().__init__(
@@ -203,11 +203,11 @@ class _UnsavedVariable(SavesNothing, resource_variable_ops.BaseResourceVariable)
 
 
 class _UnsavedTable(SavesNothing, EngineVariable):
-    """The same, of a table whose rows wait."""
+    """An `_UnsavedVariable` that is a view of a table whose rows wait."""
 
 
 class UnsavedLogical(tf.__internal__.tracking.Trackable):
-    """A LogicalVariable of which exported models save nothing."""
+    """A view of a LogicalVariable that exported models do not save."""
 
     def __init__(self, variable: LogicalVariable) -> None:
         self._variable = variable

@@ -47,12 +47,12 @@ _CGROUPS = (  # the limit, what is used of it: version 2, then 1
 
 @dataclasses.dataclass(frozen=True)
 class TableVariables:
-    """The state of one table.
+    """The variables of one table.
 
     Attributes:
-      parameters: [V, D] of the table's dtype; the codes of a table of int8.
-      slots: By name, float32 [V, D] or [V, 1].
-      scale_offset: Those of a table of int8, bfloat16 [V, 2]; else None.
+      parameters: The rows, [V, D] of the table's dtype, or the codes of an int8 table.
+      slots: The slots by name, float32 [V, D] or [V, 1].
+      scale_offset: Scales and offsets of an int8 table, bfloat16 [V, 2], else None.
     """
 
     parameters: tf.Variable
@@ -61,21 +61,21 @@ class TableVariables:
 
     @property
     def stored(self) -> dict[str, tf.Variable]:
-        """What stores the table: "parameters", and of int8 "scale_offset"."""
+        """The arrays of the rows: "parameters", and for int8 also "scale_offset"."""
         found = {PARAMETERS: self.parameters, SCALE_OFFSET: self.scale_offset}
         return {name: array for name, array in found.items() if array is not None}
 
     @property
     def arrays(self) -> dict[str, tf.Variable]:
-        """`stored`, and the slots by name."""
+        """The arrays of `stored` and the slots, by name."""
         return {**self.stored, **self.slots}
 
 
 class VariableRows(MutableTableRows):
     """A table or slot that is one variable, of which each replica may have a copy.
 
-    Gathers and scatters touch the rows alone; reading the variable would copy it
-    whole once a kernel has updated it in place.
+    Gathers and scatters touch only the rows. Reading the variable would copy all of it
+    once a kernel has updated it in place.
     """
 
     def __init__(self, variable: Any, initial_value: InitialValue = None) -> None:
@@ -117,7 +117,7 @@ def variable_rows(
 ) -> Mapping[str, MutableTableRows]:
     """Returns the rows of a part of a table and of its slots, by name.
 
-    A growing table has none here: its rows are nothing without ids; see `Vocabulary`.
+    A growing table has none here: its rows mean nothing without ids (`Vocabulary`).
     """
     if spec.config.vocabulary is not None:
         return {}
@@ -141,8 +141,8 @@ def create_variables(
 
     Args:
       plan: The tables.
-      device: Where they are.
-      waiting_bytes: What the engine keeps of the steps that rows wait for.
+      device: The device of the variables.
+      waiting_bytes: Bytes that the engine keeps for the steps that rows wait for.
     """
     if _is_here(device):
         sizes = dict(_all_bytes(plan))
@@ -164,12 +164,12 @@ def create_parts(
 
     Args:
       plan: The tables.
-      places: For each table the parts to make. If `FirstValues.reader` must make a
-        table whole, that is on the device of the first. A part without rows is a
+      places: The parts of each table to make. If `FirstValues.reader` must make a whole
+        table, it does so on the device of the first part. A part without rows is a
         variable of one row, which no ID names.
 
     Returns:
-      For each table its parts.
+      The parts of each table.
     """
     tables = [
         create_rows(spec, own) for spec, own in zip(plan.tables, places, strict=True)
@@ -361,10 +361,10 @@ def create_counter(name: str, device: str) -> tf.Variable:
 def create_state(
     name: str, value: Any, shape: Any = None, dtype: tf.DType | None = None
 ) -> tf.Variable:
-    """Creates one variable whatever the strategy's scope, which is no weight.
+    """Creates one variable in any strategy's scope, which Keras does not see as weight.
 
-    `value` may be a function that returns the value, of `dtype`; `shape` is that of
-    values to come, where it is more than that of `value`.
+    `value` may be a function that returns the value, of `dtype`. `shape` is given if it
+    is to allow later values of other shapes than that of `value`.
     """
     return _ResourceVariable(
         initial_value=value, name=name, trainable=False, shape=shape, dtype=dtype

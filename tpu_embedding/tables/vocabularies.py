@@ -52,11 +52,11 @@ class Changed:
     """The rows of one table that changed for a consumer of deltas.
 
     Attributes:
-      keys: Rows, or ids of a growing table, int64 [n] ascending.
-      rows: Those of the keys, [n, D].
-      deleted: Ids that lost their rows, int64 [m] ascending.
-      size: Of a growing table the number of all its ids.
-      shared: The row that ids without one share, [1, D], or [0, D].
+      keys: The changed rows, or ids of a growing table, int64 [n] ascending.
+      rows: The values of these rows, [n, D].
+      deleted: The ids that lost their rows, int64 [m] ascending.
+      size: The number of all ids of a growing table.
+      shared: The row that ids without one share, [1, D], or none, [0, D].
     """
 
     keys: np.ndarray
@@ -73,11 +73,11 @@ def array_rows(stored: Mapping[str, np.ndarray]) -> TableRows:
 
 
 class StoredVocabulary(abc.ABC):
-    """Where the ids and rows of a part of a growing table are.
+    """The store of the ids and rows of a part of a growing table.
 
     Attributes:
-      part: Which part it is, and of how many.
-      arrays: By "parameters" and slot name the variables with the rows.
+      part: The number of the part, and the number of all parts.
+      arrays: The variables with the rows, by "parameters" and slot name.
       limited: Whether the options of the table limit what it holds.
     """
 
@@ -89,15 +89,15 @@ class StoredVocabulary(abc.ABC):
     def read(self, names: Collection[str]) -> _Arrays:
         """Returns everything at one moment, but only the arrays of these names.
 
-        By "parameters" and slot name it has the rows of the ids in ascending order, and
-        the row that ids share last, if it is there; the ids and what is known of them.
+        The result has the ids and what is known of them, and by "parameters" and slot
+        name the rows of the ids, which ascend, and then the row that ids share, if any.
         """
 
     @abc.abstractmethod
     def places(self, known: Mapping[str, np.ndarray]) -> np.ndarray:
         """Returns where the rows that `read` returns are in the arrays, in its order.
 
-        `known` is what it returned.
+        `known` is the result of `read`.
         """
 
     @abc.abstractmethod
@@ -107,12 +107,12 @@ class StoredVocabulary(abc.ABC):
     def find(self, ids: tf.Tensor) -> tf.Tensor:
         """Returns what a lookup for an update reads of int64 [n]: float32 [n, D].
 
-        Only where the engine differentiates weights.
+        Only engines that differentiate weights have it.
         """
         raise NotImplementedError(f"No rows of {ids} are here.")
 
     def evict(self) -> int:
-        """Evicts rows now, after a flush; how many. See `TPUEmbedding.evict`."""
+        """Evicts rows now, after a flush, as `TPUEmbedding.evict`; returns how many."""
         raise NotImplementedError("Only tables that are trained evict rows.")
 
     def take(self, consumer: str) -> _Arrays:
@@ -135,7 +135,7 @@ class QueueVocabulary(StoredVocabulary):
     ) -> None:
         """Takes the table as the plan of the part has it, and its variables.
 
-        `find` gives what ids of a table read.
+        `find` returns what ids of the table with an index read.
         """
         self.part, self._find = part, find
         self._spec, self.arrays = spec, arrays
@@ -153,7 +153,7 @@ class QueueVocabulary(StoredVocabulary):
             )
 
     def take(self, consumer: str) -> _Arrays:
-        """See `StoredVocabulary.take`: as it is at this moment."""
+        """See `StoredVocabulary.take`; rows have their values at this moment."""
         catch_up(self._rows[0])
         with tf.device(self._device):
             taken = self._ops.tpu_embedding_take_ids(
@@ -218,7 +218,7 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
     ) -> None:
         """Takes the parts that this process reaches.
 
-        Of a whole table of a job the others have a part, too, which is empty.
+        If one process of a job has the whole table, the others have an empty part.
         """
         self._spec, self._stored, self._reach = spec, stored, reach
         self._arrays = tuple(stored[0].arrays)
@@ -227,7 +227,7 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
         self.group: ProcessGroup | None = reach.group
 
     def values(self) -> dict[str, Any]:
-        """See `Table.values`: the rows as they are numbered, part by part."""
+        """See `Table.values`; rows come in the order of their numbers, part by part."""
         if (
             self.group is None
             and self._num_parts == 1
@@ -259,7 +259,7 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
         return part.find(ids)
 
     def evict(self) -> int:
-        """See `StoredVocabulary.evict`; a call of all processes."""
+        """See `StoredVocabulary.evict`; all processes must call it."""
         self._reach.agree(f"evict of table {self._spec.name}")
 
         def evict(part: StoredVocabulary) -> _Arrays:
@@ -278,7 +278,7 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
         return {self._spec.name: self}
 
     def served(self) -> tuple[TableRows, np.ndarray | None]:
-        """See `Identity.served`: as it is now."""
+        """See `Identity.served`; the ids are the current ones."""
         if self.group is None:  # Others may train meanwhile.
             state = self.read()
             return array_rows(served_rows(self._spec, state)), state["ids"]
@@ -293,7 +293,7 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
         return joined_codes(stored)[PARAMETERS], _in_first(ids)
 
     def saved(self) -> tuple[dict[str, TableRows], dict[str, TableRows]]:
-        """See `Identity.saved`: the ids as they are now, rows when they are read."""
+        """See `Identity.saved`; ids are read now, and rows when they are needed."""
         arrays, known = self._blocks()
         return joined_codes(arrays), known
 
@@ -402,12 +402,12 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
         return self._reach.from_owners(self._spec.index, local, call)
 
     def fit(self, known: Mapping[str, np.ndarray]) -> list[_Arrays]:
-        """Returns what each part of this process will be, for `load`; changes nothing.
+        """Returns the future content of each part here, for `load`; changes nothing.
 
         `known` has `PARTS` as `read` returns them, and `PLACES` of the rows.
 
         Raises:
-          ValueError: As `write`.
+          ValueError: As `write` does.
         """
         parts = fitted_parts(  # Each process checks what it has read.
             self._spec, known, self._num_parts, limited=self._stored[0].limited
@@ -417,11 +417,11 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
         return [parts[part.part[0]] for part in self._stored]
 
     def write(self, state: Mapping[str, np.ndarray]) -> None:
-        """Replaces everything by what `read` of a table of any budget returned.
+        """Replaces everything by what `read` of a table of any `max_rows` returned.
 
         Raises:
           ValueError: If the ids do not fit into the table, and none may be evicted, or
-            one of both tables shares a row.
+            if only one of the two tables has a shared row.
           tf.errors.InvalidArgumentError: If values have another width or dtype.
         """
         self._reach.call(lambda: self._write(state))
@@ -436,7 +436,7 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
     ) -> None:
         """Replaces everything by what `fit` returned.
 
-        `read` returns the rows at places by name of the array.
+        `read` returns the rows at some places, by name of the array.
         """
         self._reach.call(lambda: self._load(parts, read))
 
@@ -481,7 +481,7 @@ def served_rows(
 ) -> dict[str, np.ndarray]:
     """Returns what stores a served table's n + 1 rows, by name, from `Vocabulary.read`.
 
-    The last one is what ids without a row look up, unless each has its first values.
+    Ids without a row look up the last one, unless each looks up its first values.
     """
     stored = {name: state[name] for name in STORED if name in state}
     if len(stored[PARAMETERS]) > len(state["ids"]):

@@ -1,6 +1,6 @@
-"""What is known of a growing table, as `Vocabulary.read` returns it: by parts.
+"""The state of growing tables by parts, as `Vocabulary.read` returns it.
 
-Parts are joined, divided over another number, and fitted into other budgets.
+Parts are joined, divided over another number of parts, and fitted into other limits.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _states_of(table: str, state: np.ndarray) -> np.ndarray:
 def _total(states: np.ndarray) -> np.ndarray:
     """Returns a whole table's state, int64 [STATE_SIZE], from the states of its parts.
 
-    It begins no sweep, and its candidates begin with the oldest.
+    The state has no sweep under way, and its candidates begin with the oldest.
     """
     if len(states) == 1:
         return states[0]
@@ -72,7 +72,7 @@ def total_state(table: str, state: np.ndarray) -> np.ndarray:
     """Returns the state of a whole table, int64 [STATE_SIZE], from those of its parts.
 
     Raises:
-      tf.errors.InvalidArgumentError: If it is damaged.
+      tf.errors.InvalidArgumentError: If `state` is damaged.
     """
     return _total(_states_of(table, state))
 
@@ -99,7 +99,7 @@ def fitted_parts(
     """Returns what each of `num_parts` parts will be of what `Vocabulary.fit` takes.
 
     Raises:
-      ValueError: As `Vocabulary.write`.
+      ValueError: As `Vocabulary.write` does.
     """
     vocabulary = spec.growth
     whole = {name: np.asarray(value) for name, value in known.items()}

@@ -1,4 +1,4 @@
-"""Variables whose readers see rows caught up that wait for their gradients."""
+"""Variables whose readers see rows caught up with the steps that they waited for."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class Waits(Protocol):
 
 
 class TableVariable(_Variable):
-    """A table, or a slot of one, that an optimizer may leave behind.
+    """A table, or a slot of one, with rows that an optimizer may leave to catch up.
 
-    The class of a tf.Variable is changed to it. A read of the whole variable catches
-    all rows up and writes them; a read of some rows (`tf.gather`) writes nothing. Ops
-    that take its `handle` see what is stored.
+    A tf.Variable gets this class in place of its own. A read of the whole variable
+    catches all rows up and writes them; a read of some rows (`tf.gather`) writes
+    nothing. Ops that take its `handle` see the stored values.
     """
 
     waiting: Waits | None = None  # Once an optimizer is built.
@@ -93,8 +93,8 @@ class TableVariable(_Variable):
     def _flush_before_calls(self, graph: Any, traced: Waits | None) -> None:
         """Flushes before each call of a graph, unless it catches rows up itself.
 
-        The optimizer may be built, or another one may train the table, after the graph
-        was traced.
+        This is for an optimizer that is built, or that first trains the table, after
+        the graph was traced.
         """
 
         def flush() -> None:
@@ -136,7 +136,7 @@ for _name in (
 
 
 class EngineVariable(TableVariable):
-    """A table, or a slot, of an engine: it waits for that one from the start."""
+    """A table or slot of an engine, whose rows wait for that engine from the start."""
 
     def _flush_before_calls(self, graph: Any, traced: Waits | None) -> None:
         if traced is None:
@@ -188,7 +188,7 @@ def is_recording() -> bool:
 def flush_before() -> Iterator[None]:
     """Makes reads flush before the graph is called, and read what is stored.
 
-    Such a graph has nothing of the optimizer, so that it can be exported.
+    Such a graph contains nothing of the optimizer, so that it can be exported.
     """
     token = _flushes_before.set(True)
     try:
