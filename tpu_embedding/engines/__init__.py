@@ -46,7 +46,7 @@ def choose(topology: Topology, plan: Plan) -> type[Engine]:
     """Returns the engine for a plan: the topology's, or the one that stands in for it.
 
     Raises:
-      NotImplementedError: If the TPUs have no hardware for embeddings, or the engine
+      NotImplementedError: If the TPUs have no hardware for embeddings, or if the engine
         cannot store the dtype of a table.
     """
     engine = _ENGINES.get(topology.engine)

@@ -1,4 +1,4 @@
-"""Batches in order, made of TensorFlow's ops, for engines without kernels of ours."""
+"""A queue of batches made of TensorFlow's ops, for engines without own kernels."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def unpack(variant: tf.Tensor, specs: Sequence[tf.TensorSpec]) -> list[tf.Tensor
 
 
 class _Counts(NamedTuple):
-    """What a ring holds; int64 scalars.
+    """The counts of a ring, int64 scalars.
 
     Attributes:
       put: How many batches were put so far.
@@ -83,19 +83,19 @@ class BatchRing:
     Each call holds a mutex, so that those of several threads, eager or in graphs, come
     one after the other.
 
-    A hash table has the batches. Variables would not do: TensorFlow reads all variables
-    of a TPU's program before it starts and writes them at its end, also those that only
-    the host uses, so that a call would not see what the call before it has written.
+    A hash table stores the batches. Variables would not work: TensorFlow reads all of
+    a TPU program's variables before it starts and writes them at its end, also those
+    that only the host uses, so a call would not see what the previous one has written.
 
     Attributes:
-      handles: Of the resources that are the ring.
+      handles: The handles of the resources that make up the ring.
     """
 
     def __init__(self, *, in_order: bool = False) -> None:
         """Makes an empty ring, on the device that is current.
 
-        With `in_order` the calls of one graph wait for each other. A call that waits
-        for the mutex while another fails would hide that call's error.
+        With `in_order` the calls of one graph wait for each other. Otherwise a call
+        that waits for the mutex while another one fails would hide that error.
         """
         # The name of the op that ended the call before, in each graph.
         self._ended: weakref.WeakKeyDictionary[Any, str] | None = (
@@ -143,7 +143,7 @@ class BatchRing:
     ) -> list[tf.Tensor]:
         """Takes the oldest batch; one for training then owes its gradients.
 
-        The control inputs that `check` makes fail if the batch must stay. Returns
+        `check` makes control inputs that fail if the batch must stay. The result is
         whether the batch is for training, and the batch.
         """
 

@@ -1,4 +1,4 @@
-"""What the engines share whose tables are not stacked in their memory."""
+"""The part that engines share whose tables are not stacked in their memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class StackedBatches:
 
     @property
     def layout(self) -> Layout:
-        """The stacks, where the class hands them out."""
+        """The stacks, if the user's class hands them out."""
         assert self._layout is not None
         return self._layout
 

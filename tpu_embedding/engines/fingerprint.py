@@ -1,4 +1,4 @@
-"""What processes compare of a callable: a text that is alike where its values are."""
+"""Texts of callables that processes compare; equal if the callables' values are."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _LIBRARIES = {"tensorflow", "keras", "tf_keras"}
 def of_initializer(initializer: Any) -> str:
     """Returns a text of what decides the numbers of an initializer.
 
-    It is the same in all processes that run one program. So it has no addresses, no
-    paths, and nothing of variables, files and objects of kinds that are not known: a
-    difference there is missed rather than made up.
+    It is the same in all processes that run one program. So it leaves out addresses,
+    paths, variables, files and objects of unknown kinds: it would rather miss a
+    difference there than invent one.
     """
     text = _Reading().called(initializer, 0)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({_hash(text)})"
 
 
 class _Reading:
-    """One reading of a callable."""
+    """Reads one callable, each of its functions once."""
 
     def __init__(self) -> None:
         self._functions: set[Callable[..., Any]] = set()

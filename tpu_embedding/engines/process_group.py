@@ -1,4 +1,4 @@
-"""The processes of a synchronous job, and what they tell each other."""
+"""The processes of a synchronous job, and the messages that they exchange."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class Traffic(NamedTuple):
     """Counts what a process has exchanged so far.
 
     Attributes:
-      exchanges: How many, by phase.
-      bytes_sent: By this process, by phase.
-      waited_seconds: By process how long this one waited for its messages.
+      exchanges: The number of exchanges by phase.
+      bytes_sent: The bytes that this process has sent, by phase.
+      waited_seconds: How long this process waited for the messages of each process.
     """
 
     exchanges: dict[str, int]
@@ -55,16 +55,16 @@ class Traffic(NamedTuple):
 
 
 class Channel:
-    """What one embedding exchanges messages over; the same in all processes.
+    """Exchanges messages between the processes for one embedding.
 
-    The calls of `exchange` come in the same order in all processes. Those of the lane
-    "enqueue" have an order of their own, as a thread may enqueue ahead. A tf.function
-    orders its exchanges, so its enqueues are in that lane only if no dequeue follows.
+    All processes must call `exchange` in the same order. Calls in the lane "enqueue"
+    have an order of their own, as a thread may enqueue ahead. A tf.function orders its
+    exchanges, so its enqueues are in that lane only if no dequeue follows.
 
     Attributes:
       rank: Index of this process.
       size: Number of processes.
-      queues: The step queue of this process, where there is one.
+      queues: The step queue of this process, if there is one.
     """
 
     def __init__(self, topology: Topology, key: str, timeout_seconds: int) -> None:
@@ -110,20 +110,20 @@ class Channel:
 
         Args:
           phase: One of `PHASES`.
-          messages: By process, uint8 vectors of multiples of 64 bytes. That to this
-            process comes back as it is.
-          refusal: string scalar; if it is not empty in any process, this raises the
-            error that it holds in all.
+          messages: The message to each process, uint8 vectors of multiples of 64 bytes.
+            The one to this process comes back as it is.
+          refusal: A string scalar with an error, or "". If any process passes an error,
+            the call raises it in all processes.
           call: What the user called; "" for the name of `calling`. If it differs in
-            any process, this raises a tf.errors.FailedPreconditionError in all, which
-            names both.
-          role: One of `ROLES`. Where some processes begin a step while others are in
-            the one before, only the latter raise that error.
-          lane: The exchanges that it is ordered among: "step" or "enqueue", or "" for
-            that of the phase and thread.
+            any process, the call raises a tf.errors.FailedPreconditionError in all,
+            which contains both.
+          role: One of `ROLES`. If some processes begin a step while others are in the
+            one before, only the latter raise that error.
+          lane: "step" or "enqueue", the exchanges among which this one is ordered, or
+            "" for the lane of the phase and thread.
 
         Returns:
-          By process, in the same form.
+          The message from each process, in the same form.
         """
         lane = lane or self._lane(phase)
         with tf.device(self._device):
@@ -152,8 +152,8 @@ class Channel:
     def _lane(self, phase: str) -> str:
         """Returns a call's lane, "step" also if a thread that runs steps enqueues.
 
-        No other thread of this process is in a step then: the calls can be compared.
-        The thread that made the embedding is one if it enqueues in strategy.run.
+        Then no other thread of this process is in a step, and calls can be compared. So
+        does the thread that made the embedding if it enqueues in strategy.run.
         """
         if phase != "enqueue":
             return "step"
@@ -169,8 +169,8 @@ class Channel:
     def _note_traced(self, name: str, phase: str, lane: str) -> None:
         """Moves enqueues to the lane of the steps once what follows them is traced.
 
-        Not those of graphs that are complete: of a tf.function, a loop or a branch that
-        has been traced before.
+        It does not move those of complete graphs: of a tf.function, a loop or a branch
+        that was traced before.
         """
         graphs = _open_graphs()
         first = None
@@ -216,8 +216,8 @@ class Channel:
     def refuse(self, phase: str, error: Exception) -> None:
         """Takes part in an exchange that fails in all processes, eagerly.
 
-        While a function is traced, that is its first exchange: the other processes may
-        run it already.
+        While a function is traced, it takes part in the function's first exchange, as
+        the other processes may run the function already.
         """
         lane = self._lane(phase)
         if not tf.executing_eagerly():
@@ -272,8 +272,8 @@ class _Thread:
     """What one embedding knows of a thread of the user program.
 
     Attributes:
-      looks_up: Whether it has looked up, eagerly.
-      made_channel: Whether it has made the embedding.
+      looks_up: Whether the thread has looked up, eagerly.
+      made_channel: Whether the thread has made the embedding.
     """
 
     looks_up = False
@@ -318,7 +318,7 @@ def _padded(content: bytes) -> bytes:
 
 @dataclasses.dataclass
 class _Job:
-    """What all embeddings of a strategy share."""
+    """The channel and the numbers that all embeddings of a strategy share."""
 
     channel: Channel
     numbers: itertools.count[int]
@@ -332,8 +332,8 @@ def connect(
 ) -> Channel:
     """Makes the channel of one embedding, once its configuration is alike everywhere.
 
-    To be called in all processes in the same order. `description` has by name what must
-    be alike, of what JSON can hold.
+    All processes must call it in the same order. `description` has what must be alike
+    by name, in types that JSON can hold.
     """
     job = _JOBS.get(topology.strategy)
     if job is None:

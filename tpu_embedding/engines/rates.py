@@ -19,7 +19,7 @@ class UpdateScalars:
 
     Attributes:
       rate: The learning rate.
-      hyperparameters: Of a CustomOptimizer.
+      hyperparameters: The hyperparameters of a CustomOptimizer.
       combiner_rate: The learning rate of the weights of its CustomCombiner, or 0.
     """
 
@@ -32,8 +32,8 @@ class Rates:
     """The learning rates of a plan's tables, and the other numbers of an update.
 
     Attributes:
-      updates: int64 scalar variable, the number of updates already applied, or
-        None where neither a rate nor the rounding of a table asks for it.
+      updates: The number of updates already applied, an int64 scalar variable, or None
+        if neither a rate nor the rounding of a table needs it.
     """
 
     def __init__(self, plan: Plan, create_counter: Callable[[], tf.Variable]) -> None:
@@ -62,7 +62,7 @@ class Rates:
 
     @property
     def size(self) -> int:
-        """How many numbers there are: one for each table, then those of functions."""
+        """The number of rates: one for each table, then those of user functions."""
         return len(self._rates) + len(self._others)
 
     def evaluate(self) -> tf.Tensor:

@@ -1,4 +1,4 @@
-"""What engines count of the updates that they apply."""
+"""The counts of the updates that engines apply."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ class TableCounts:
     """Sums over the counted updates of one table, and the last of them.
 
     Attributes:
-      ids: Ids that were looked up; None, as distinct_ids, rows_touched and hot_rows,
-        where gradients do not name the rows of a batch.
-      invalid_ids: Ids that were dropped or taken modulo V; None: not known.
-      samples: Samples of all features; None: not known.
-      samples_without_ids: Those that no id is looked up for; None: not known.
+      ids: Ids that were looked up. None, as distinct_ids, rows_touched and hot_rows
+        are, if gradients do not name the rows of a batch.
+      invalid_ids: Ids that were dropped or taken modulo V; None if not known.
+      samples: Samples of all features; None if not known.
+      samples_without_ids: Samples that no id is looked up for; None if not known.
       distinct_ids: Rows that an update touched, summed over updates.
       rows_touched: Rows that any counted update touched.
-      hot_rows: int64 [n, 2], the rows named most often, and by how many ids.
-      rows: int [k], those of the last counted update, each once.
-      row_ids: int [k], by how many ids it named each.
-      gradient_norms: float32 [k], of the summed gradients, not clipped.
-      update_norms: float32 [k], of the changes of the rows; [V] where the optimizer
+      hot_rows: int64 [n, 2], the rows with the most ids, and how many ids each had.
+      rows: int [k], the rows of the last counted update, each once.
+      row_ids: int [k], the number of ids of each of these rows.
+      gradient_norms: float32 [k], norms of the summed gradients, before clipping.
+      update_norms: float32 [k], norms of the changes of the rows; [V] if the optimizer
         updates all rows.
-      vocabulary: Of all updates of a growing table, also those before telemetry: ids
-        without a row, those of them that were admitted and that were refused, and rows
-        that were evicted; else empty.
-      counted_steps: How many updates of it were counted; None: as many as of all.
+      vocabulary: Counts over all updates of a growing table, also those before
+        telemetry: ids without a row, how many of these were admitted and refused, and
+        rows that were evicted. Empty for other tables.
+      counted_steps: How many updates of it were counted; None if as many as of all.
     """
 
     ids: int | None = 0
@@ -55,17 +55,17 @@ class TableCounts:
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """What an engine has counted since it was told to.
+    """The counts of an engine since counting began.
 
     Attributes:
       steps: Updates that were applied.
-      counted_steps: Those that were counted.
+      counted_steps: Updates that were counted.
       queue_depth: Batches of a replica that wait in the queue now.
       pending_updates: Complete updates that are not applied yet.
-      tables: By name.
-      samples: Those of the updates that were applied; of servers None: they see rows.
-      bytes_sent: By phase of a step what this process has sent to others, or None.
-      waited_seconds: By process how long this one waited for it, or None.
+      tables: The counts of each table by name.
+      samples: Samples of the updates that were applied; None on servers.
+      bytes_sent: Bytes that this process has sent by phase of a step, or None.
+      waited_seconds: How long this process waited for each process, or None.
     """
 
     steps: int

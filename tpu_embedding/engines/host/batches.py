@@ -1,4 +1,4 @@
-"""Batches in the form of the kernels, and the plan as the kernels read it."""
+"""Converts batches and the plan into the form of the kernels."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from tpu_embedding.tables.growing import vocabulary_records
 
 
 class HostBatches:
-    """Batches of a plan in the form of the kernels, and as plain tensors: no state.
+    """Converts a plan's batches to the form of the kernels or plain tensors; stateless.
 
     Attributes:
-      device: Where batches are prepared; None: where each call is.
+      device: The device on which batches are prepared; None for that of each call.
       stacks: The stacks of the tables.
     """
 
@@ -38,7 +38,7 @@ class HostBatches:
     ) -> None:
         """Makes batches for the tables of `options`.
 
-        With `groups` entries are grouped by row for an update: else owners do it.
+        With `groups` entries are grouped by row for an update; otherwise owners do it.
         """
         self._ops = library.load()
         self.device, self._record, self._groups = device, record, groups
@@ -74,8 +74,8 @@ class HostBatches:
     ) -> PreprocessedFeatures:
         """Converts a batch that `prepare` returned to plain tensors.
 
-        One that was refused raises its error here, or has a `refusal`. Of a growing
-        table the rows of what was `looked_up`, if it was, stay while they exist.
+        A refused batch raises its error if `raises`; else its tensors have a `refusal`.
+        Growing tables keep the rows of a batch `looked_up` while its tensors exist.
         """
         with tf.device(self.device):
             result = self._ops.tpu_embedding_to_stacks(

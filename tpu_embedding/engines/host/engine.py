@@ -1,4 +1,4 @@
-"""The step of a CPU, on the parts of tables that it reaches."""
+"""The steps of the host engine, on the parts of tables that this process reaches."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Routed(NamedTuple):
 
     Attributes:
       own: What this process needs of the batch to combine rows and send gradients.
-      parts: For each part of the tables, what was asked of it.
+      parts: The requests that each part of the tables has received.
       ready: Tensors that exist once no owner can reject the batch any more.
     """
 
@@ -49,12 +49,12 @@ class Routed(NamedTuple):
 
 
 class HostEngine(Engine):
-    """One op per step and direction for all tables (see docs/architecture.md).
+    """Runs one op per step and direction for all tables (see docs/architecture.md).
 
     The tables are whole, in one part in this process; or a transport leads to the
-    owners of their parts. Then what a process needs of the owners travels three times
-    in each step: IDs when a batch is prepared or queued, rows or activations in the
-    lookup, gradients of samples in the update. See ops/cc/core/routing.h.
+    owners of their parts. Then data travels to or from the owners three times in each
+    step: IDs when a batch is prepared or queued, rows or activations in the lookup, and
+    gradients of samples in the update. See ops/cc/core/routing.h.
 
     Attributes:
       pipelined: Whether an update stays pending until the lookups of the next step.
@@ -75,13 +75,13 @@ class HostEngine(Engine):
         transport: Transport | None = None,
         reach: Reach = ALONE,
     ) -> None:
-        """Makes the whole tables, unless there are parts of them.
+        """Keeps the parts of the tables; without `parts` it makes whole tables.
 
         Args:
           options: See `Engine`.
           parts: The parts of the tables that ops of this process work on.
           transport: The way to the owners of all parts.
-          reach: Where the tables are, for calls that are not a part of a step.
+          reach: How this process reaches the tables outside of steps.
         """
         super().__init__(options)
         self._ops = library.load()
@@ -118,7 +118,7 @@ class HostEngine(Engine):
     def _trains(self, call: Call, tensors: Any) -> bool:
         """Returns whether an update may take the batch itself, not its tensors.
 
-        Growing tables must know of both that a lookup is for training.
+        For a growing table a lookup for training is marked even if it gives tensors.
         """
         return call.training and (self._grows or not tensors)
 
@@ -144,13 +144,13 @@ class HostEngine(Engine):
           batch: The batch of this process.
           collective: What the user called.
           training: Whether an update may follow.
-          looked_up: Of an update by server what it looked up before, where that is
-            known: its rows are there until the update.
+          looked_up: For an update, what its lookup asked of each server, if known; the
+            rows stay until the update.
 
         Raises:
-          tf.errors.InvalidArgumentError: If the batch was refused; in all processes of
-            a job if that of one was.
-          tf.errors.FailedPreconditionError: In all processes if the calls differ.
+          tf.errors.InvalidArgumentError: If the batch was refused; in a job also if
+            that of another process was.
+          tf.errors.FailedPreconditionError: In all processes, if their calls differ.
         """
         transport = self._transport
         assert transport is not None
@@ -290,7 +290,7 @@ class HostEngine(Engine):
         """Sends the owners their gradients, and updates.
 
         Args:
-          routed: The batch; None: the one that was dequeued last.
+          routed: The batch, or None for the one that was dequeued last.
           gradients: See `update`.
           call: See `update`.
         """

@@ -1,4 +1,4 @@
-"""The tables, or rows of tables, that one device owns."""
+"""The part of the tables, or of their rows, that one device owns."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from tpu_embedding.tables.vocabularies import QueueVocabulary
 
 
 class TablePart:
-    """What one device owns: tables, slots, their updates, and the ops on them.
+    """The tables and slots that one device owns, their updates, and the ops on them.
 
-    Lists of messages are by sender. Batches are lists of one, past the queue, or of
-    none: the next one of the queue.
+    Lists of messages are by sender. A list `batches` has one batch, which bypasses the
+    queue, or none, which means the next one of the queue.
 
     Attributes:
       device: The device.
       record: The plan of the part, for ops.
       rates: The learning rates, and the count of updates.
-      variables: By table.
-      vocabularies: Those of growing tables by name.
-      marks: What notes changed rows.
+      variables: The variables of each table.
+      vocabularies: The vocabularies of growing tables by name.
+      marks: The place where changed rows are noted.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class TablePart:
         """Makes the step queue.
 
         Args:
-          options: Those of an engine for these tables on their device.
-          record: Their plan, from `plan_record`.
-          variables: By table.
-          placement: Which of their rows are here.
-          tables: Their indices in the plan of all tables.
+          options: The options of an engine for these tables on their device.
+          record: The plan of the tables, from `plan_record`.
+          variables: The variables of each table.
+          placement: The rows of the tables that are here.
+          tables: The indices of the tables in the plan of all tables.
           routed: Whether the ids of a sample go to several parts.
         """
         self.device = options.topology.device
@@ -129,10 +129,10 @@ class TablePart:
     ) -> tf.Tensor:
         """Submits the gradients of a batch that `look_up` took.
 
-        The rates come first: one that fails has changed nothing.
+        It evaluates the rates first: if one fails, nothing has changed.
 
         Returns:
-          bool scalar, whether updates are due.
+          Whether updates are due, a bool scalar.
         """
         # Replicas act in ascending order: the last one completes the update.
         is_last = call.replica == self._topology.num_replicas - 1
@@ -159,9 +159,9 @@ class TablePart:
         """Receives what the senders ask of this part.
 
         Args:
-          routed: The own batch, if it has one.
-          received: By sender.
-          looked_up: See `HostEngine.route`: at most one.
+          routed: The batch of this process itself, if it has one.
+          received: The message of each sender.
+          looked_up: At most one element; see `HostEngine.route`.
           training: Whether an update may follow.
         """
         with tf.device(self.device):
@@ -305,9 +305,9 @@ class TablePart:
         )
 
     def _placed(self, table: int, *figures: Any, **others: Any) -> TableCounts:
-        """Counts of rows by their numbers in the whole table.
+        """Counts rows by their numbers in the whole table.
 
-        Where the rows of a sample are in several parts, no one counts samples.
+        If the rows of a sample are in several parts, no part counts samples.
         """
         counts = TableCounts(*figures, **others)
         if self._counts_samples:

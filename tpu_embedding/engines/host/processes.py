@@ -26,9 +26,9 @@ from tpu_embedding.tables.variables import Place, TableVariables, create_parts
 class ShardedEngine(HostEngine):
     """The host engine over the tables of all processes of a synchronous job.
 
-    This process has one part of them. All processes make the same calls in the same
-    order: those of the queue, `lookup`, `update`, `flush`, `reset`, and views of the
-    tables.
+    This process has one part of them. All processes must make the same calls in the
+    same order: calls of the queue, `lookup`, `update`, `flush`, `reset`, and views of
+    the tables.
     """
 
     name = "sharded"
@@ -68,7 +68,7 @@ class ShardedEngine(HostEngine):
 
     @property
     def channel(self) -> Channel:
-        """What the processes of this embedding exchange messages over."""
+        """The channel by which the processes of this embedding exchange messages."""
         return self._channel
 
     def flush(self) -> None:

@@ -1,4 +1,4 @@
-"""The order of calls: queues of batches on top of the engine."""
+"""Queues of batches on top of the engine, which check the order of calls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEQUEUE = CollectiveCall("lookup", "dequeue", "continues")
 class HostEngineQueue(StepQueue):
     """The queue in the resource of the engine's part of the tables.
 
-    Over several processes it has batches that were routed.
+    In a job of several processes it holds routed batches.
     """
 
     def __init__(self, engine: HostEngine) -> None:
@@ -59,11 +59,11 @@ class HostEngineQueue(StepQueue):
 
 
 class ServerQueue(StepQueue):
-    """The batches of one function, or of eager calls, in order.
+    """Queues the batches of each function, and of eager calls.
 
-    Each tf.function has steps of its own, also each of its loops and branches: any
-    number of workers may run it at a time. A wrong order of calls is an error when
-    the function is traced.
+    Each tf.function has steps of its own, and so has each of its loops and branches:
+    any number of workers may run it at a time. A wrong order of calls raises an error
+    when the function is traced.
     """
 
     def __init__(self, engine: ParameterServerEngine) -> None:
@@ -146,7 +146,7 @@ class _Steps:
     """The steps of one function.
 
     Attributes:
-      queued: Routed batches with `training`, the oldest first.
+      queued: Routed batches, each with its `training`, the oldest first.
       owed: The lookup whose gradients are awaited, or None.
       was_training: Whether the last batch that was dequeued is for training.
     """

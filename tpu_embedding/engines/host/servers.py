@@ -40,12 +40,12 @@ _PARTS = "_tpu_embedding_parts"
 
 
 class ParameterServerEngine(HostEngine):
-    """Tables are looked up and updated on servers.
+    """Looks up and updates tables on servers.
 
-    Each is whole on one server, or its rows are divided over all of them. Workers
-    prepare, check and divide batches, and combine what the servers send. A push that
-    was numbered by a `ClusterCoordinator` is applied once on each server, however
-    often the function runs.
+    Each table is whole on one server, or its rows are divided over all of them. Workers
+    prepare, check and divide batches, and combine what the servers send. Each server
+    applies a push that a `ClusterCoordinator` numbered once, however often the function
+    runs.
     """
 
     name = "parameter_server"
@@ -135,7 +135,7 @@ class ParameterServerEngine(HostEngine):
     def flush(self) -> None:
         """See `TableStore.flush`.
 
-        Also applies an update whose worker was lost after its server had taken it.
+        It also applies an update whose worker was lost after the server had taken it.
         """
         self._run(self._flush_parts)
 
@@ -208,10 +208,10 @@ def places_on_servers(
 
 
 def _require_library(servers: Sequence[str]) -> None:
-    """Refuses servers that do not know our ops.
+    """Refuses servers that do not have the ops of the library.
 
     Raises:
-      tf.errors.NotFoundError: It names the server and the way out.
+      tf.errors.NotFoundError: If one lacks them; the text has its name and a way out.
     """
     ops: Mapping[str, Any] = vars(library.load())
     for server in servers:

@@ -1,4 +1,4 @@
-"""How ids, rows and gradients travel between those that ask and the owners."""
+"""Carries ids, rows and gradients between processes that ask and the owners."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Messages = Sequence[tf.Tensor]
 
 
 class CollectiveCall(NamedTuple):
-    """A call in which all processes take part, as they compare it.
+    """A call in which all processes take part, in the form that they compare.
 
     Attributes:
       phase: One of `PHASES` of process_group.py.
       name: The call, with the arguments that must be alike everywhere.
-      role: What it is of a step, one of `ROLES`.
+      role: Its role in a step, one of `ROLES`.
     """
 
     phase: str
@@ -33,7 +33,7 @@ class Transport(Protocol):
     Attributes:
       record: The plan by which a batch is divided over the owners.
       size: Number of owners.
-      num_senders: How many send to an owner in one step.
+      num_senders: Number of processes that send to an owner in one step.
       is_owner: Whether this process is an owner itself.
     """
 
@@ -48,13 +48,13 @@ class Transport(Protocol):
         """Sends one message to each owner.
 
         Args:
-          collective: The call that they belong to.
-          messages: By owner.
+          collective: The call that the messages belong to.
+          messages: The message to each owner.
           refusal: Why this process refuses the step, or "".
 
         Returns:
-          What has arrived, by sender, for each part of the tables that ops of this
-          process work on.
+          For each part of the tables that ops of this process work on, the messages
+          that have arrived, by sender.
         """
         ...
 
@@ -97,7 +97,7 @@ class Processes:
 
 
 class Servers:
-    """Parameter servers: TensorFlow carries what an op on another device takes."""
+    """Parameter servers, to whose ops TensorFlow carries inputs from other devices."""
 
     def __init__(self, record: bytes, size: int) -> None:
         self.record, self.is_owner = record, False

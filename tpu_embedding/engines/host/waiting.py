@@ -1,11 +1,11 @@
 """Tables of the host engine whose rows wait for their gradients.
 
-An optimizer that updates all rows in each step, `te.Adam(lazy_adam=False)`, costs no
-more than the rows of a batch where `idle_of` finds what a step does to the others
+An optimizer that updates all rows in each step, `te.Adam(lazy_adam=False)`, costs only
+the rows of a batch if `idle_of` finds what a step does to the other rows
 (`optimizers/idle.py`). Each part of the tables counts the updates that it applies, in
 its step queue. A lookup gives caught-up rows and writes nothing; an update catches its
-rows up. What reads whole tables catches all rows up first, by `TablePart.catch_up`:
-`TableStore.flush`, and each read of a variable.
+rows up. `TableStore.flush` and each read of a whole variable first catch all rows up,
+by `TablePart.catch_up`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def idle_of(spec: TableSpec) -> Idle | None:
     """Returns how rows of a table wait, or None if each step updates all rows.
 
-    Rows wait in tables with slots of our own, but not in tables of int8.
+    Rows wait in tables whose slots this package makes, but not in int8 tables.
     """
     config, optimizer = spec.config, spec.optimizer
     if optimizer is None or optimizer.slot_variable_creation_fn is not None:
@@ -66,7 +66,7 @@ def waiting_bytes(spec: TableSpec, rows: int) -> int:
 
 
 class PartWaits:
-    """What the rows of a table of a part wait for; see `tables.waiting.Waits`."""
+    """The steps that rows of a part's table wait for; see `tables.waiting.Waits`."""
 
     def __init__(self, part: TablePart, table: int) -> None:
         """Makes the variables of a table ones that see what waits."""

@@ -1,3 +1,3 @@
-"""The portable engine: TensorFlow's ops, on any device, without our library."""
+"""The portable engine: TensorFlow's ops, on any device, without a library of ops."""
 
 __all__: list[str] = []

@@ -98,7 +98,7 @@ class Combiners:
     ) -> tuple[list[tf.Tensor], dict[int, CombinerInputs]]:
         """Combines what was looked up at `positions` of `entries` into activations.
 
-        Also returns by feature the inputs of its combiner.
+        It also returns the inputs of the combiner of each feature.
         """
         activations, found = list(vectors), {}
         for feature, combiner in self._of_features.items():

@@ -47,7 +47,7 @@ _DISCARDED = (
 
 
 class PortableEngine(Engine, StepQueue):
-    """Looks up and updates entries (row, sample, gain); it is its own queue."""
+    """Looks up and updates entries (row, sample, gain), and is its own queue."""
 
     name = "portable"
     table_dtypes = ("float32", "bfloat16")
@@ -346,8 +346,8 @@ def _read_stack(
 ) -> list[Entries]:
     """Undoes `_write_stack`, for each feature and its output shape, int64 [k].
 
-    The tensors of the table may hold anything: they come from the user. Those that
-    `_write_stack` cannot have made are refused.
+    The tensors of the stack come from the user and may hold anything. It refuses those
+    that `_write_stack` cannot have made.
     """
     specs = [plan.features[f] for f in stack.features]
     # The product of large axes overflows an integer, but not a float64.

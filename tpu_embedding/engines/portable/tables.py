@@ -83,7 +83,7 @@ def update_table(
 
 
 class _TensorFlowOps:
-    """`ArrayOps` of TensorFlow."""
+    """The `ArrayOps` of TensorFlow."""
 
     sqrt = staticmethod(tf.sqrt)
     pow = staticmethod(tf.pow)
@@ -109,8 +109,8 @@ def round_rows(
 ) -> tf.Tensor:
     """Rounds each value to one of the two nearest bfloat16 (docs/semantics.md).
 
-    The bits are those of ops/cc/core/bfloat16.h. Values are float32 [n, D], rows int64
-    [n] of the table; `number` is that of the updates before this one.
+    The bits equal those of ops/cc/core/bfloat16.h. Values are float32 [n, D], and rows
+    of the table int64 [n]. `number` is the number of updates before this one.
     """
     bits = tf.cast(tf.bitcast(values, tf.uint32), tf.int64)
     size = bits & 0x7FFFFFFF

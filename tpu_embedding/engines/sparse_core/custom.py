@@ -1,4 +1,4 @@
-"""The user's functions in the form in which TensorFlow's ops call them.
+"""Converts the user's functions to the form in which TensorFlow's ops call them.
 
 A stack is wider than its tables. The values from the ops are cut to the width of the
 table before the user's function gets them, and padded afterwards. A rule that computes
@@ -46,12 +46,12 @@ class CombinerFunctions:
 
     Attributes:
       config: The user's configuration.
-      max_valency: That of the op: libtpu compiles multiples of 8.
+      max_valency: The `max_valency` of the op, a multiple of 8, as libtpu requires.
       combine: (valencies [S], vectors [S, max_valency, width][, weights [S,
         num_weights]]) -> activations [S, width].
-      table_vjp: The same arguments and gradients [S, width] -> gradients of the
+      table_vjp: (arguments of `combine`, gradients [S, width]) -> gradients of the
         vectors.
-      weights_vjp: The same arguments -> gradients of the weights of each sample.
+      weights_vjp: The arguments of `table_vjp` -> gradients of each sample's weights.
     """
 
     config: CustomCombiner
@@ -77,7 +77,7 @@ class CustomFunctions:
 
 
 def functions_of(plan: Plan, stack: Stack) -> CustomFunctions:
-    """Traces and checks the user's functions for one stack. Must be called eagerly."""
+    """Traces and checks the user's functions for one stack, eagerly."""
     spec = plan.tables[stack.tables[0]]
     dim, width = spec.config.dim, stack.width
     optimizer = spec.optimizer

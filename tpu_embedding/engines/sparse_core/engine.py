@@ -165,7 +165,7 @@ class SparseCoreEngine(Engine):
 
     @property
     def _stacks(self) -> list[StackState]:
-        """All stacks, with values."""
+        """All stacks, after their first values were made."""
         if self._due:
             self.complete()
         return self._created
@@ -425,8 +425,8 @@ class SparseCoreEngine(Engine):
     ) -> list[Any]:
         """Assigns all values in all replicas, or none if a replica fails before.
 
-        Waits for the tensors `after`, too. Returns control inputs for what must come
-        later.
+        It also waits for the tensors `after`, and returns control inputs for ops that
+        must come later.
         """
         topology = self._topology
         values = [value for _, value in changes]

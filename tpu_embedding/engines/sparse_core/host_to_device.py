@@ -1,4 +1,4 @@
-"""Batches and gradients between the features of the host and the stacks of a TPU.
+"""Converts batches and gradients between features on the host and a TPU's stacks.
 
 The samples of a replica are divided among its SparseCores: each SparseCore has a block
 of the samples of every feature, one feature after another. A stack lists its samples
@@ -141,7 +141,7 @@ def copy_to_device(
     elsewhere it would stay on the host, which has no kernel for it.
 
     Returns:
-      By stack name a PartitionedCsrFormatTensor; for a CustomCombiner a
+      A PartitionedCsrFormatTensor by stack name; for a CustomCombiner a
       CombinedCsrFormatTensor, without the fields that its lookup adds.
     """
     with tf.control_dependencies(require([_was_made_for(batch, partitioning)])):

@@ -176,7 +176,7 @@ def update_input_specs(
 
 
 class _Rule(NamedTuple):
-    """The call of a rule: its part of the op's name, and its arguments."""
+    """The call of an update rule: its part of the op's name, and its arguments."""
 
     name: str
     arguments: dict[str, Any]

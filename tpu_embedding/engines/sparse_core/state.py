@@ -50,7 +50,7 @@ _tracing_only: list[EngineOptions] | None = None
 def tracing_only() -> Iterator[list[EngineOptions]]:
     """Creates variables that have shapes but no memory, for programs to be compiled.
 
-    Yields the options of each engine that is created meanwhile.
+    It yields a list that receives the options of each engine created meanwhile.
     """
     global _tracing_only  # noqa: PLW0603 - engines are created in another thread.
     _tracing_only = []
@@ -61,7 +61,7 @@ def tracing_only() -> Iterator[list[EngineOptions]]:
 
 
 class _WithoutMemory(tf.Module):
-    """Stands in for a variable of each replica, of which a program sees one."""
+    """Takes the place of the variables of all replicas, of which a program sees one."""
 
     def __init__(self, name: str, initial_value: Callable[[], tf.Tensor]) -> None:
         super().__init__()
@@ -90,8 +90,8 @@ class StackState:
     Attributes:
       stack: The tables of the stack.
       parameters: float32 [rows of a device, width] in each replica.
-      slots: By slot name, the same.
-      initial_values: By slot name, the initial value.
+      slots: The slots by name, shaped as `parameters`.
+      initial_values: The initial values of the slots by name.
       combiner_weights: float32 [num_weights] in each replica, if the table has a
         CustomCombiner with weights.
     """
@@ -168,9 +168,9 @@ class StackState:
 
 
 def create_state(options: EngineOptions, layout: Layout) -> list[StackState]:
-    """Creates and fills the variables of all stacks, but no tables `to_restore`.
+    """Creates the variables of all stacks, and fills them unless `to_restore` is set.
 
-    Must be called outside of replicas; see `outside_of_replicas`.
+    Call it outside of replicas; see `outside_of_replicas`.
     """
     with options.topology.strategy.scope():
         states = [_create_stack(options, stack) for stack in layout.stacks]

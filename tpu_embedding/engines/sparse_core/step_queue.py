@@ -21,7 +21,7 @@ from tpu_embedding.layout.csr import PreprocessedFeatures
 
 
 class QueuedEngine(Protocol):
-    """What the queue needs of the SparseCore engine, beside `Engine`."""
+    """The methods of the SparseCore engine that the queue needs, beside `Engine`."""
 
     lookup: Any
     flush: Any
@@ -42,7 +42,7 @@ class QueuedEngine(Protocol):
     ) -> list[Any]:
         """Updates as `Steps.update`, after other tensors; returns control inputs.
 
-        `flushed` says whether it is known that no update is pending.
+        `flushed` is True if it is known that no update is pending.
         """
         ...
 
@@ -137,7 +137,7 @@ class SparseCoreQueue(StepQueue):
 
     @functools.cached_property
     def _queues(self) -> list[BatchRing]:
-        """By replica; made when a batch is first queued."""
+        """The queue of each replica, made when a batch is first queued."""
 
         def create() -> list[BatchRing]:
             queues = []
@@ -166,7 +166,7 @@ class SparseCoreQueue(StepQueue):
     def _handles(self) -> list[tf.Tensor]:
         """Returns the handles of the replica's queue, the same ones in a whole program.
 
-        TensorFlow orders what uses the same tensor.
+        TensorFlow orders ops that use the same tensor.
         """
         program = self._topology.program()
         if self._of_program is None or self._of_program[0] is not program:

@@ -35,7 +35,7 @@ def make_configuration(
 ) -> Any:
     """Makes the TPUEmbeddingConfiguration of a plan whose optimizers have a `tpu` rule.
 
-    For each feature `output_shapes` has the full shape of its activations on one core,
+    `output_shapes` has the full shape of each feature's activations on one core,
     without the embedding axis.
     """
     proto = _Configuration(
@@ -63,7 +63,7 @@ def make_configuration(
 def dynamic_rates(plan: Plan) -> list[Callable[..., Any]]:
     """Returns the callable learning rates, each once; the index of a rate is its tag.
 
-    Tables with the same rate share a tag: each tag makes a TPU slower.
+    Tables with the same rate share a tag, because each tag makes a TPU slower.
     """
     rates: list[Callable[..., Any]] = []
     for table in plan.tables:

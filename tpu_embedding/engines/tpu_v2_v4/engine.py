@@ -148,11 +148,11 @@ class TPUV2V4Engine(Engine):
     def from_tensors(
         self, features: PreprocessedFeatures, *, looked_up: bool
     ) -> Prepared:
-        """See `Steps.from_tensors`: `lookup` adds a marker, its number.
+        """See `Steps.from_tensors`; `lookup` marks the tensors with its number.
 
         Raises:
           tf.errors.FailedPreconditionError: If gradients come in another program than
-            that of their lookup, or after a later lookup.
+            their lookup, or after a later lookup.
         """
         tables: Any = features.tables
         expected = {_MARKER} if looked_up else set()
@@ -319,10 +319,10 @@ def _refuse_values() -> Any:
 
 
 class QueuedTicket(TracedTicket):
-    """Of one lookup in a queue; its content is the name of its ops.
+    """The ticket of one lookup in a queue; its content is the name of the ops.
 
     Attributes:
-      number: Of the lookup.
+      number: The number of the lookup.
     """
 
     def __init__(self, number: int) -> None:
@@ -331,7 +331,7 @@ class QueuedTicket(TracedTicket):
 
 
 class QueuedTickets:
-    """For an engine with one queue: in a program one lookup at a time owes gradients.
+    """The tickets of an engine with one queue: one lookup at a time owes gradients.
 
     The content of a ticket is a name that tells the ops of one lookup from others.
     """
@@ -349,7 +349,7 @@ class QueuedTickets:
     def begin(self, program: Any, *, training: bool) -> QueuedTicket:
         """Makes a ticket for a new lookup, traced in `program`.
 
-        With `training` gradients may come; until then there is no other ticket.
+        With `training` gradients may come; until they do there is no other ticket.
         """
         before = self._last.get(program)
         if before is not None and not before.taken:

@@ -1,8 +1,8 @@
 """Copies on the hosts of the tables in the memory of TPUs.
 
 The TPU is loaded from the copies, and they are retrieved from it before reads. Host h
-of H has the rows [h * V / H, (h + 1) * V / H); the first hosts have one more if H does
-not divide V. In a checkpoint a table, or a slot, is one tensor, saved in slices.
+of H has the rows [h * V / H, (h + 1) * V / H); the first hosts have one more row if H
+does not divide V. In a checkpoint a table, or a slot, is one tensor, saved in slices.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tpu_embedding.tables.variables import VariableRows, create_state, user_slot
 
 
 class HostArray(ShardedArray):
-    """A table or slot: one variable on each host that has rows of it."""
+    """A table or slot in one variable on each host that has rows of it."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class HostArray(ShardedArray):
         self._initial_value = initial_value
 
     def rows(self) -> MutableTableRows:
-        """Returns all rows. After writing them, the TPU must be loaded."""
+        """Returns all rows; after rows were written, load them into the TPU."""
         parts = [VariableRows(shard, self._initial_value) for shard in self.shards]
         return joined(parts, self._initial_value)
 
@@ -64,7 +64,7 @@ class HostTable:
     """One table and its slots, with the ops that load and retrieve them.
 
     Attributes:
-      arrays: By "parameters" and slot name, in the order of the ops.
+      arrays: The arrays by "parameters" and slot name, in the order of the ops.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Keras models that train the rows of a batch, with the numbers of Keras.
 
-A step of `te.keras.RowSparseOptimizer` goes one of three ways, by variable. The
-optimizer says which in `updates_rows_by`:
+A step of `te.keras.RowSparseOptimizer` updates each variable in one of three ways. The
+optimizer shows them in `updates_rows_by`:
 
 - "op": one op of the library updates the rows of all tables (`fused.py`), by a rule
   that the kernels have (`rules.py`): SGD without momentum, Adagrad, Adam, AdamW, Ftrl.
@@ -22,10 +22,10 @@ In the first two ways the other rows of a `te.keras.Embedding` wait, unless `laz
         |  as described by
     Idle (optimizers/idle.py)          what a step without a gradient does to a row
 
-`counting.py` counts updates, whichever way they go, for `te.Telemetry`.
-`converting.py` changes models that exist, and processes, and loads models. Checkpoints
-and exports see the tables and slots of a model by `tables.py`. Files name the classes
-of Keras (`save_as` of `keras3.py` and `keras2.py`).
+`counting.py` counts the updates of all three ways for `te.Telemetry`. `converting.py`
+converts existing models and processes, and loads models. Checkpoints and exports see
+the tables and slots of a model through `tables.py`. Files contain the names of Keras's
+own classes (`save_as` of `keras3.py` and `keras2.py`).
 """
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""Keras models, and processes, whose Embedding layers and optimizers work by rows."""
+"""Makes Embedding layers and optimizers of Keras models or processes work by rows."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def convert(model: Any, lazy: bool = False) -> Any:
       `model`.
 
     Raises:
-      TypeError: If it is not a model of Keras.
+      TypeError: If `model` is not a model of Keras.
       ValueError: If `RowSparseOptimizer` refuses the optimizer of the model, such as
         one that updates rows already for `lazy=True`. Then nothing has changed.
-      NotImplementedError: Likewise.
+      NotImplementedError: If `RowSparseOptimizer` does not support the strategy.
       RuntimeError: If Keras does not run on TensorFlow.
     """
     keras_api.require_tensorflow("convert")
@@ -110,7 +110,7 @@ def load_model(path: Any, lazy: bool = False, **options: Any) -> Any:
 
     Args:
       path: A file or folder that the Keras of this process loads. Slots and iterations
-        are the file's.
+        are read from it.
       lazy: As for `RowSparseOptimizer`. Files of earlier versions of this package say
         whether it was set, and then it stays.
       **options: As for `keras.saving.load_model`: `custom_objects`, `compile` and
@@ -120,8 +120,8 @@ def load_model(path: Any, lazy: bool = False, **options: Any) -> Any:
       The model.
 
     Raises:
-      ValueError: If Keras cannot load it, or as `convert`.
-      NotImplementedError: As `convert`.
+      ValueError: If Keras cannot load the model, or `convert` refuses it.
+      NotImplementedError: As `convert` does.
       RuntimeError: If Keras does not run on TensorFlow.
     """
     keras_api.require_tensorflow("load_model")
@@ -140,7 +140,7 @@ def unconvert(model: Any) -> Any:
       `model`.
 
     Raises:
-      TypeError: If it is not a model of Keras.
+      TypeError: If `model` is not a model of Keras.
       ValueError: If a layer has a combiner or a Hashing, which Keras does not have.
         Then nothing has changed.
     """
@@ -166,7 +166,7 @@ def unconvert(model: Any) -> Any:
 def convert_process(note: Callable[[str, str], None] = lambda what, why: None) -> None:
     """Converts each Embedding and each optimizer of this process when it is built.
 
-    `note` is told of each what it is and why it was not converted, or "".
+    It calls `note` with a description of each, and why it was not converted, or "".
     """
     keras_api.require_tensorflow("convert")
     _hook_embeddings(note)

@@ -1,6 +1,6 @@
-"""What `te.Telemetry` reads of the rows that a RowSparseOptimizer updates.
+"""Counts the rows that a RowSparseOptimizer updates, for `te.Telemetry`.
 
-An optimizer counts by TensorFlow's ops around a step, whichever way it updates a table.
+TensorFlow's ops count around a step, in whichever way it updates a table.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _LAST = (np.int64, np.int64, np.float32, np.float32)  # As the last of TableCoun
 
 
 class RowCounter:
-    """Counts every n-th update of a table; it stays in the functions that it is in.
+    """Counts every n-th update of a table; traced functions keep its ops.
 
     Attributes:
-      owner: Whose counts these are; None: nobody counts.
+      owner: The object for which it counts, or None while nobody counts.
       started_with: This counter and those of the other tables of the owner.
     """
 
@@ -135,9 +135,9 @@ class RowCounter:
 def counted(
     pairs: Sequence[tuple[Any, Any]], by_rows: Callable[[Any, Any], bool]
 ) -> Iterator[None]:
-    """Counts a step of pairs of gradients and variables, where somebody wants it.
+    """Counts a step of pairs of gradients and variables, for tables with a counter.
 
-    `by_rows` is told a gradient and a table; whether only rows of it are updated.
+    `by_rows` takes a gradient and a table, and returns whether only rows are updated.
     """
     tables = [(g, keras_api.value_of(variable)) for g, variable in pairs]
     ends = [

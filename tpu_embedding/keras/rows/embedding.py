@@ -32,9 +32,9 @@ from tpu_embedding.vocabulary import Hashing
 
 
 class _Bags(NamedTuple):
-    """The entries of bags: ids [n], bags [n], weights [n], and the shape of the bags.
+    """The n entries of bags: ids [n], bags [n], weights [n]; and the shape of the bags.
 
-    There are n entries; `bags` has the place of each entry's bag, in row-major order.
+    `bags` has the number of each entry's bag, in row-major order.
     """
 
     ids: tf.Tensor
@@ -46,13 +46,13 @@ class _Bags(NamedTuple):
 class Embedding(WeightTable, keras_api.RowEmbedding):
     """`keras.layers.Embedding` whose cost depends on the batch, not on the table.
 
-    A subclass of the layer of the Keras of this process, with its arguments, weights,
+    It is a subclass of the layer of this process's Keras, with its arguments, weights,
     files, masks, LoRA and quantization, and the same numbers. It reads only the rows of
     the ids of a batch; with `te.keras.RowSparseOptimizer` only these are updated.
 
-    Files name `keras.layers.Embedding`, and load without this package;
-    `te.keras.load_model` makes them this class again. A layer with a combiner or a
-    Hashing is of a subclass, whose files need this package.
+    Files contain the name `keras.layers.Embedding`, and load without this package;
+    `te.keras.load_model` makes the layers this class again. A layer with a combiner or
+    a Hashing is of a subclass, whose files need this package.
 
     >>> import keras
     >>> layer = Embedding(1000, 8)
@@ -70,7 +70,7 @@ class Embedding(WeightTable, keras_api.RowEmbedding):
       combiner: None, or "sum", "mean" or "sqrtn": the ids of the last axis are a bag,
         and the result is the sum of their rows, divided by the sum of the weights
         ("mean") or by the root of the sum of their squares ("sqrtn"). A bag without ids
-        gives zeros; with `mask_zero=True` the id 0 is no entry of its bag.
+        gives zeros; with `mask_zero=True` the id 0 does not count as an entry.
       **kwargs: As for `keras.layers.Embedding`.
 
     Raises:
@@ -125,10 +125,10 @@ class Embedding(WeightTable, keras_api.RowEmbedding):
         """Returns the rows of the ids, combined if the layer has a combiner.
 
         Args:
-          inputs: Integers: a dense tensor [..., n], or a sparse or ragged one. With a
-            combiner sparse and ragged ids are of rank 2, [batch, n].
-          weights: With a combiner, a weight for each id, of the kind and the layout of
-            the ids, floating point. None: 1.
+          inputs: The ids, integers: a dense tensor [..., n], or a sparse or ragged one.
+            With a combiner sparse and ragged ids are of rank 2, [batch, n].
+          weights: With a combiner, a floating point weight for each id, in the kind and
+            the layout of the ids. None means 1.
 
         Returns:
           A tensor [..., n, output_dim], or [..., output_dim] with a combiner, of the
@@ -222,7 +222,7 @@ class Embedding(WeightTable, keras_api.RowEmbedding):
         save_hashing(self.hashing, store)
 
     def load_own_variables(self, store: Any) -> None:
-        """Reads what Keras's layer does.
+        """Reads the variables of Keras's layer.
 
         Raises:
           ValueError: If ids have other rows in the file, or the table another shape.
@@ -250,7 +250,7 @@ class Embedding(WeightTable, keras_api.RowEmbedding):
 
 
 class OwnEmbedding(Embedding):
-    """An Embedding that Keras has not. Keras has one name for a class in files."""
+    """An Embedding with options that Keras lacks, which has its own name in files."""
 
 
 OwnEmbedding.__name__ = Embedding.__name__  # Which is also the place of its weights.

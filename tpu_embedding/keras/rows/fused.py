@@ -1,7 +1,7 @@
-"""The rows of all tables of a step, updated by one op of the library.
+"""Updates the rows of all tables of a step by one op of the library.
 
-The op is that of the CPU engine, on the variables of Keras: the update of an embedding
-whose features are the gradients.
+It is the op of the CPU engine, applied to the variables of Keras: it updates an
+embedding whose features are the gradients.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Rows(NamedTuple):
 
     Attributes:
       gradient: float32 values [n, D] of the rows `indices` [n], which may repeat.
-      variable: float32 [V, D].
+      variable: The table, float32 [V, D].
       slots: Variables of the same shape, in the order of the rule.
-      waiting: What the rows wait for; None if they do not.
+      waiting: The steps that rows wait for, or None if they do not wait.
     """
 
     gradient: tf.IndexedSlices
@@ -61,10 +61,10 @@ def update(
     """Sums the gradients of equal rows, and applies a rule to each row once.
 
     Args:
-      rule: Its learning rate is a callable.
-      tables: What fits the rule; the rows of all wait, or of none.
-      updates: How many there were before, of which the rate may be a function.
-      steps: For tables whose rows wait, what `Waiting.advance` takes.
+      rule: A rule whose learning rate is a callable.
+      tables: The tables, which fit the rule; the rows of all wait, or of none.
+      updates: The number of updates before, which the rate may take.
+      steps: The `step` of `Waiting.advance` for each table whose rows wait.
     """
     plan = _updates(
         dataclasses.replace(rule, learning_rate=0.0),
@@ -76,7 +76,7 @@ def update(
 
 
 class _Updates:
-    """The plan of tables of a rule: their names, rows and columns."""
+    """Updates tables of given names, rows and columns by one rule, as a plan."""
 
     def __init__(self, rule: Optimizer, tables: Sequence[tuple[str, int, int]]) -> None:
         configs = [TableConfig(rows, dim, combiner="sum") for _, rows, dim in tables]

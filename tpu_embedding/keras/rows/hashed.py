@@ -1,4 +1,4 @@
-"""A `te.keras.Embedding` whose ids are hashed: its arguments, and its lookup."""
+"""The arguments, records and lookup of a `te.keras.Embedding` whose ids are hashed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LARGEST_FLOAT = 2**24  # The least whole number whose successor is no float32.
 
 
 class NoRecord(tf.__internal__.tracking.Trackable):
-    """Stands in a layer that is not hashed for the record of one that is."""
+    """Takes the place of a Hashing's record in a layer that is not hashed."""
 
     def __init__(self, layer: str) -> None:
         """Takes the name of the layer."""
@@ -38,8 +38,8 @@ class NoRecord(tf.__internal__.tracking.Trackable):
 def check_checkpoint(layer: str, hashing: Hashing, path: str) -> None:
     """Checks a hashed layer before tf.train.Checkpoint restores it.
 
-    Of several layers of the checkpoint one must fit. The record of the layer, which
-    cannot tell which of them is its own before it is read, checks that one.
+    If the checkpoint has several layers, one of them must fit. Which of them the layer
+    restores is not known before; then its record checks that one.
 
     Raises:
       ValueError: If the ids of all layers there have other rows.
@@ -66,7 +66,7 @@ def of_table(
 ) -> tuple[tuple[Any, ...], dict[str, Any], Hashing | None]:
     """Returns the arguments of Keras's layer for the table, and the Hashing or None.
 
-    `get_config` has its options in the place of `input_dim`.
+    In the result of `get_config` the Hashing's options are in place of `input_dim`.
     """
     named = {**dict(zip(_FIRST, args, strict=False)), **kwargs}
     hashing = named.get("input_dim")
@@ -132,11 +132,11 @@ def look_up_rows(
     """Looks up ids, whose rows of each hash are combined before they are joined.
 
     Args:
-      look_up: Reads rows by number.
-      name: The layer, for messages.
-      ids: Dense, sparse or ragged.
-      hashing: Which rows an id has; None: that of its number.
-      combine: Takes the rows of the ids.
+      look_up: A function that reads rows by their numbers.
+      name: The name of the layer, for messages.
+      ids: The ids, a dense, sparse or ragged tensor.
+      hashing: The Hashing that gives ids rows; None if an id is the number of its row.
+      combine: A function that combines the rows of the ids.
     """
     if hashing is None:
         return combine(look_up(ids))

@@ -1,4 +1,4 @@
-"""Keras optimizers that update the rows of a table that a batch names, once each.
+"""Keras optimizers that update only the rows that a batch names, each of them once.
 
 Where the library has the rule of the optimizer, one op of `fused` updates all tables of
 a step. Otherwise the `update_step` of the Keras class runs, with `TouchedRows`, the
@@ -48,9 +48,9 @@ _STRATEGIES = (tf.distribute.OneDeviceStrategy, tf.distribute.MirroredStrategy)
 
 
 class TouchedRows:
-    """The rows of a variable that a gradient names, as the optimizers of Keras use it.
+    """The rows of a variable that a gradient names, in the role of the variable.
 
-    Has what an `update_step` takes of a variable. The variable does not change.
+    The class has what an `update_step` of Keras needs. The variable does not change.
     """
 
     def __init__(self, value: tf.Tensor, key: Any) -> None:
@@ -94,7 +94,7 @@ class _OnTouchedRows:
 
 
 class UpdatesRows:
-    """Mixin; must precede the Keras class in the bases."""
+    """Mixin that updates rows; must precede the Keras class in the bases."""
 
     _rule: Any  # The class of Keras.
     lazy: bool = False
@@ -157,7 +157,7 @@ class UpdatesRows:
     ) -> tuple[Idle | None, str]:
         """Returns what a step does to rows without a gradient; None for nothing.
 
-        The second result says why that cannot be made up for.
+        The second result says why rows cannot be caught up on such steps, or is "".
         """
         if self.lazy:
             return None, ""
@@ -301,10 +301,10 @@ class UpdatesRows:
     ) -> list[tuple[Any, Any]]:
         """Updates what the library can in one op; `update_step` does the others.
 
-        A variable that is named twice is for `update_step`, which keeps the order.
+        It leaves a variable that occurs twice to `update_step`, which keeps the order.
 
         Returns:
-          The same pairs, in which a gradient that was applied is an `_Applied`.
+          The same pairs, with an `_Applied` in place of each gradient that was applied.
         """
         pairs = list(gradients_and_variables)
         sparse = [
@@ -387,13 +387,13 @@ def slots_at(optimizer: Any, rule: type, index: int) -> dict[str, Any]:
 
 
 class _Applied(tf.IndexedSlices):
-    """A gradient whose rows are updated."""
+    """A gradient that was applied, so that its rows are up to date."""
 
 
 class _Summed(tf.IndexedSlices):
-    """Names each row once. XLA's tf.unique of what tf.unique returned is wrong.
+    """A gradient with each row once; XLA's tf.unique must not see its rows again.
 
-    `unclipped` is the gradient that was summed, and then clipped.
+    `unclipped` is the gradient before it was summed and then clipped.
     """
 
     def __init__(self, values: Any, rows: Any, shape: Any, unclipped: Any) -> None:
@@ -475,17 +475,17 @@ def RowSparseOptimizer(inner: Any, lazy: bool = False) -> Any:  # noqa: N802
 
     Args:
       inner: An Adadelta, Adagrad, Adam, AdamW, Ftrl, Lion, Nadam, RMSprop or SGD of the
-        Keras of this process; it may be built and trained already. Or its name, as
-        `compile` takes it: "adam".
+        Keras of this process, which may be built and trained already; or a name that
+        `compile` accepts, such as "adam".
       lazy: Leaves rows and slots as they are in the steps that do not name them, as
         LazyAdam of TensorFlow Addons does. It is cheaper, and rare rows learn less than
         in Keras. SGD without momentum and Adagrad are the same either way.
 
     Returns:
-      `inner`, which may update rows already; of a name the optimizer.
+      `inner`, or the optimizer with that name.
 
     Raises:
-      TypeError: If it is not an optimizer of Keras.
+      TypeError: If `inner` is not an optimizer of Keras.
       ValueError: If its class has no rule for rows, if it updates rows already with
         another value of `lazy`, if Keras does not know the name, or for
         `loss_scale_factor`.

@@ -1,7 +1,7 @@
-"""What is known of the rules of Keras's optimizers, beside their `update_step`.
+"""The rules of Keras's optimizers, beside their `update_step`.
 
-`rule_of` has the rules that the kernels have, and `idle_of` what each does to rows
-without a gradient.
+`rule_of` returns those that the kernels have, and `idle_of` returns what each rule does
+to rows without a gradient.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tpu_embedding.optimizers.idle import Idle
 
 
 class _OfKernels(base.KeywordOptimizer):
-    """A rule of the kernels; where they do not run, Keras's `update_step` has it."""
+    """A rule of the kernels; if these do not run, Keras's `update_step` applies it."""
 
     def update(self, ops, gradient, row, slots, rate):
         raise NotImplementedError
@@ -28,7 +28,7 @@ class _OfKernels(base.KeywordOptimizer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KerasAdagrad(_OfKernels):
-    """a += G^2; T -= lr * G / sqrt(a + epsilon)."""
+    """Keras's Adagrad: a += G^2; T -= lr * G / sqrt(a + epsilon)."""
 
     rule: ClassVar[str] = "keras_adagrad"
     hyperparameter_names: ClassVar[tuple[str, ...]] = ("epsilon",)
@@ -46,10 +46,10 @@ class KerasAdam(_OfKernels):
     """m += (G - m) * take_1; v += (G^2 - v) * take_2; T -= lr * m / (sqrt(v) + eps).
 
     Attributes:
-      learning_rate: With the bias correction.
-      take_1: 1 - beta_1 in double precision, as Keras forms it.
-      take_2: 1 - beta_2.
-      epsilon: Of Keras.
+      learning_rate: The learning rate, with the bias correction.
+      take_1: 1 - beta_1 in double precision, as Keras computes it.
+      take_2: 1 - beta_2 in double precision.
+      epsilon: The epsilon of Keras.
     """
 
     rule: ClassVar[str] = "keras_adam"
@@ -96,9 +96,9 @@ class _Rule(NamedTuple):
     """How to make the rule of a class of Keras.
 
     Attributes:
-      make: Takes a callable learning rate, and `options` by name.
+      make: Makes the rule of a callable learning rate, and `options` by name.
       options: Options of the class that are numbers.
-      unset: Options that the kernels do not have.
+      unset: Options that the kernels do not have, so that they must not be set.
     """
 
     make: Callable[..., base.Optimizer | None]
@@ -131,8 +131,8 @@ def rule_of(optimizer: Any, cls: type, rate: Any) -> base.Optimizer | None:
     Keras carries out what comes before and after it, such as clipping.
 
     Args:
-      optimizer: Has the options.
-      cls: Has the rule.
+      optimizer: The optimizer with the options.
+      cls: The class of Keras with the rule.
       rate: The learning rate of this step, as Keras has evaluated it.
 
     Returns:
@@ -181,12 +181,12 @@ def checkpoint_names(cls: type) -> dict[str, str]:
 
 
 class _Waits(NamedTuple):
-    """How rows of a class of Keras wait.
+    """How rows that an optimizer class of Keras trains wait.
 
     Attributes:
-      idle: Of an optimizer.
-      weight: Of an optimizer and the rate of a step: c_s of `optimizers/idle.py`.
-      note: Likewise, what else is known of the step.
+      idle: Returns the Idle of an optimizer.
+      weight: Returns c_s of `optimizers/idle.py`, of an optimizer and a step's rate.
+      note: Returns the further number that the rule needs of a step, from the same.
     """
 
     idle: Callable[[Any], Idle]
@@ -264,7 +264,7 @@ def idle_of(optimizer: Any, cls: type) -> Idle:
     """Returns what an optimizer of a class of Keras does to a row without a gradient.
 
     Raises:
-      ValueError: If that cannot be made up for; the text says why.
+      ValueError: If rows cannot be caught up on such steps; the text says why.
     """
     idle = _WAITS[cls.__name__].idle(optimizer)
     options = (*idle.fades, idle.epsilon, *idle.follow)

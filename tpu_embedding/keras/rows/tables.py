@@ -64,7 +64,7 @@ class ModelTables(WeightTables):
 
     @property
     def _optimizer(self) -> Any:
-        """Returns the innermost optimizer of the model, or None."""
+        """The innermost optimizer of the model, or None."""
         optimizer: Any = getattr(self._model, "optimizer", None)
         while hasattr(optimizer, "inner_optimizer"):
             optimizer = optimizer.inner_optimizer
@@ -211,7 +211,7 @@ class ModelTables(WeightTables):
 
     @property
     def telemetry(self) -> Any:
-        """The te.Telemetry that counts; None once another one does."""
+        """The te.Telemetry that counts, or None once another one counts."""
         owners = [getattr(t.counter, "owner", None) for t in self._counted().values()]
         return self._telemetry if set(owners) == {self} else None
 
@@ -328,7 +328,7 @@ def _view(spec: TableSpec, layer: Any, rows: Mapping[str, MutableTableRows]) -> 
 
 
 class _Rows(VariableRows):
-    """A table or slot whose waiting rows were caught up before it is read."""
+    """A table or slot without `variable`, so that reads catch waiting rows up."""
 
     @property
     def variable(self) -> None:

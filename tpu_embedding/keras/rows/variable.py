@@ -65,9 +65,9 @@ def waiting_of(variable: Any) -> Waiting | None:
 
 
 def check_calls(variable: Any, waiting: Waiting | None) -> None:
-    """Refuses calls of the function that is traced, once the table waits for others.
+    """Refuses calls of the traced function once another optimizer has the table.
 
-    Where rows wait, an op does it (`Waiting.check_step`); XLA leaves assertions out.
+    If rows wait, an op does this (`Waiting.check_step`), but XLA leaves assertions out.
     """
     graph = outermost_graph()
     if graph is None or not isinstance(variable, TableVariable):

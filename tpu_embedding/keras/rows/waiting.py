@@ -1,13 +1,13 @@
-"""The rows of a table that wait for their next gradient, and what they are by now.
+"""Catches up the rows of a table that have waited since their last gradient.
 
 A `Waiting` belongs to a table and its slots. It counts the steps that an optimizer has
 taken with the table (`clock`), knows for each row the step at which it was written last
 (`since`), and for each of these steps what waiting from it to now does (`history`; see
-`tpu_embedding/optimizers/idle.py`). A row that is read or updated is caught up by them;
-a `flush` catches all rows up, after which none waits.
+`tpu_embedding/optimizers/idle.py`). With these it catches up a row that is read or
+updated; a `flush` catches all rows up, after which none waits.
 
-The work is done by ops of the library, or by those of TensorFlow where it cannot be
-loaded, under a strategy and in XLA. Both have the same variables.
+Ops of the library do the work, or those of TensorFlow if it cannot be loaded, under a
+strategy and in XLA. Both use the same variables.
 """
 
 from __future__ import annotations
@@ -100,13 +100,13 @@ def _read(variable: Any) -> tf.Tensor:
 
 
 class Waiting:
-    """What the rows of one table wait for.
+    """The steps that the rows of one table wait for.
 
     Attributes:
       idle: What a step does to a row without a gradient.
       variables: The table and its slots, each [V, D].
-      owner: The number of the optimizer.
-      decays: Whether the optimizer decays the table.
+      owner: The number of the optimizer that trains the table.
+      decays: Whether the optimizer applies weight decay to the table.
       is_revoked: Whether the optimizer may take no more steps.
     """
 
@@ -157,7 +157,7 @@ class Waiting:
           rows: Integers of any shape.
 
         Returns:
-          Each [*rows.shape, D].
+          The rows of the table and of each slot, [*rows.shape, D].
         """
         with record.stop_recording():
             kernels = kernels_for(self.variables)
@@ -264,7 +264,7 @@ class Waiting:
     def write(self, rows: tf.Tensor, values: Sequence[tf.Tensor]) -> None:
         """Writes rows of the table and the slots, as they are after the next step.
 
-        `advance` ends the step.
+        A call of `advance` must follow, to end the step.
         """
         for variable, value in zip(self.variables, values, strict=True):
             scatter(variable, rows, value)
@@ -275,8 +275,8 @@ class Waiting:
         """Counts a step.
 
         Args:
-          step: float64 [3]: c_s of `idle.py`, what the rule needs to know of the step,
-            and the part of itself that a row loses by weight decay.
+          step: float64 [3]: c_s of `idle.py`, a number that the rule needs of the step,
+            and the share of itself that a row loses by weight decay.
           dense: Whether the step has updated all rows, which were caught up before.
         """
         kernels = kernels_for(self.variables)
