@@ -129,15 +129,15 @@ def _rename_error(rename: str, tables: Iterable[str]) -> ValueError:
 
 @dataclasses.dataclass(frozen=True)
 class _ArrayReport:
-    """One table, slot or what is known of the ids of a growing table.
+    """A table, a slot, or an array about the ids of a growing table.
 
     Attributes:
       table: Name of the table.
       array: "parameters", the slot, or e.g. "ids".
       shape: Shape without padding.
       dtype: Dtype of the stored values.
-      bytes: Size.
-      norm: The square root of the sum of the squares of the values; None of integers.
+      bytes: Size of the array.
+      norm: The root of the sum of the squares of the values; None for integers.
     """
 
     table: str

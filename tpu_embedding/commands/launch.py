@@ -1,10 +1,10 @@
 """`python -m tpu_embedding launch`: starts the processes of a job, and ends them.
 
 A process that fails ends all others. With restarts the job begins again, and its
-program goes on from its last checkpoint; a worker of parameter servers starts again
-alone.
+program goes on from its last checkpoint; under parameter servers only the worker that
+failed starts again.
 
-Processes learn of each other by TF_CONFIG, and the launcher of them by exit codes.
+Processes learn of each other from TF_CONFIG, and the launcher learns from exit codes.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ class _JobError(Exception):
 
 
 class _Options:
-    """The command line, checked.
+    """The checked options of the command line.
 
     Attributes:
       address: HOST:PORT at which hosts meet; None for one host.
       hosts: The numbers of hosts that may take part.
       servers: The number of parameter servers of this host.
-      command: What runs the program, after `python`.
+      command: The arguments of `python` that run the program.
       restarts: How often the job, or a worker of servers, may start again.
       timeout: Seconds to wait for other hosts.
       status: The file of the status, or None.
-      status_interval: Seconds between its lines.
+      status_interval: Seconds between the lines of this file.
       exit_timeout: Seconds that processes may run after the first one is done.
     """
 
@@ -153,7 +153,7 @@ class _Process:
 
     @property
     def exit_code(self) -> int | None:
-        """Returns None while the process runs; a negative number is a signal."""
+        """The exit code, None while the process runs; -n if signal n ended it."""
         return self._process.poll()
 
     def signal(self, number: signal.Signals) -> None:
@@ -175,7 +175,7 @@ class _Process:
     def status(self) -> dict[str, Any]:
         """Returns the name, process id, exit code, CPU seconds and memory in bytes.
 
-        And what te.Telemetry said last.
+        The last status of te.Telemetry follows.
         """
         pid = self._process.pid
         status = {"name": self.name, "pid": pid, "exit_code": self.exit_code}
@@ -222,14 +222,14 @@ class _Lines:
 
 
 class _Job:
-    """The processes of this host, in one start of the job."""
+    """The processes of this host in one start of the job."""
 
     def __init__(self, options: _Options, start: int, restarts: int) -> None:
         """Prepares start number `start`, from 1.
 
         Args:
           options: The command line.
-          start: Chooses the number of processes.
+          start: The number of the start, which decides the number of processes.
           restarts: How often a worker of parameter servers may start again.
         """
         self._options, self._start_number = options, start
@@ -326,9 +326,9 @@ class _Status:
         self.start = 0
 
     def write(self, state: str, processes: Sequence[_Process] = ()) -> None:
-        """Replaces the file if the state is a new one, or the time has come.
+        """Replaces the file if the state has changed or the interval is over.
 
-        A file system that fails does not end the job.
+        An error of the file system does not end the job.
         """
         now = time.time()
         if self._path is None or (state == "running" and now < self._due):

@@ -41,7 +41,7 @@ class Meeting:
         """Prepares a meeting; `join` forms the cluster.
 
         Args:
-          address: HOST:PORT, at which one of the launchers can listen. None if this
+          address: HOST:PORT at which one of the launchers can listen; None if this
             host is alone.
           hosts: The numbers of hosts that may take part.
         """
@@ -56,7 +56,7 @@ class Meeting:
 
         Args:
           ports: The free ports of this host, by kind of task.
-          timeout: In seconds.
+          timeout: The number of seconds.
 
         Raises:
           TimeoutError: If too few hosts come.

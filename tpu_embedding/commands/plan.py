@@ -32,11 +32,11 @@ _SAMPLE = """
 
 
 class Configuration(NamedTuple):
-    """What a file or an attribute says.
+    """The configuration that a file or an attribute contains.
 
     Attributes:
       features: The feature configuration.
-      optimizer: For tables without one, or None.
+      optimizer: The optimizer of tables without their own, or None.
       batch_size: Samples of a step, or None.
     """
 

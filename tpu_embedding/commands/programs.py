@@ -27,12 +27,12 @@ def prepare(
     *,
     module: bool = False,
 ) -> Callable[[], Any]:
-    """Calls `replace`, and returns what runs a program as Python does.
+    """Calls `replace`, and returns a function that runs a program as Python does.
 
     Args:
       target: The path of a script, of a folder or zip file with a `__main__.py`, or
         with `module` the name of a module, as for `python -m`.
-      arguments: Of the program.
+      arguments: The arguments of the program.
       replace: Replaces names, once it is known which Keras the program needs.
       module: Whether `target` is a module.
     """
@@ -114,9 +114,9 @@ def _of_program(trace: types.TracebackType | None) -> types.TracebackType | None
 def needs_tf_keras(script: pathlib.Path, folder: pathlib.Path | None = None) -> bool:
     """Returns whether a script imports tf_keras or TFRS, itself or through imports.
 
-    Also whether it names a class that only tf_keras has. Reads the script, the modules
-    in `folder` or beside it, and the requirements of the packages that they import;
-    runs nothing.
+    A script that uses a class that only tf_keras has counts, too. The function reads
+    the script, the modules in `folder` or beside it, and the requirements of the
+    packages that they import, and runs nothing.
     """
     folder = folder or script.resolve().parent
     seen, waiting = set[pathlib.Path](), [script]

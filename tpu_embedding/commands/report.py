@@ -115,8 +115,8 @@ def page_of(checkpoint: LogicalCheckpoint, tables: Sequence[TableReport]) -> str
     """Returns the report page, as HTML.
 
     Args:
-      checkpoint: Where the tables are from.
-      tables: Their reports.
+      checkpoint: The checkpoint of the tables.
+      tables: The reports of the tables.
     """
     bytes_of_all = sum(sum(table.bytes.values()) for table in tables)
     facts = {

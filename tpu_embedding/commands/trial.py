@@ -38,20 +38,20 @@ worse by rows, change the learning rate, or keep the script as it is."""
 
 
 class _Enough(BaseException):
-    """Ends a script after the steps that were asked for, past its `except`."""
+    """Ends a script after the requested steps; `except Exception` does not stop it."""
 
 
 @dataclasses.dataclass
 class Run:
-    """What one process reported.
+    """The report of one process.
 
     Attributes:
       wall: Seconds of each step, without the first, which traces the model.
       cpu: Seconds of CPU of each of these steps.
-      losses: As `fit` shows them, the mean of the epoch so far, after each step.
+      losses: The losses that `fit` shows: after each step the mean of the epoch so far.
       total: Seconds of CPU of the whole process.
-      peak: Bytes, the peak of the memory of the process.
-      notes: What was built, and why it was not converted, or "".
+      peak: The peak of the memory of the process, in bytes.
+      notes: Each object that was built, and why it was not converted, or "".
     """
 
     wall: list[float] = dataclasses.field(default_factory=list)
@@ -65,7 +65,7 @@ class Run:
 def compare(plain: Run, rows: Run, wrote: Sequence[str] = ()) -> str:
     """Returns the table of both runs, and what was replaced or not and why.
 
-    `wrote` are the files that the first run wrote.
+    `wrote` has the files that the first run wrote.
     """
     lines = [f"{'':28}{'as it is':>14}{'by rows':>14}"]
 
@@ -132,7 +132,7 @@ def _shares(notes: Sequence[tuple[str, str]]) -> dict[str, float]:
 def try_script(script: str, arguments: Sequence[str], steps: int) -> int:
     """Runs a script in both ways and prints the comparison; 1 if it failed.
 
-    After `steps` a run ends; 0: when the script ends.
+    A run ends after `steps`, or with 0 when the script ends.
     """
     if steps < 0:
         raise ValueError(f"--steps must not be negative. Received: {steps}.")

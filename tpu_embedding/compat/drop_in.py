@@ -1,9 +1,9 @@
 """Runs programs written for TPUs with the classes of this package, unchanged.
 
 `install` replaces names of TensorFlow and of TFRS in this process, and
-`python -m tpu_embedding run SCRIPT` runs a script after that; with `--keras` a script
-for Keras, whose embeddings then work by rows. Nothing is replaced unless one of them is
-called.
+`python -m tpu_embedding run SCRIPT` runs a script after that. With `--keras` it runs a
+script for Keras, whose embeddings then work by rows. Nothing is replaced unless one of
+these is called.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ _HOOKS = (
 
 @dataclasses.dataclass
 class _Process:
-    """What was installed in this process.
+    """The state of `install` in this process.
 
     Attributes:
       on: The argument of `install`, or "".
-      strategy: What `TPUStrategy` gives, once it was created.
+      strategy: The strategy that `TPUStrategy` gives, or None before the first call.
       cores: The devices of each replica, if a program assigned them.
-      undo: What `uninstall` does.
+      undo: The calls by which `uninstall` restores the names.
     """
 
     on: str = ""
@@ -82,22 +82,22 @@ _process = _Process()
 def install(on: str = "host") -> None:
     """Replaces TensorFlow's TPU embedding classes by those of this package.
 
-    For this process, and before the program imports the names that it uses. What was
-    replaced is printed once to stderr, and `uninstall` takes it back:
+    Call it before the program imports the names that it uses. It affects this process,
+    prints once to stderr what it replaces, and `uninstall` reverses it:
 
-    - `tf.tpu.experimental.embedding`: each name that this package has.
+    - `tf.tpu.experimental.embedding` gets each name that this package has.
     - `tf.distribute.TPUStrategy` gives the strategy of `on`;
       `tf.distribute.cluster_resolver.TPUClusterResolver`,
       `tf.tpu.experimental.initialize_tpu_system` and
       `tf.config.experimental_connect_to_cluster` accept any address, and connect to
       nothing. `tf.distribute.InputOptions` takes `experimental_prefetch_to_device`.
-    - `tf.estimator` and `tf.compat.v1.estimator`, where TensorFlow has none, with
-      TPUEstimator; the columns and `*Parameters` of `tf.tpu.experimental`.
-    - TFRS's layer `tensorflow_recommenders.layers.embedding.TPUEmbedding`.
+    - `tf.estimator` and `tf.compat.v1.estimator` get TPUEstimator if TensorFlow has
+      none, and `tf.tpu.experimental` the columns and `*Parameters`.
+    - `tensorflow_recommenders.layers.embedding.TPUEmbedding` becomes this package's.
     - `load_model` of Keras converts what it loads, as `te.keras.load_model` does.
 
-    Set the environment variable TF_USE_LEGACY_KERAS to "1" before for programs that use
-    TFRS or tf_keras; `python -m tpu_embedding run` does so.
+    For programs that use TFRS or tf_keras, first set the environment variable
+    TF_USE_LEGACY_KERAS to "1"; `python -m tpu_embedding run` does so.
 
     >>> import tpu_embedding as te
     >>> te.install("tpu")
@@ -155,8 +155,8 @@ def install_with_devices(on: str) -> None:
 def uninstall() -> None:
     """Gives the names that `install` replaced back to TensorFlow and to TFRS.
 
-    What the program has imported or made keeps the classes of this package. Without
-    `install` before, nothing happens.
+    Names that the program has imported and objects that it has made keep the classes
+    of this package. Without `install` before, nothing happens.
 
     >>> import tensorflow as tf
     >>> import tpu_embedding as te
@@ -168,7 +168,7 @@ def uninstall() -> None:
     False
 
     Raises:
-      RuntimeError: If TFRS was imported since: its own names are this package's.
+      RuntimeError: If TFRS was imported since, with this package's classes in it.
     """
     if _process.on and _TFRS_LAYER in sys.modules:
         raise RuntimeError(
@@ -198,7 +198,7 @@ def _replace_embedding() -> Iterator[str]:
 
 
 class TPUClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
-    """The address of TPUs that are not there: any address is accepted."""
+    """A cluster resolver of no TPUs, which accepts any address."""
 
     def __init__(self, tpu: Any = None, **kwargs: Any) -> None:
         del tpu, kwargs  # Addresses, zones and credentials of the cluster.
@@ -217,7 +217,7 @@ class TPUClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
     get_master = master
 
     def cluster_spec(self) -> tf.train.ClusterSpec:
-        """Returns a cluster of one worker. No process listens at its address."""
+        """Returns a cluster of one worker, at whose address no process listens."""
         return tf.train.ClusterSpec({"worker": ["localhost:8470"]})
 
     def num_accelerators(self, *args: Any, **kwargs: Any) -> dict[str, int]:
@@ -238,7 +238,7 @@ class _Instances(type):
 
 
 class InputOptions(tf.distribute.InputOptions):
-    """TensorFlow's, which also takes the name that an option had before TF 2.4."""
+    """TensorFlow's class, which also takes the name of an option before TF 2.4."""
 
     def __new__(
         cls,
@@ -388,7 +388,7 @@ def _replace_tpu_system() -> Iterator[str]:
 
 
 class _Estimator(types.ModuleType):
-    """A part of `tf.estimator`; loads what needs private modules of TensorFlow late."""
+    """A part of `tf.estimator` that loads private modules of TensorFlow when needed."""
 
     def __getattr__(self, name: str) -> Any:
         part = self.__name__.partition("estimator")[2].lstrip(".")
@@ -557,8 +557,8 @@ def _convert_loaded(module: Any) -> None:
 def _modules(path: str, roots: Sequence[str] = _ROOTS) -> Iterator[Any]:
     """Yields the modules of a part of TensorFlow's API.
 
-    `tf.tpu` and what `import tensorflow.tpu.experimental` loads differ, and the latter
-    then replaces the former. From now on that import finds the same module.
+    `tf.tpu` is another module than `import tensorflow.tpu.experimental` loads, and the
+    latter would replace it. From now on that import finds the same module.
     """
     for root in roots:
         module: Any = tf

@@ -1,4 +1,4 @@
-"""The layer that programs find in the place of that of TensorFlow Recommenders."""
+"""The layer that programs get instead of that of TensorFlow Recommenders."""
 
 from __future__ import annotations
 

@@ -87,23 +87,23 @@ class TPUEstimator:
         """Checks the arguments; nothing is built before it is needed.
 
         Args:
-          model_fn: Called with features and, as far as it accepts them, labels, mode,
-            params and config; returns a TPUEstimatorSpec.
-          model_dir: Where checkpoints are kept; None: that of the config, or a new
+          model_fn: A function of features and, as far as it accepts them, labels, mode,
+            params and config, which returns a TPUEstimatorSpec.
+          model_dir: The folder of checkpoints; None means that of the config, or a new
             temporary folder.
           config: A RunConfig.
-          params: For the input_fn and model_fn, which get "batch_size" and "use_tpu"
-            besides, and with use_tpu=True "context", a TPUContext of one host; a
-            "use_tpu" of their own is overwritten, as in TensorFlow.
+          params: The params of the input_fn and model_fn, to which "batch_size" and
+            "use_tpu" are added, and with use_tpu=True "context", a TPUContext of one
+            host. Their own "use_tpu" is overwritten, as in TensorFlow.
           use_tpu: Whether the spec's tables are TPU embedding tables.
-          train_batch_size: For params["batch_size"] in training.
-          eval_batch_size: The same in evaluation.
-          predict_batch_size: The same in prediction.
+          train_batch_size: The params["batch_size"] of training.
+          eval_batch_size: The params["batch_size"] of evaluation.
+          predict_batch_size: The params["batch_size"] of prediction.
           batch_axis: Must be None: no batch is split.
-          eval_on_tpu: False evaluates as with use_tpu=False.
+          eval_on_tpu: Whether evaluation uses the tables; False acts as use_tpu=False.
           export_to_tpu: Has no effect; exports are for CPUs.
           export_to_cpu: Must be True.
-          warm_start_from: A checkpoint, or WarmStartSettings, to begin with.
+          warm_start_from: A checkpoint, or WarmStartSettings, with first values.
           embedding_config_spec: The embeddings.
           export_saved_model_api_version: Has no effect.
 
@@ -152,7 +152,7 @@ class TPUEstimator:
 
     @property
     def model_dir(self) -> str:
-        """Where checkpoints are kept."""
+        """The folder of checkpoints."""
         return self._model_dir
 
     @property
@@ -174,7 +174,7 @@ class TPUEstimator:
         """Returns the folder of the metrics of an evaluation, for TensorBoard.
 
         Args:
-          name: The `name` that `evaluate` got.
+          name: The `name` that was passed to `evaluate`.
         """
         return sessions.event_folder(self._model_dir, name)
 
@@ -182,8 +182,8 @@ class TPUEstimator:
         """Returns the prefix of the latest checkpoint, or None if none was written.
 
         Raises:
-          tf.errors.NotFoundError: If the folder names one that is not there.
-          tf.errors.DataLossError: If what names it cannot be read.
+          tf.errors.NotFoundError: If the checkpoint that the folder names is missing.
+          tf.errors.DataLossError: If the file that names it cannot be read.
         """
         return latest_checkpoint(self._model_dir)
 
@@ -210,18 +210,18 @@ class TPUEstimator:
         """Trains, from the latest checkpoint if there is one.
 
         Args:
-          input_fn: Gives a Dataset of (features, labels) or such a pair of tensors;
-            takes those of mode, params and config that it names.
+          input_fn: A function that returns a Dataset of (features, labels) or such a
+            pair of tensors. It may take mode, params and config.
           hooks: SessionRunHooks.
-          steps: How many steps more; None: to the end of the input.
-          max_steps: The global step to stop at, instead.
+          steps: The number of further steps; None trains to the end of the input.
+          max_steps: The global step to stop at, in place of `steps`.
           saving_listeners: CheckpointSaverListeners.
 
         Returns:
           This estimator.
 
         Raises:
-          ValueError: If both numbers are given, or one is below 1.
+          ValueError: If both numbers of steps are given, or one is below 1.
           TypeError: If a hook is of another class.
         """
         if steps is not None and max_steps is not None:
@@ -263,10 +263,10 @@ class TPUEstimator:
 
         Args:
           input_fn: As for train.
-          steps: How many batches; None: all.
+          steps: The number of batches; None means all.
           hooks: SessionRunHooks.
-          checkpoint_path: Instead of the latest one.
-          name: For `eval_dir`.
+          checkpoint_path: The checkpoint; None means the latest one.
+          name: The name of the evaluation, for `eval_dir`.
 
         Returns:
           The metrics by name, with "loss" and "global_step".
@@ -294,10 +294,10 @@ class TPUEstimator:
 
         Args:
           input_fn: As for train; labels are left out.
-          predict_keys: Which of the predictions; None: all.
+          predict_keys: The keys of the predictions; None means all.
           hooks: SessionRunHooks.
-          checkpoint_path: Instead of the latest one.
-          yield_single_examples: Cut batches into samples.
+          checkpoint_path: The checkpoint; None means the latest one.
+          yield_single_examples: Whether to cut batches into samples.
 
         Yields:
           The predictions, as NumPy arrays in the structure that the model_fn has.
@@ -327,14 +327,14 @@ class TPUEstimator:
         """Writes a SavedModel for CPUs, in which columns look embeddings up.
 
         Args:
-          export_dir_base: A folder named by the time is made below it.
-          serving_input_receiver_fn: Gives the features and what is fed for them.
+          export_dir_base: The parent of the new folder, whose name is the time.
+          serving_input_receiver_fn: Returns the features and the tensors to feed.
           assets_extra: Files to copy, by their new paths below assets.extra.
-          as_text: Write saved_model.pbtxt.
-          checkpoint_path: Instead of the latest one.
+          as_text: Whether to write saved_model.pbtxt.
+          checkpoint_path: The checkpoint; None means the latest one.
 
         Returns:
-          The folder.
+          The path of the new folder.
 
         Raises:
           ValueError: If there is no checkpoint.

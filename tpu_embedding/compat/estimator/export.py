@@ -59,8 +59,8 @@ class ServingInputReceiver:
     """Holds the return value of a serving_input_receiver_fn.
 
     Attributes:
-      features: For the model_fn.
-      receiver_tensors: What the server feeds: a tensor or a dict of tensors.
+      features: The features of the model_fn.
+      receiver_tensors: The tensor or dict of tensors that the server feeds.
     """
 
     features: Any
@@ -73,7 +73,7 @@ def build_raw_serving_input_receiver_fn(
     """Returns a receiver that is fed the features themselves.
 
     Args:
-      features: By name a tensor, whose dtype and shape are taken.
+      features: Tensors by name, which give the dtypes and shapes.
       default_batch_size: The first axis of each, or None for any.
     """
 
@@ -93,7 +93,7 @@ def build_parsing_serving_input_receiver_fn(
     """Returns a receiver that is fed serialized tf.train.Examples.
 
     Args:
-      feature_spec: As tf.feature_column.make_parse_example_spec gives it.
+      feature_spec: A result of tf.feature_column.make_parse_example_spec.
       default_batch_size: The number of examples, or None for any.
     """
 
@@ -146,7 +146,7 @@ def write(
 ) -> None:
     """Writes the default graph with the values of a checkpoint.
 
-    `options` are the session's config, and whether to write text.
+    `options` has the session's config, and whether to write text.
     """
     scaffold, (config, as_text) = graph.scaffold(), options
     saver = scaffold.saver or _v1.get_collection(_v1.GraphKeys.SAVERS)[0]

@@ -28,14 +28,14 @@ def dense_features(
     """Makes one dense tensor of the features, for use in a model_fn.
 
     Args:
-      features: The features that the model_fn got.
+      features: The features that were passed to the model_fn.
       feature_columns: Dense columns of tf.feature_column and of
         tf.compat.v1.tpu.experimental.
       name: The variable scope.
-      trainable: Whether the variables of columns are.
+      trainable: Whether the variables of columns are trainable.
 
     Returns:
-      float32 [B, sum of widths]; the columns side by side by their names.
+      float32 [B, sum of widths], the columns side by side in the order of their names.
 
     Raises:
       ValueError: If a column is not dense.
@@ -56,7 +56,7 @@ def sequence_features(
     name: str = "sequence_features",
     trainable: bool = True,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Makes one dense tensor of sequence columns, as `dense_features`.
+    """Makes one dense tensor of sequence columns, as `dense_features` does.
 
     Returns:
       (float32 [B, T, sum of widths], the number of positions in each sample [B]).
@@ -136,7 +136,7 @@ class _Variables(private_tensorflow.StateManager):
         return self._variables[feature_column, name]
 
     def add_resource(self, feature_column: Any, name: str, resource: Any) -> None:
-        """Keeps e.g. a lookup table."""
+        """Keeps a resource of a column, such as a lookup table."""
         self._resources[feature_column, name] = resource
 
     def has_resource(self, feature_column: Any, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""The graph of one mode: input_fn and model_fn called, tables beside them."""
+"""Builds the graph of one mode: calls input_fn and model_fn, and adds tables."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ _TPU_OPTIONS = (
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """How one graph is to be built.
+    """The options of one graph to be built.
 
     Attributes:
       key: One of ModeKeys.
       on_tpu: Whether the spec's tables are TPU embedding tables.
-      params: For the input_fn and model_fn.
+      params: The params of the input_fn and model_fn.
       config: The RunConfig.
       embedding_spec: The EmbeddingConfigSpec, or None.
     """
@@ -67,7 +67,7 @@ class Graph:
       spec: What the model_fn returned; its train_op updates the tables too.
       tables: The TPU embedding tables, or None.
       table_variables: The variables of `tables` by their names in checkpoints.
-      own_saver: Whether the trainer's Saver restores, which knows these names.
+      own_saver: Whether the trainer's own Saver, which knows these names, restores.
     """
 
     spec: EstimatorSpec
@@ -185,10 +185,10 @@ def _call_model_fn(
 
 @contextlib.contextmanager
 def _fresh_keras_names() -> Iterator[None]:
-    """Starts the numbers of unnamed Keras 3 layers anew, as each new graph must.
+    """Restarts the numbers of unnamed Keras 3 layers, as each new graph must.
 
-    Keras counts names in a process: without this the `dense` of training would be the
-    `dense_1` of evaluation, which no checkpoint has.
+    Keras counts names in a process. Without this the `dense` of training would be
+    `dense_1` in evaluation, which no checkpoint has.
     """
     counts = "object_name_uids"
     before = global_state.get_global_attribute(counts)

@@ -38,7 +38,7 @@ class EmbeddingInputs:
     def naming_row_0(self, features: Sequence[str]) -> EmbeddingInputs:
         """Returns the inputs with (id 0, weight 0) in each empty sample of `features`.
 
-        safe_embedding_lookup_sparse, and with it the columns on a CPU, do the same. The
+        safe_embedding_lookup_sparse does the same, and so do the columns on a CPU. The
         entry adds nothing to an activation or gradient, but row 0 counts as touched:
         FTRL and Adam then change it, as in the reference runs.
         """
@@ -132,8 +132,8 @@ def _weights(key: str, weight_key: str, others: dict[str, Any], ids: Any) -> Any
 def _checked(key: str, sparse: tf.SparseTensor) -> tf.SparseTensor:
     """Returns `sparse`, to be read after a check of its shape and indices.
 
-    A shape of many rows without entries would be made of memory here, before what looks
-    up can refuse it; an index outside of it would name another sample.
+    A shape of many rows without entries would take memory here before a lookup can
+    refuse it, and an index outside of the shape would name another sample.
     """
     indices, shape = sparse.indices, sparse.dense_shape
     num_entries = tf.size(sparse.values, tf.int64)

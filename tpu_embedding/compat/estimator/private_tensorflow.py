@@ -74,7 +74,7 @@ class RecordedVariable:
     """The variable that a column would make on a CPU.
 
     Attributes:
-      name: Its name in its scope.
+      name: The name of the variable in its scope.
       variable_scope: The variable scope, maybe "".
       name_scope: The name scope, maybe "".
     """
@@ -89,7 +89,7 @@ def one_tpu_core() -> Iterator[dict[str, RecordedVariable]]:
     """Makes TensorFlow believe that one TPU core's computation is being built.
 
     Embedding columns then take their activations from the features, and
-    CrossShardOptimizer sums over this one core. Yields what columns record in the
+    CrossShardOptimizer sums over this one core. It yields what columns record in the
     default graph, by their get_embedding_var_name.
     """
     recorded: dict[str, RecordedVariable] = {}

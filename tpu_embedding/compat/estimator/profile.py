@@ -1,7 +1,7 @@
 """Statistics of the ids that a model sees, kept in `profile_data_directory`.
 
-The files are our own: JSON, one for each table. (Those that libtpu wrote for the option
-of this name have a format that was never published.)
+The files have a format of this package: JSON, one for each table. (The format of those
+that libtpu wrote for the option of this name was never published.)
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class TableStatistics:
     """Holds statistics of one table over the sampled examples.
 
     Attributes:
-      examples: How many were sampled, over all features.
-      ids: How many ids they had.
-      max_ids: The most of one example.
-      shard_ids: How many ids fell to each shard.
+      examples: The number of examples that were sampled, over all features.
+      ids: The number of ids of these examples.
+      max_ids: The largest number of ids of one example.
+      shard_ids: The number of ids in each shard.
     """
 
     examples: int
@@ -70,7 +70,7 @@ class TableStatistics:
 
     @property
     def imbalance(self) -> float:
-        """The fullest shard's ids by the mean over shards; NaN without ids."""
+        """The ids of the fullest shard over the mean of shards; NaN without ids."""
         mean = self.ids / len(self.shard_ids)
         return max(self.shard_ids) / mean if mean else math.nan
 
@@ -80,11 +80,11 @@ class ProfileOptions:
     """Says how a profile is taken.
 
     Attributes:
-      num_shards: Over how many shards the rows are cut.
-      task_count: Hosts of the run; a part of the file's name.
-      sample_fraction: Which share of the examples is sampled.
-      min_samples: Below this many examples a table's file is left as it is.
-      seed: Another seed samples other examples.
+      num_shards: The number of shards over which the rows are divided.
+      task_count: The number of hosts of the run; a part of the file's name.
+      sample_fraction: The share of the examples that is sampled.
+      min_samples: With fewer examples a table's file is left as it is.
+      seed: The seed of the choice of examples.
     """
 
     num_shards: int = 1
@@ -106,9 +106,9 @@ class ProfileOptions:
 class EmbeddingProfiler:
     """Samples examples and merges their statistics into the files of a folder.
 
-    Examples are chosen by a hash of the seed, the feature and the example's running
-    number: the same in every run, and no id is stored. No number of a model depends
-    on it.
+    A hash of the seed, the feature and the example's running number chooses examples:
+    the same ones in every run. No id is stored, and no number of a model depends on the
+    profiler.
     """
 
     def __init__(self, spec: Any, options: ProfileOptions | None = None) -> None:
@@ -116,10 +116,10 @@ class EmbeddingProfiler:
 
         Args:
           spec: An EmbeddingConfigSpec with a `profile_data_directory`.
-          options: How.
+          options: How the profile is taken.
 
         Raises:
-          TypeError: If `spec` is no EmbeddingConfigSpec.
+          TypeError: If `spec` is not an EmbeddingConfigSpec.
           ValueError: If the spec has no folder, or its folder is a file.
         """
         require_spec(spec)
@@ -149,14 +149,14 @@ class EmbeddingProfiler:
         """Takes one batch of one feature.
 
         Args:
-          feature: Its key.
-          ids: int [n].
-          examples: For each id the number of its example in the batch, int [n].
-          count: How many examples the batch has.
+          feature: The key of the feature.
+          ids: The ids, int [n].
+          examples: The number of each id's example in the batch, int [n].
+          count: The number of examples of the batch.
 
         Raises:
           ValueError: If the spec has no such feature, an id is outside of its table, an
-            example outside of the batch, or there are more of one than of the other.
+            example is outside of the batch, or `ids` and `examples` differ in length.
           TypeError: If ids or examples are not integers.
         """
         if feature not in self._table_of:
@@ -228,11 +228,11 @@ class EmbeddingProfiler:
     def shard_loads(self) -> dict[str, tuple[float, ...]]:
         """Computes the `shard_loads` of a SparseCoreEmbeddingConfig from the files.
 
-        The planner then turns the tables of a stack so that rows that are often asked
-        for fall to different SparseCores.
+        The planner then rotates the tables of a stack so that rows that are often
+        looked up are on different SparseCores.
 
         Returns:
-          For each table with a profile its ids for each example, by shard.
+          The ids for each example, by shard, of each table with a profile.
 
         Raises:
           ValueError: If the profile was not taken over shards as SparseCores have them.
@@ -328,8 +328,8 @@ def observe_batch(
 ) -> None:
     """Takes the features of one step, SparseTensorValues [rows, n] or ids [rows].
 
-    `lengths` has for each feature its rows for each example: the positions of a
-    sequence, or 0 for a feature that is none.
+    `lengths` has the number of rows for each example of each feature: the positions of
+    a sequence, or 0 for other features.
     """
     for feature, value in batch.items():
         ids, rows, count = value, np.arange(len(value)), len(value)

@@ -82,16 +82,16 @@ class RunConfig:
       evaluation_master: Must be None: sessions are of this process.
       master: Must be None or "".
       cluster: Must be None.
-      model_dir: Where checkpoints are kept; that of the TPUEstimator goes before.
+      model_dir: The folder of checkpoints; that of the TPUEstimator takes precedence.
       tf_random_seed: The graph's seed, or None.
       save_summary_steps: Steps between summaries; None or 0 for none.
       save_checkpoints_steps: Steps between checkpoints, or None.
-      save_checkpoints_secs: Seconds between them; 600 where neither is given.
+      save_checkpoints_secs: Seconds between checkpoints; 600 if neither is given.
       session_config: A ConfigProto, or None.
       keep_checkpoint_max: How many of the latest checkpoints are kept.
-      keep_checkpoint_every_n_hours: One more is kept as often as this.
+      keep_checkpoint_every_n_hours: Hours after which one more checkpoint is kept.
       log_step_count_steps: Steps between lines with the loss; None for none.
-      train_distribute: Must be None, as the next five.
+      train_distribute: Must be None.
       device_fn: Must be None.
       protocol: Must be None.
       eval_distribute: Must be None.
@@ -171,8 +171,8 @@ class WarmStartSettings:
 
     Attributes:
       ckpt_to_initialize_from: The checkpoint, or a folder.
-      vars_to_warm_start: A regular expression over the names of trainable variables
-        and embedding tables; or a list of them, over all variables.
+      vars_to_warm_start: A regular expression for the names of trainable variables and
+        embedding tables; or a list of them, for the names of all variables.
       var_name_to_vocab_info: As in tf.compat.v1.train.warm_start; not for tables.
       var_name_to_prev_var_name: Names in the checkpoint that differ.
     """

@@ -1,4 +1,4 @@
-"""Running a graph: training, evaluation, prediction."""
+"""Runs a graph for training, evaluation or prediction."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def _savers(
 
 
 class _Flush(_v1.train.CheckpointSaverListener):
-    """Applies the update that pipelining left pending before each checkpoint."""
+    """Before each checkpoint, applies the update that pipelining left pending."""
 
     def __init__(self, op: tf.Operation) -> None:
         self._op = op
@@ -255,8 +255,8 @@ def latest_checkpoint(folder: str) -> str | None:
 def check_restored(graph: Graph, checkpoint: str | None) -> None:
     """Refuses a checkpoint without the tables and slots, or with other shapes.
 
-    TensorFlow would give a variable of another shape to the one here. If another Saver
-    than the trainer's names the variables of the graph, all is taken.
+    TensorFlow would restore a variable with a value of another shape. If a Saver other
+    than the trainer's names the variables of the graph, nothing is refused.
     """
     if checkpoint is None or not graph.own_saver:
         return

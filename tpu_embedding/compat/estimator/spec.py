@@ -38,7 +38,7 @@ class EstimatorSpec:
       mode: One of ModeKeys.
       predictions: A tensor or a dict of tensors, for PREDICT.
       loss: A scalar (or one element), for TRAIN and EVAL.
-      train_op: For TRAIN.
+      train_op: The op of a training step, for TRAIN.
       eval_metric_ops: (value, update op) by name.
       export_outputs: By signature name a PredictOutput, ClassificationOutput or
         RegressionOutput; None exports the predictions.
@@ -85,7 +85,7 @@ class TPUEstimatorSpec:
       mode: One of ModeKeys.
       predictions: A tensor or a dict of tensors, for PREDICT.
       loss: A scalar, for TRAIN and EVAL.
-      train_op: For TRAIN.
+      train_op: The op of a training step, for TRAIN.
       eval_metrics: (metric_fn, tensors): metric_fn takes the tensors, in a list or
         by keyword, and returns (value, update op) by name.
       export_outputs: As in EstimatorSpec.
@@ -120,7 +120,7 @@ class TPUEstimatorSpec:
         """Converts to an EstimatorSpec: calls metric, scaffold and host functions.
 
         Args:
-          host_call_steps: Steps from one host_call to the next.
+          host_call_steps: The number of steps from one host_call to the next.
         """
         metrics = _call(self.eval_metrics) if self.eval_metrics else None
         hooks = list(self.training_hooks or ())

@@ -40,8 +40,8 @@ class EmbeddingTables:
     """The embedding part of one graph.
 
     Attributes:
-      flush: An op that applies what pipelining left pending, or None.
-      ids: In training the ids of the step, by feature.
+      flush: An op that applies the update that pipelining left pending, or None.
+      ids: The ids of the step by feature, in training.
     """
 
     def __init__(self, spec: Any, *, training: bool) -> None:
@@ -129,7 +129,7 @@ class EmbeddingTables:
     ) -> dict[str, tf.Variable]:
         """Returns tables and slots by their names in checkpoints of the old software.
 
-        `recorded` is what columns recorded while the model_fn was called.
+        `recorded` has what columns recorded while the model_fn was called.
         """
         names = self._names(recorded)
         named = {}
@@ -267,10 +267,10 @@ def _function(function: Any) -> Any:
 
 
 class PendingUpdate:
-    """Pipelining: each step's update is applied after the next step's lookups.
+    """Pipelining, which applies each step's update after the next step's lookups.
 
     Attributes:
-      step: An op that applies the update of the step before, then keeps this one's.
+      step: An op that applies the update of the previous step, then keeps this one's.
       flush: An op that applies the update that is kept, if there is one.
     """
 

@@ -1,4 +1,4 @@
-"""Tables and slots out of checkpoints that TPUEstimator wrote."""
+"""Reads tables and slots from checkpoints that TPUEstimator wrote."""
 
 from __future__ import annotations
 
@@ -68,10 +68,9 @@ class ImportedTables(dict[str, dict[str, np.ndarray]]):
     def assign(self, embedding: TrackableTables) -> None:
         """Puts the tables and slots into an embedding of any engine, all or none.
 
-        The embedding's tables must have the names of these, as those of
-        `spec.to_tpu_embedding()` do. Slots that the checkpoint lacks keep their
-        initial values, with a warning; an embedding without optimizers takes the
-        tables alone.
+        The embedding's tables must have the same names, as in the result of
+        `spec.to_tpu_embedding()`. Slots that the checkpoint lacks keep their initial
+        values, with a warning; an embedding without optimizers takes only the tables.
 
         Args:
           embedding: A TPUEmbedding or TPUEmbeddingV2.
@@ -118,25 +117,26 @@ def import_estimator_checkpoint(
 ) -> ImportedTables:
     """Reads the tables and slots of a spec from a TPUEstimator's checkpoint.
 
-    A table of a column is the variable "<scope>/<column name>/embedding_weights", one
-    of shared columns "<scope>/<collection name>", one of `table_to_config_dict` has
-    its key as name. Slots stand below, as TPU or CPU runs called them.
+    The table of a column is the variable "<scope>/<column name>/embedding_weights",
+    that of shared columns "<scope>/<collection name>", and one of
+    `table_to_config_dict` has its key as name. The names of slots, as TPU or CPU runs
+    called them, are below that of the table.
 
     Runs on several hosts with "mod" wrote row i of host h for id i * num_hosts + h, one
     host after the other; here rows are put in the order of ids. (Derived from
     the documentation of TensorFlow's protos; no such file of real hardware was seen.)
 
     Args:
-      path: A checkpoint's prefix, or a folder, of which the latest is read.
+      path: A checkpoint's prefix, or a folder, whose latest checkpoint is read.
       spec: The EmbeddingConfigSpec of the model.
-      num_hosts: Of the TPU that wrote the file.
-      partition_strategy: "div" or "mod"; None: that of the spec.
+      num_hosts: The number of hosts of the TPU that wrote the file.
+      partition_strategy: "div" or "mod"; None means that of the spec.
       name_map: Names in the file, by "<table>" or "<table>/<slot>", for those that
         the rules above do not find. Table and slot are called as in the result.
 
     Returns:
-      For each table of the spec "parameters", float32 [V, D], and the slots of its
-      optimization parameters that the file holds.
+      The "parameters", float32 [V, D], of each table of the spec, and those slots of
+      its optimization parameters that the file holds.
 
     Raises:
       NotImplementedError: If the spec has columns of the tensor core.
@@ -185,13 +185,13 @@ def rows_by_id(rows: np.ndarray, num_hosts: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class _Wanted:
-    """One table that is looked for.
+    """One table to be found in the checkpoint.
 
     Attributes:
-      key: Its key in the spec.
-      config: What the spec says about it.
-      pattern: Matches the whole name of its variable.
-      sources: Its slots.
+      key: The key of the table in the spec.
+      config: The table's configuration in the spec.
+      pattern: A pattern that matches the whole name of its variable.
+      sources: The slots of the table.
     """
 
     key: str
@@ -201,7 +201,7 @@ class _Wanted:
 
 
 class _NameMap:
-    """Names that the user gives, for tables and slots that are wanted."""
+    """The user's names for the wanted tables and slots."""
 
     def __init__(self, names: dict[str, str], wanted: list[_Wanted]) -> None:
         known = [table.key for table in wanted]

@@ -1,4 +1,4 @@
-"""Feature columns, classified by their methods and not by their class.
+"""Classifies feature columns by their methods, and not by their class.
 
 TensorFlow's columns have these methods and fields; other classes may have them, too.
 """
@@ -130,8 +130,8 @@ def get_configs_from_feature_columns(
 ) -> tuple[dict[str, TableConfig], dict[str, FeatureConfig]]:
     """Returns the tables and features that TPU embedding columns describe.
 
-    A table is called "tbl_" and the column's variable name; a feature has the key
-    of the ids among the features.
+    The name of a table is "tbl_" and the column's variable name. The key of a feature
+    is that of its ids among the features.
 
     Args:
       columns: Columns of tf.compat.v1.tpu.experimental, or with the same methods.

@@ -58,12 +58,12 @@ class EmbeddingConfigSpec(collections.namedtuple("EmbeddingConfigSpec", _FIELDS)
     >>> embedding = spec.to_tpu_embedding()
 
     Attributes:
-      feature_columns: Columns of tf.compat.v1.tpu.experimental (embedding_column,
-        shared_embedding_columns), and numeric or plain embedding columns, which
-        have no TPU table. In a new list.
-      tensor_core_feature_columns: Those that are looked up on the tensor core;
-        taken out of `feature_columns`, no argument.
-      optimization_parameters: One of the *Parameters; for tables with none.
+      feature_columns: A new list of columns of tf.compat.v1.tpu.experimental
+        (embedding_column, shared_embedding_columns), and numeric or plain embedding
+        columns, which have no TPU table.
+      tensor_core_feature_columns: The columns that are looked up on the tensor core,
+        which were taken out of `feature_columns`; not an argument.
+      optimization_parameters: One of the *Parameters, for tables without their own.
       clipping_limit: c > 0 limits each element of a row's summed gradient to
         [-c, c]. (TensorFlow 1 keeps it and never reads it.)
       pipeline_execution_with_tensor_core: Looks each step up before the update of
@@ -71,9 +71,9 @@ class EmbeddingConfigSpec(collections.namedtuple("EmbeddingConfigSpec", _FIELDS)
       experimental_gradient_multiplier_fn: A function of the global step whose
         value multiplies the gradients of all tables, before clipping.
       feature_to_config_dict: FeatureConfigs by feature, instead of the columns.
-      table_to_config_dict: TableConfigs by table, together with it.
+      table_to_config_dict: TableConfigs by table, given with `feature_to_config_dict`.
       partition_strategy: "div" or "mod": how checkpoints of several hosts are cut.
-      profile_data_directory: Where statistics of the features are kept, or None.
+      profile_data_directory: The folder of statistics of the features, or None.
 
     Raises:
       ValueError: If neither or both ways of describing the features are given, or an
@@ -157,7 +157,7 @@ class EmbeddingConfigSpec(collections.namedtuple("EmbeddingConfigSpec", _FIELDS)
 
         Raises:
           TypeError: For `tensor_core_feature_columns`, which is derived.
-          ValueError: For names that are no fields.
+          ValueError: For names that are not fields.
         """
         if _DERIVED in changes:
             raise TypeError(
@@ -225,9 +225,9 @@ class EmbeddingConfigSpec(collections.namedtuple("EmbeddingConfigSpec", _FIELDS)
           **options: Keyword arguments of TPUEmbedding.
 
         Raises:
-          NotImplementedError: If columns, or options of the spec, have no place there.
-          TypeError: As `adapt`.
-          ValueError: As `adapt`.
+          NotImplementedError: If TPUEmbedding does not support a column or option.
+          TypeError: As `adapt` does.
+          ValueError: As `adapt` does.
         """
         rule = "error" if invalid_ids is None else invalid_ids
         adapted = self.adapt(global_step, invalid_ids=rule)

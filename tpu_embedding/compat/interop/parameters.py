@@ -20,7 +20,7 @@ class OptimizationParameters:
     """The arguments that all *Parameters classes share.
 
     Attributes:
-      learning_rate: A number; a table's own rate goes before it.
+      learning_rate: A number; a table's own rate takes precedence.
       use_gradient_accumulation: Sum the gradients of a row before the rule.
       clip_weight_min: Lower limit of the weights after the update, or None.
       clip_weight_max: Upper limit of the weights after the update, or None.
@@ -124,9 +124,9 @@ class ProximalAdagradParameters(OptimizationParameters):
     """Configures Adagrad with a proximal step for l1 and l2.
 
     Attributes:
-      initial_accumulator: What the accumulator starts at, positive.
-      l1_regularization_strength: At least 0.
-      l2_regularization_strength: At least 0.
+      initial_accumulator: The initial value of the accumulator, positive.
+      l1_regularization_strength: The factor of the l1 norm, at least 0.
+      l2_regularization_strength: The factor of the l2 norm, at least 0.
     """
 
     learning_rate: float
@@ -156,7 +156,7 @@ class AdamParameters(OptimizationParameters):
     Attributes:
       beta1: How much of the first moment is kept, in [0, 1).
       beta2: How much of the second moment is kept, in [0, 1).
-      epsilon: Positive. 1e-8, where later classes have 1e-7.
+      epsilon: Positive; the default is 1e-8, and in later classes 1e-7.
       lazy_adam: Update only the rows that entries name.
       sum_inside_sqrt: Divide by sqrt(v + epsilon^2) instead of sqrt(v) + epsilon.
     """
@@ -231,7 +231,7 @@ class ProximalYogiParameters(OptimizationParameters):
       beta1: How much of the first moment is kept, in [0, 1).
       beta2: How much of the second moment is kept, in [0, 1).
       epsilon: Positive.
-      initial_accumulator_value: What the second moment starts at.
+      initial_accumulator_value: The initial value of the second moment.
     """
 
     learning_rate: float = 0.01
@@ -360,12 +360,12 @@ def check_parameters(value: object) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class SlotSource:
-    """One slot.
+    """The names of one slot in checkpoints.
 
     Attributes:
-      name: As this library and the TPU call it.
-      spellings: Names of the slot below the table's name in a checkpoint: of TPU runs
-        first, then of CPU runs if they differ.
+      name: The name in this library and on the TPU.
+      spellings: Names of the slot below the table's name in a checkpoint: first that
+        of TPU runs, then that of CPU runs if it differs.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""From an EmbeddingConfigSpec to the classes of this library.
+"""Converts an EmbeddingConfigSpec to the classes of this library.
 
 Every option of the spec is converted, or raises an error that names it.
 """
@@ -47,16 +47,16 @@ class AdaptedSpec:
     """Holds an EmbeddingConfigSpec, converted into the classes of this library.
 
     Attributes:
-      feature_config: For TPUEmbedding: FeatureConfigs by feature key.
-      optimizer: For tables without one of their own; None if every table has one.
+      feature_config: The FeatureConfigs for TPUEmbedding, by feature key.
+      optimizer: The optimizer of tables without their own; None if every table has one.
       tables: The TableConfigs by their keys in the spec.
-      weight_keys: For each weighted feature the key of its weights.
+      weight_keys: The key of the weights of each weighted feature.
       gradient_multiplier: A function of the global step, or None.
-      pipelined: For TPUEmbedding, `pipeline_execution_with_tensor_core`.
-      partition_strategy: "div" or "mod"; of use to `import_estimator_checkpoint`
-        only, since one process sees whole tables.
-      other_columns: The spec's columns without a TPU table, which are the model's own
-        affair.
+      pipelined: The `pipeline_execution_with_tensor_core` of TPUEmbedding.
+      partition_strategy: "div" or "mod"; only `import_estimator_checkpoint` uses it, as
+        one process sees whole tables.
+      other_columns: The spec's columns without a TPU table, which the model itself
+        must handle.
     """
 
     feature_config: dict[str, FeatureConfig]
@@ -75,8 +75,8 @@ class AdaptedSpec:
           features: The features of a TensorFlow 1 model, the weights among them.
 
         Returns:
-          For each feature of `feature_config` its weights or None; None where no
-          feature is weighted.
+          The weights or None of each feature of `feature_config`; None if no feature
+          is weighted.
 
         Raises:
           ValueError: If the weights of a feature are not among the features.
@@ -102,7 +102,7 @@ class AdaptedSpec:
         """Returns the gradients times `experimental_gradient_multiplier_fn(step)`.
 
         Args:
-          gradients: For each feature a tensor or None.
+          gradients: A tensor or None for each feature.
           step: The global step before the update.
 
         Raises:
@@ -126,10 +126,10 @@ class AdaptedSpec:
 
 @dataclasses.dataclass(frozen=True)
 class StepRate:
-    """A learning rate out of a function of the global step.
+    """A learning rate that is a function of the global step.
 
     Attributes:
-      function: Takes the step, gives the rate.
+      function: A function from the step to the rate.
     """
 
     function: Callable[[Any], Any]
@@ -141,11 +141,11 @@ class StepRate:
 
 @dataclasses.dataclass(frozen=True)
 class VariableRate:
-    """A learning rate out of a function of a given step variable.
+    """A learning rate that is a function of a given step variable.
 
     Attributes:
-      function: Takes the step, gives the rate.
-      step: What it is called with, or a function without arguments that gives it.
+      function: A function from the step to the rate.
+      step: The step, or a function without arguments that returns it.
     """
 
     function: Callable[[Any], Any]
@@ -171,15 +171,15 @@ def adapt(
 
     Args:
       spec: An EmbeddingConfigSpec.
-      global_step: What learning rate functions are called with, or a function without
-        arguments that gives it. None: the number of updates already applied, which
-        is what the global step was.
-      invalid_ids: The rule of every table, as of `tpu_embedding.TableConfig`: "error",
-        "drop" or "mod".
+      global_step: The argument of learning rate functions, or a function without
+        arguments that returns it. None means the number of updates already applied,
+        which is what the global step was.
+      invalid_ids: The policy of every table, as in `tpu_embedding.TableConfig`:
+        "error", "drop" or "mod".
 
     Raises:
       NotImplementedError: If a column of the tensor core cannot be converted.
-      TypeError: If a feature or table has a key that is no str.
+      TypeError: If a feature or table has a key that is not a str.
       ValueError: If there is no table, one has no features or no optimizer, a column
         is for serving only, a limit of gradients is given twice, or `invalid_ids`
         or an argument of the parameters has no meaning.
@@ -233,7 +233,7 @@ class _Optimizers:
     """The optimizers of one spec.
 
     Attributes:
-      common: That of the spec's own parameters; None if no table needs it.
+      common: The optimizer of the spec's own parameters; None if no table needs it.
     """
 
     def __init__(

@@ -29,9 +29,9 @@ class TableConfig:
         of standard deviation 1 / sqrt(dimension).
       combiner: "mean", "sum", "sqrtn", or None: one id for each sample.
       hot_id_replication: A hint to TPU v2-v4 that changes no number.
-      learning_rate: Of this table alone; 0 freezes it.
+      learning_rate: The learning rate of this table alone; 0 freezes it.
       learning_rate_fn: A function of the global step, instead of `learning_rate`.
-      optimization_parameters: Of this table alone, or None.
+      optimization_parameters: The parameters of this table alone, or None.
 
     Raises:
       ValueError: If an argument is not as above.
@@ -87,7 +87,7 @@ class FeatureConfig:
     """Describes one feature of `feature_to_config_dict`.
 
     Attributes:
-      table_id: Its table's key in `table_to_config_dict`.
+      table_id: The key of its table in `table_to_config_dict`.
       max_sequence_length: Positions of a sequence; 0 combines the entries.
       weight_key: The key of the feature that holds the weights, or None.
 
