@@ -1,4 +1,4 @@
-"""The rows of ids in hashed tables, and the bits of ids, by TensorFlow's ops alone."""
+"""Computes the rows of ids in hashed tables, and their mixed bits, in TensorFlow."""
 
 from __future__ import annotations
 

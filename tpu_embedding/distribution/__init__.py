@@ -1,6 +1,6 @@
-"""Private: what the tf.distribute strategy says about where an embedding runs.
+"""Private: finds out from the tf.distribute strategy where an embedding runs.
 
-No other package asks about strategies.
+No other package examines strategies.
 """
 
 from __future__ import annotations

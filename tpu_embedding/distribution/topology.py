@@ -1,4 +1,4 @@
-"""The place of an embedding in the world: one class for each kind of strategy."""
+"""The replicas and devices of an embedding: one class for each kind of strategy."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ _RUN_NUMBERS = itertools.count(1)
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """No strategy, or one whose replicas are of this process and of no TPU.
+    """No strategy, or one whose replicas are in this process and on no TPU.
 
     Attributes:
       engine: "host", "sharded", "portable", "parameter_server", "sparse_core",
         "tpu_v2_v4", or "none" for a TPU that has no hardware for embeddings and for
         tables that need none.
-      num_replicas: Replicas of this process that share the tables.
-      device: Where the tables live, or for TPUs the first host.
+      num_replicas: Number of replicas of this process that share the tables.
+      device: The device of the tables, or for TPUs the first host.
       is_distributed: Whether there is a strategy, whose values may be distributed.
     """
 
@@ -75,7 +75,7 @@ class Topology:
 
     @property
     def all_replicas(self) -> int:
-        """Replicas of all processes that share the tables, R."""
+        """The number R of replicas in all processes that share the tables."""
         return self.num_replicas
 
     def replica(self) -> int | None:
@@ -107,7 +107,7 @@ class Topology:
     def run_context(self) -> Any:
         """Returns the context of the calling replica, or None outside of strategy.run.
 
-        Each strategy.run has contexts of its own.
+        Each strategy.run has its own contexts.
         """
         if tf.distribute.get_strategy() is not self.strategy:
             return None  # Outside of all scopes TensorFlow has a context, too.
@@ -116,7 +116,7 @@ class Topology:
     def runs(self) -> np.ndarray:
         """Returns a number that tells runs of strategy.run apart, 0 outside: int64 [1].
 
-        It is empty if kernels can tell (inside, in graphs) or need not (one replica).
+        It is empty if kernels know the run (inside, in graphs) or there is one replica.
         """
         if self.num_replicas == 1:
             return library.NO_NUMBER
@@ -129,8 +129,8 @@ class Topology:
         """Returns whether `with_all_replicas` can be called in this replica.
 
         Only MirroredStrategy calls its function once for each replica, and its replicas
-        meet in the graph in which strategy.run began: not in a tf.function or a branch
-        or loop of a graph inside of it.
+        can meet only in the graph in which strategy.run began, not in a tf.function,
+        branch or loop inside of it.
         """
         context = self.run_context()
         if self.num_replicas == 1 or context is None:
@@ -178,7 +178,7 @@ class Topology:
         del paths, values
 
     def require_queueable(self, paths: Sequence[str], values: Sequence[Any]) -> None:
-        """Refuses as `require_arguments`, and ids in the memory of a TPU anywhere.
+        """Refuses what `require_arguments` does, and ids in the memory of a TPU.
 
         Raises:
           ValueError: If a tensor is on a TPU.
@@ -196,7 +196,7 @@ class Topology:
         """Completes the name of a strategy's device, which a user may give in part.
 
         Raises:
-          ValueError: If it is none of the strategy's.
+          ValueError: If it is not a device of the strategy.
         """
         devices = self._devices()
         if not devices:
@@ -223,7 +223,7 @@ class Topology:
     def split(self, values: Sequence[Any]) -> list[list[Any]]:
         """Returns for each replica its part of each value.
 
-        A value that is not distributed goes to every replica whole.
+        Each replica gets the whole of a value that is not distributed.
         """
         parts = [self.strategy.experimental_local_results(value) for value in values]
         return [
@@ -234,7 +234,7 @@ class Topology:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerTopology(Topology):
-    """ParameterServerStrategy.
+    """The topology of a ParameterServerStrategy.
 
     Attributes:
       servers: The devices of the servers.
@@ -245,11 +245,11 @@ class ServerTopology(Topology):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessTopology(Topology):
-    """MultiWorkerMirroredStrategy over several processes, which divide the tables.
+    """The topology of a MultiWorkerMirroredStrategy over several processes.
 
     Attributes:
       rank: Index of this process.
-      processes: The CPU of each process, full names.
+      processes: The full name of the CPU of each process.
     """
 
     rank: int
@@ -268,7 +268,7 @@ class ProcessTopology(Topology):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TPUTopology(Topology):
-    """TPUStrategy, or the strategy of the software TPU.
+    """The topology of a TPUStrategy, or of the strategy of the software TPU.
 
     Attributes:
       system: The TPUs.
@@ -395,7 +395,7 @@ def without_engine() -> Topology:
     """Returns the topology for tables that are plain variables, under every strategy.
 
     Raises:
-      ValueError, RuntimeError: As `current`, of TPUs.
+      ValueError, RuntimeError: As `current` does for TPUs.
     """
     strategy = tf.distribute.get_strategy()
     if is_tpu():
@@ -545,9 +545,9 @@ def _check_asked(engines: Sequence[str]) -> str:
 def outside_of_replicas(function: Callable[[], Result]) -> Result:
     """Calls `function` eagerly and in cross-replica context, wherever the caller is.
 
-    In another thread: tf.init_scope leaves the graph that is being traced, but neither
-    the replica that it is traced for, which cannot make variables of all, nor the
-    tf.function, which wants none after its first trace.
+    It uses another thread. tf.init_scope leaves the graph that is being traced, but not
+    the replica that it is traced for, which cannot make variables of all replicas, nor
+    the tf.function, which allows no new variables after its first trace.
     """
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(function).result()

@@ -1,4 +1,4 @@
-"""The TPUs of a strategy: real ones, and those of the software TPU."""
+"""The TPUs of a strategy: real ones, or those of the software TPU."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class TPUSystem:
     """The TPUs of a TPUStrategy.
 
     Attributes:
-      generation: What they are. A real TPU does not tell its name, only what it has
-        for embeddings.
-      devices: For each replica the names of its devices, one for each of its cores.
-      hosts: Names of the CPUs beside them, ordered by task.
+      generation: The generation of the TPUs. A real TPU does not report its name, only
+        its hardware for embeddings.
+      devices: The names of the devices of each replica, one for each of its cores.
+      hosts: The names of the CPUs of their hosts, ordered by task.
       assigned: Whether a tf.tpu.experimental.DeviceAssignment has placed the replicas.
       watch: Takes the text of a tf.errors.FailedPreconditionError and returns a
         function that makes control inputs, which fail with it once the TPUs were
@@ -53,7 +53,7 @@ class TPUSystem:
         """Returns the TPU system of a strategy.
 
         Raises:
-          RuntimeError: If they are not initialized.
+          RuntimeError: If the TPUs are not initialized.
         """
         extended = strategy.extended
         feature = extended.tpu_hardware_feature
@@ -96,7 +96,7 @@ class TPUSystem:
 
     @property
     def system(self) -> str:
-        """The device that configures all of them."""
+        """The device that configures all devices."""
         host = tf.DeviceSpec.from_string(self.hosts[0])
         return host.replace(device_type="TPU_SYSTEM").to_string()
 
@@ -164,7 +164,7 @@ class TPUSystem:
         """Makes control inputs that wait for `tensors` in all replicas of a program.
 
         A real TPU needs no barrier: it writes variables at the end of a program, and
-        none if the program fails. Queues on its hosts are not undone.
+        none if the program fails. But changes of queues on its hosts are not undone.
         """
         del total
         return list(tensors)
@@ -172,7 +172,7 @@ class TPUSystem:
     def after(self, value: tf.Tensor, before: Sequence[tf.Tensor]) -> tf.Tensor:
         """Returns `value`, which a program has only when `before` is computed.
 
-        XLA drops control inputs; its optimization barrier is an order that it keeps.
+        XLA drops control inputs, but keeps the order of its optimization barrier.
         """
         held: Any = gen_xla_ops.xla_optimization_barrier(input=[value, *before])
         return held[0]
@@ -180,7 +180,7 @@ class TPUSystem:
 
 @dataclasses.dataclass(frozen=True)
 class SoftwareTPUSystem(TPUSystem):
-    """Programs on this machine's CPU: each device a TPU, the first the host, too."""
+    """A TPU in software: each CPU device is a TPU, and the first also is the host."""
 
     @classmethod
     def of(cls, strategy: Any) -> SoftwareTPUSystem:

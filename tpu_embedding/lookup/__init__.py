@@ -1,4 +1,4 @@
-"""Private: lookups made of TensorFlow's ops: checks, entries and combined rows.
+"""Private: looks rows up by TensorFlow's ops: checks, entries and combined rows.
 
 The portable engine and serving use them.
 """

@@ -15,9 +15,9 @@ from tpu_embedding.tables.readers import TableReader
 
 @dataclasses.dataclass(frozen=True)
 class SimulatedQuantization(TableReader):
-    """The values of another reader, quantized (docs/semantics.md, section 1).
+    """Quantizes the values of another reader (docs/semantics.md, section 1).
 
-    In the forward pass only: the gradient passes through unchanged.
+    Gradients pass through unchanged.
     """
 
     reader: TableReader
@@ -124,16 +124,16 @@ class Padded:
       ragged [[7, 2], [], [7]], combiner mean      rows:  [[ 7, 2 ], [-1,-1 ], [ 7,-1 ]]
                                                    gains: [[.5,.5 ], [ 0, 0 ], [ 1, 0 ]]
 
-    For TPU programs, whose shapes must not depend on values and which cannot fail: the
-    host checks and pads the entries, the program only gathers and sums. For padding it
-    gathers the first row of the sample again, so that a gradient names no row that the
-    batch does not name. Only a sample without entries reads row 0.
+    It serves TPU programs, whose shapes must not depend on values and which cannot
+    fail: the host checks and pads the entries, and the program only gathers and sums.
+    For padding it gathers the first row of the sample again, so that a gradient names
+    only rows of the batch. A sample without entries reads row 0.
 
     Attributes:
-      rows: int32 [*output shape, K], the rows of a sample, then -1 for padding. If
-        each sample has exactly one entry, of weight 1: [*output shape].
-      gains: float32 [*output shape, K], 0 for padding. If each sample has exactly one
-        entry, of weight 1: None.
+      rows: The rows of a sample, then -1 for padding, int32 [*output shape, K]; or
+        [*output shape] if each sample has exactly one entry, of weight 1.
+      gains: The gains, 0 for padding, float32 [*output shape, K]; or None if each
+        sample has exactly one entry, of weight 1.
     """
 
     rows: tf.Tensor

@@ -48,9 +48,9 @@ class Entries(NamedTuple):
     """The entries of one feature, sample by sample, or the specs of their tensors.
 
     Attributes:
-      rows: int64 [n], each in [0, V).
-      samples: int64 [n], ascending.
-      gains: float32 [n].
+      rows: The row of each entry, int64 [n], each in [0, V).
+      samples: The sample of each entry, int64 [n], ascending.
+      gains: The gain of each entry, float32 [n].
       shape: int64 [k], the output shape without the embedding axis.
     """
 
@@ -61,7 +61,7 @@ class Entries(NamedTuple):
 
     @property
     def num_samples(self) -> tf.Tensor:
-        """int64 scalar."""
+        """The number of samples, an int64 scalar."""
         return tf.reduce_prod(self.shape)
 
 
@@ -70,10 +70,10 @@ class Selection:
     """The rows that one feature looks up, with weights in place of gains.
 
     Attributes:
-      rows: int64 [n], each in [0, V). They depend on the checks.
-      unchecked_samples: int64 [n], for ops that also take `rows` and so depend on the
-        checks.
-      weights: float32 [n], or None if all weights are 1.
+      rows: The rows, int64 [n], each in [0, V). They depend on the checks.
+      unchecked_samples: The sample of each row, int64 [n], for ops that also take
+        `rows` and so depend on the checks.
+      weights: The weights, float32 [n], or None if all are 1.
       axes: int64 scalars, the output shape without the embedding axis.
       combiner: "sum", "mean" or "sqrtn".
       one_each: Whether entry i is the only entry of sample i, for n samples.
@@ -88,13 +88,13 @@ class Selection:
 
     @property
     def samples(self) -> tf.Tensor:
-        """int64 [n], ascending, after the checks."""
+        """The sample of each row, int64 [n], ascending, after the checks."""
         with tf.control_dependencies([self.rows]):
             return tf.identity(self.unchecked_samples)
 
     @property
     def num_samples(self) -> tf.Tensor:
-        """int64 scalar."""
+        """The number of samples, an int64 scalar."""
         return math.prod(self.axes[1:], start=self.axes[0])
 
     def entries(self) -> Entries:
@@ -155,7 +155,7 @@ class _Draft:
     Attributes:
       feature: The feature.
       rows: The rows of its input.
-      ids: int64 [n].
+      ids: The ids, int64 [n].
       checks: Makes the checks.
       finish: Makes the selection from the ids, which must depend on the checks.
     """

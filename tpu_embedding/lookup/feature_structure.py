@@ -1,7 +1,7 @@
 """The user's features and those of a plan, which has one for each hash of a table.
 
-The one place where rows of an id become its value, and where ids become rows for
-engines whose kernels do not hash.
+Only this module makes the value of an id from its rows, and rows from ids for engines
+whose kernels do not hash.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def read_features(
 ) -> list[IdBatch]:
     """Reads the batches of a plan.
 
-    With `as_rows` the ids of hashed tables become rows; else the engine's kernels hash
-    them.
+    With `as_rows` the ids of hashed tables become rows; otherwise the engine's kernels
+    hash them.
     """
     batches: list[IdBatch] = []
     for spec, value, weight in zip(specs, values, weights, strict=True):
@@ -46,8 +46,8 @@ def read_features(
 class FeatureStructure(Structure):
     """The nested structure of the user's features, which are some or all of a plan.
 
-    `flatten` and `pack` have a leaf for each feature of the user; lists for a plan have
-    one for each of the plan.
+    `flatten` and `pack` have a leaf for each feature of the user. Lists for a plan have
+    an element for each feature of the plan.
     """
 
     def __init__(self, nested: Any, specs: Sequence[FeatureSpec]) -> None:

@@ -1,4 +1,4 @@
-"""Lookups of all features of a plan, in tables stored in any form."""
+"""Looks up all features of a plan, in tables stored in any form."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class FeatureLookup:
       batch_size: The size that static shapes must agree with, or None for any size.
       any_batch_size: Whether features may have another batch size than their
         `output_shape`. Ragged features fill one of several axes.
-      positions: By path, for features whose ragged rows are samples of several
-        positions: their number, or None if ragged rows do not tell the positions.
-      inputs: Receives the shapes of inputs, or None.
+      positions: The number of positions, by path of the features whose ragged rows are
+        samples of several; None if ragged rows do not tell the positions.
+      inputs: An object that receives the shapes of inputs, or None.
     """
 
     plan: Plan

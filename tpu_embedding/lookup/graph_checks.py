@@ -1,4 +1,4 @@
-"""Errors raised by TensorFlow's ops, the same in graphs as eagerly.
+"""Raises errors by TensorFlow's ops, the same ones in graphs as eagerly.
 
 Eagerly a failed check raises an exception. In a graph an op fails, so ops that must
 not run after a failed check need the control inputs that the check returns.
@@ -39,11 +39,11 @@ class Check:
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """A check that low <= high. All bounds are compared at once.
+    """A check that low <= high, which is made for all bounds at once.
 
     Attributes:
-      low: int64 scalar.
-      high: int64 scalar.
+      low: The smaller number, an int64 scalar.
+      high: The larger number, an int64 scalar.
       message: As in `Check`.
     """
 
@@ -53,7 +53,7 @@ class Bound:
 
     @property
     def ok(self) -> tf.Tensor:
-        """Bool scalar."""
+        """Whether the bound holds, a bool scalar."""
         return self.low <= self.high
 
 
@@ -84,7 +84,7 @@ def require(
     """Fails with the message of the first check that does not hold.
 
     Args:
-      checks: In order. Each `ok` must be computable even if earlier checks fail.
+      checks: The checks in order; each `ok` is computed even if earlier ones fail.
       on_failure: Makes ops that run before the error is raised.
 
     Returns:
@@ -122,7 +122,7 @@ def guard(
     uses of the tensors, and remove the checks.
 
     Args:
-      holds: Bool scalar of a graph.
+      holds: A bool scalar of a graph.
       checks: Makes the checks. Called in the branch, so that the inputs of the branch
         are the inputs of the checks and not their many intermediate results.
       tensors: Integer tensors, which need no gradient.

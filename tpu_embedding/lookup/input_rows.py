@@ -44,8 +44,8 @@ class FeatureInput:
       declared: The output shape that was declared, or None.
       check_numerics: Whether weights must be finite.
       max_samples: The largest number of samples that the input may have.
-      positions: Where each ragged row is a sample of the declared shape, the number
-        of its positions; else 0.
+      positions: The number of positions of each ragged row that is a sample of the
+        declared shape; 0 for other input.
       max_rows: int64 scalar, the largest number of rows that an input with this many
         ids may have. Set by `with_sizes` if `claims`.
       num_indices: int64 scalar, the size of the indices of an input with this many
@@ -64,7 +64,7 @@ class FeatureInput:
 
     @property
     def claims(self) -> bool:
-        """Whether the shape may have more rows than data: not ragged, not rank 1."""
+        """Whether the shape may claim rows without data: not if ragged or of rank 1."""
         batch = self.batch
         if batch.kind is InputKind.DENSE:
             return batch.static_shape.rank != 1
@@ -236,10 +236,10 @@ def _check_size(
 def _filled(
     feature: FeatureInput, declared: Declared, count: tf.Tensor
 ) -> tuple[list[tf.Tensor], tf.Tensor | None, Checks]:
-    """Finds the output shape of `count` ragged rows; returns as `output_axes`.
+    """Finds the output shape of `count` ragged rows; returns what `output_axes` does.
 
-    The rows fill the declared shape if its product is `count`, where one axis may be
-    open, or if it has several axes and its product is m times `count`, where each row
+    The rows fill the declared shape if its product is `count`, with at most one open
+    axis, or if it has several axes and its product is m times `count`; then each row
     has m positions.
     """
     known = math.prod(axis for axis in declared.shape if axis is not None)

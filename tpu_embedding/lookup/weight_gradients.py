@@ -1,4 +1,4 @@
-"""Gradients of the weights of ids: which are wanted, and where they come from."""
+"""Finds which gradients of the weights of ids are wanted, and computes them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tpu_embedding.tables.readers import TableReader, VariableReader
 def is_watched(value: Any) -> bool:
     """Returns whether a tf.GradientTape watches a tensor, sparse or ragged tensors too.
 
-    In a tf.function it knows the tapes that are opened in it, and of other tapes the
-    variables that are read in it. TensorFlow has no public function for this.
+    In a tf.function it knows the tapes that are opened there, and which variables that
+    are read there other tapes watch. TensorFlow has no public function for this.
     """
     leaves = tf.nest.flatten(value, expand_composites=True)
     floats = [x for x in leaves if isinstance(x, tf.Tensor) and x.dtype.is_floating]
@@ -40,8 +40,8 @@ def with_weight_gradients(
 ) -> list[tf.Tensor]:
     """Makes the activations' gradient also reach the weights of `features`.
 
-    The gradients are those of TensorFlow's ops, of a second lookup of these features.
-    It reads the rows now, so later updates do not change the gradients. `lookup` is the
+    The gradients come from a second lookup of these features by TensorFlow's ops. It
+    reads the rows now, so later updates do not change the gradients. `lookup` is the
     plan, and the reader of each table by index.
     """
     plan, readers = lookup
@@ -66,13 +66,13 @@ def with_rows_of_ids(
 ) -> tuple[Lookup, list[Any]]:
     """Returns the arguments of `with_weight_gradients`, without growing tables.
 
-    Instead there are static ones whose rows are those of the ids of a batch, in order.
+    Static tables replace them, whose rows are those of a batch's ids, in order.
 
     Args:
       features: Indices of the features.
-      lookup: As of `with_weight_gradients`.
-      values: As of `with_weight_gradients`.
-      reads: For each growing table by index what reads ids, int64 [n].
+      lookup: As for `with_weight_gradients`.
+      values: As for `with_weight_gradients`.
+      reads: For each growing table by index, a function that reads ids, int64 [n].
     """
     plan, readers = lookup
     tables, found, own = list(plan.tables), dict(readers), list(values)

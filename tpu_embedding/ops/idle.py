@@ -22,7 +22,7 @@ def idle_record(
 
     Args:
       idle: What a step with a gradient of zeros does to a row.
-      name: Of the table.
+      name: The name of the table.
       decays: Whether a step also shrinks rows.
       owner: The number of an optimizer of Keras.
       with_weights: Whether the op counts steps.

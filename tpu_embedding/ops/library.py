@@ -58,7 +58,7 @@ PATH = choose(pathlib.Path(__file__).with_name("_tpu_embedding_ops.so"), tf.__ve
 
 @dataclasses.dataclass(frozen=True)
 class _Attempt:
-    """What came of loading the library: one of the two is not None."""
+    """The result of loading the library, of which one field is not None."""
 
     module: types.ModuleType | None = None
     reason: str | None = None
@@ -79,7 +79,7 @@ def load() -> types.ModuleType:
 def unavailable_reason() -> str | None:
     """Returns why the library cannot be used and how to fix it, or None if it can.
 
-    The first call loads the library. A caller that goes on without it says so once.
+    The first call loads the library. A caller that goes on without it must say so.
     """
     return _attempt().reason
 
@@ -87,7 +87,7 @@ def unavailable_reason() -> str | None:
 def built_for(path: pathlib.Path) -> str | None:
     """Returns the TensorFlow version that the library at `path` was compiled for.
 
-    Reads the file and loads nothing. None if the file does not say.
+    It reads the file and loads nothing. It returns None if the file does not say.
     """
     if path.stat().st_size == 0:
         return None  # An empty file cannot be mapped.
@@ -102,8 +102,8 @@ def built_for(path: pathlib.Path) -> str | None:
 def problem_with(path: pathlib.Path, tensorflow_version: str) -> str | None:
     """Returns why the library at `path` must not be loaded, or None if it may be.
 
-    Only the major and minor numbers of TensorFlow count: the binary interface follows
-    them.
+    Only the major and minor numbers of TensorFlow count, as its binary interface
+    changes with these.
     """
     if not path.is_file():
         others = sorted(path.parent.glob(f"{path.stem}.tf*.so"))
@@ -163,7 +163,7 @@ def _attempt() -> _Attempt:
 def _declare_without_gradient(op: str) -> None:
     """Ends the way of gradients at an op, as tables learn by apply_gradients.
 
-    A tape outside of a tf.function that looks up watches the tables that it reads, and
-    would ask the op for a gradient.
+    A tape outside of a tf.function that looks rows up watches the tables that it reads,
+    and would ask the op for a gradient.
     """
     tf.no_gradient(op)

@@ -80,8 +80,8 @@ class Option:
       name: The field of the optimizer.
       off: The value that every engine has.
       lacking: The engines, of `ENGINES`, that have no other value.
-      check: Raises unless a value is allowed; not asked about `off`.
-      record: What the struct of core/row_options.h has of a value, by field.
+      check: Raises an error unless a value is allowed; it is not called for `off`.
+      record: Returns the fields of the struct in core/row_options.h for a value.
     """
 
     name: str
@@ -93,13 +93,13 @@ class Option:
 
 @dataclasses.dataclass(frozen=True)
 class SparseCoreOp:
-    """How TensorFlow's SparseCore ops are called for one update rule.
+    """The names by which TensorFlow's SparseCore ops are called for one update rule.
 
     Attributes:
       name: Part of the op names, XlaSparseDenseMatmulGradWith<name>And...
       slots: The op's inputs for the slots, in the order of `Optimizer.slots`.
-      renamed: The attributes of the op that have another name than the optimizer's
-        hyperparameter, by the latter.
+      renamed: By hyperparameter of the optimizer, the op's attribute if it has another
+        name.
     """
 
     name: str
@@ -121,7 +121,7 @@ class Slot:
     Attributes:
       name: The name that TPUs use, such as "accumulators".
       initial_value: A number, or an initializer of (shape, dtype).
-      per_row: The shape is [V, 1] instead of [V, D].
+      per_row: Whether the shape is [V, 1] instead of [V, D].
     """
 
     name: str
@@ -137,8 +137,8 @@ class TpuRule:
       ops: Part of the op names Load- and RetrieveTPUEmbedding<ops>Parameters, whose
         inputs are `parameters` and the slots in the order of `Optimizer.slots`.
       message: The field of TensorFlow's OptimizationParameters proto.
-      further: The optimizer's attribute for each field of that message that is none of
-        its hyperparameters.
+      further: The optimizer's attribute for each field of that message that is not a
+        hyperparameter.
     """
 
     ops: str
@@ -154,7 +154,7 @@ class TpuRule:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeywordOptions:
-    """The options that TensorFlow's classes do not have: keywords of all of ours."""
+    """The keyword options of all classes here, which TensorFlow's classes lack."""
 
     clipnorm: float | None = None
 
@@ -276,9 +276,9 @@ class Optimizer(KeywordOptions, abc.ABC):
 
     @property
     def idle(self) -> Idle | None:
-        """What those updates do, where rows can make up for them when they are read.
+        """What those updates do, if rows can be caught up on them when they are read.
 
-        None where they cannot, or there are no such updates.
+        It is None if rows cannot be caught up, or if there are no such updates.
         """
         return None
 
@@ -301,14 +301,14 @@ class Optimizer(KeywordOptions, abc.ABC):
         slots: Sequence[Any],
         rate: Any,
     ) -> tuple[Any, ...]:
-        """Applies the update rule as a pure function. Subclasses inherit these types.
+        """Applies the update rule as a pure function; subclasses inherit these types.
 
         Args:
           ops: The array functions to use.
-          gradient: float32 [n, D], summed over all entries and clipped.
-          row: float32 [n, D], the touched rows, already decayed.
-          slots: float32 [n, D], or [n, 1] if per row, for each of `slots`.
-          rate: float32 scalar, the learning rate of this step.
+          gradient: The gradients, summed over all entries and clipped, float32 [n, D].
+          row: The touched rows, already decayed, float32 [n, D].
+          slots: The rows of each of `slots`, float32 [n, D], or [n, 1] if per row.
+          rate: The learning rate of this step, a float32 scalar.
 
         Returns:
           The new row, then the new slots, of the same shapes.
@@ -343,7 +343,7 @@ def apply_rule(
 ) -> tuple[Any, ...]:
     """Updates touched rows: clip the gradient, decay, apply the rule, clip weights.
 
-    The gradient of each row is summed over all entries. Takes and returns what
+    The gradient of each row must be the sum over all entries. It takes and returns what
     `Optimizer.update` does.
     """
     if optimizer.clipnorm is not None:
@@ -391,8 +391,8 @@ def takes_step(rate: Callable[..., Any]) -> bool:
 def one_minus(share: float) -> float:
     """Returns 1 - share, formed in float32.
 
-    TensorFlow's TPU kernels form it so, and so does every engine here: for 0.999 it
-    is 9.99987e-4, not 1e-3.
+    TensorFlow's TPU kernels compute it in this way, and so does every engine here: for
+    0.999 it is 9.99987e-4, not 1e-3.
     """
     return float(np.float32(1) - np.float32(share))
 

@@ -35,11 +35,11 @@ class CustomOptimizer(base.Optimizer):
       custom_computation: The update rule.
       learning_rate: As in every optimizer.
       slot_names: The names of the slots.
-      slot_initializers: For each slot a callable of (shape, dtype), or a number.
+      slot_initializers: A callable of (shape, dtype), or a number, for each slot.
       hyperparameters: Numbers, or callables without arguments that apply_gradients
         calls.
-      slot_dims: For each slot 2 (as wide as the table) or 1 (one number for each row;
-        not on SparseCores). This and the three attributes above are kept as tuples.
+      slot_dims: 2 (as wide as the table) or 1 (one number for each row; not on
+        SparseCores) for each slot. This and the three attributes above become tuples.
 
     Raises:
       ValueError: If the number of initializers or dimensions differs from the number
@@ -133,9 +133,9 @@ class CustomOptimizer(base.Optimizer):
         """Calls the user's function for one row.
 
         Args:
-          gradient: [1, D].
-          row: [1, D].
-          slots: [1, D] or [1] each.
+          gradient: The summed gradient of the row, [1, D].
+          row: The row, [1, D].
+          slots: The row's part of each slot, [1, D] or [1].
           *numbers: The learning rate, then the hyperparameters; scalars.
           table: Name of the table, for errors.
 

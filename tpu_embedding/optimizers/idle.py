@@ -1,4 +1,4 @@
-"""What steps with a gradient of zeros do to a row, made up for at once.
+"""Catches a row up at once on steps in which its gradient was zero.
 
 An optimizer with momenta moves a row in each step, also where the gradient of the row
 is 0. A step s multiplies a slot by a constant, may shrink the row by a factor keep_s
@@ -57,12 +57,12 @@ _LONGEST_HISTORY = 65_536
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Quadrature:
-    """Nodes at which f is evaluated, and what each age adds to the sum over them.
+    """The nodes at which f is evaluated, and each age's weights in the sum over them.
 
     Attributes:
-      nodes: [n] ages in steps, not whole numbers. With `powers` n times the same.
-      weights: [horizon, n], L_i(j) * fade^j, or a_i(j) * fade^j, of the ages j = 1 to
-        horizon.
+      nodes: Ages in steps, [n], not whole numbers; with `powers` all are the same.
+      weights: L_i(j) * fade^j, or a_i(j) * fade^j, for the ages j = 1 to horizon,
+        [horizon, n].
       powers: Whether the sum is a polynomial in `share`.
     """
 
@@ -80,17 +80,17 @@ class Idle:
     """What a step with a gradient of zeros does to a row of an optimizer.
 
     Attributes:
-      fades: By slot, the factor of a step; 0 of a slot that no step reads.
+      fades: The factor of each slot in a step; 0 for a slot that no step reads.
       move: How a row moves: "" (not at all), "momentum" (by a slot), "sign" (by the
         sign of a slot), "root" (by a slot over the root of another plus epsilon) or
         "follow" (the row is a function of the slots and the rate, as in Ftrl).
       moment: The slot that moves the row.
       square: The slot under the root.
-      epsilon: Beside the root; inside of it if `epsilon_inside`.
-      epsilon_inside: As TPUs have it.
-      epsilon_beta: Not 0 where epsilon stands beside a root with a bias correction, as
-        in Nadam: the beta of the correction.
-      follow: For "follow": power, l1, l2 and beta of Ftrl.
+      epsilon: The number added to the root; inside of the root if `epsilon_inside`.
+      epsilon_inside: Whether epsilon is inside of the root, as on TPUs.
+      epsilon_beta: The beta of a bias correction of the root beside which epsilon
+        stands, as in Nadam; else 0.
+      follow: The power, l1, l2 and beta of Ftrl, for the move "follow".
     """
 
     fades: tuple[float, ...] = ()
@@ -104,7 +104,7 @@ class Idle:
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether a row without weight decay stays as it is, and its slots, too."""
+        """Whether a row without weight decay and its slots stay as they are."""
         return not self.move and all(fade in (0.0, 1.0) for fade in self.fades)
 
     @property
@@ -117,7 +117,7 @@ class Idle:
         """The nodes; None for a move without momenta that fade, which needs none.
 
         Raises:
-          ValueError: If no small number of nodes does.
+          ValueError: If no small number of nodes suffices.
         """
         if self.move not in ("momentum", "root"):
             return None
@@ -139,9 +139,9 @@ def quadrature(
     """Chooses the shortest sum for momenta that fade over a root that fades.
 
     Args:
-      fade: Of the momentum in a step, 0 <= fade < 1.
-      root_fade: Of the root in a step, 0 <= root_fade <= 1.
-      inside: Whether epsilon stands inside of the root.
+      fade: The factor of the momentum in a step, 0 <= fade < 1.
+      root_fade: The factor of the root in a step, 0 <= root_fade <= 1.
+      inside: Whether epsilon is inside of the root.
       powers: Whether epsilon is a constant, so that the sum may be one of powers.
 
     Raises:

@@ -37,7 +37,7 @@ _LOCAL_JOBS = (None, "localhost")
 
 
 class HostOps(enum.Enum):
-    """The ops that preprocess."""
+    """The ops that preprocess batches."""
 
     LIBRARY = "library"
     STOCK = "stock"
@@ -115,9 +115,9 @@ def partition(
     """Partitions the features of one replica.
 
     Args:
-      batches: One for each of `partitioning.features`, in the same order.
+      batches: A batch for each of `partitioning.features`, in the same order.
       partitioning: The places of features and tables.
-      splits: For each of `partitioning.tables` an int64 scalar with the cuts between
+      splits: An int64 scalar for each of `partitioning.tables`, with the cuts between
         minibatches that the batches of all replicas need: the bitwise OR of the
         `splits` that a call without this argument returns in each replica.
       options: See PartitionOptions.

@@ -16,16 +16,16 @@ from tpu_embedding.ops import library, records
 
 
 class PartitionedBatch(NamedTuple):
-    """The batch of one replica. The dicts are keyed by stack name, unless noted.
+    """The batch of one replica, in dicts that are keyed by stack name unless noted.
 
     Attributes:
       tables: The CSR of each stack.
       row_pointers_sizes: int32 scalars, the used size of `row_pointers`.
       ids_sizes: int32 scalars, the used size of the other tensors.
       sorted_pos_ids: int32, parallel to `sorted_sample_ids`: the position of each
-        entry in its sample. Only for stacks that keep positions.
-      dropped_ids: int64 scalars by table name: entries dropped because the id buffer
-        was full.
+        entry in its sample; only for stacks that keep positions.
+      dropped_ids: int64 scalars by table name: number of entries that were dropped
+        because the id buffer was full.
       required_ids: int64 scalars: size of the id buffer that would hold all entries.
       max_ids: int64 scalars: maximum number of entries in a partition.
       max_unique_ids: int64 scalars: maximum number of different rows in a partition.

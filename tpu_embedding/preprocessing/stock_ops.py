@@ -1,4 +1,4 @@
-"""Partitions with TensorFlow's host ops: slower, for hosts without our library.
+"""Partitions with TensorFlow's host ops, more slowly, on hosts without the library.
 
   feature -> ConvertToListOfSparseCoreCooTensors: the entries of each SparseCore
   stack and SparseCore -> SortListOfSparseCoreCooTensors: partitions

@@ -1,4 +1,4 @@
-"""A TPU in software, a TPU's compiler and parameter servers, on one machine."""
+"""Runs a TPU in software, a TPU's compiler and parameter servers on one machine."""
 
 from __future__ import annotations
 

@@ -83,14 +83,14 @@ class StackReport:
     """Describes one stack on one device.
 
     Attributes:
-      name: Its name.
+      name: The name of the stack.
       tables: Names of its tables.
       features: Paths of the features that look it up.
-      table_bytes: Of the parameters, with padding.
-      slot_bytes: Of all slots.
-      buffer_bytes: Of the ids of a batch.
-      max_ids: Limit of a partition that the preprocessor holds.
-      max_unique_ids: The same for distinct ids.
+      table_bytes: Bytes of the parameters, with padding.
+      slot_bytes: Bytes of all slots.
+      buffer_bytes: Bytes of the ids of a batch.
+      max_ids: Limit of the ids of a partition that the preprocessor enforces.
+      max_unique_ids: Limit of distinct ids of a partition that it enforces.
     """
 
     name: str
@@ -109,20 +109,20 @@ class CompileReport:
 
     Attributes:
       topology: The topology.
-      compiles: Whether it compiles.
-      problem: Why not, in terms of tables and features; "" if it compiles.
+      compiles: Whether the step compiles.
+      problem: Why it does not, in terms of tables and features; "" if it compiles.
       message: The compiler's own words, or "".
-      versions: By package, the versions that were used.
+      versions: The versions of the packages that were used.
       stacks: The stacks of all embeddings.
-      argument_bytes: Tables, slots, other variables and batches of one device.
-      temporary_bytes: What else the program needs.
+      argument_bytes: Bytes of tables, slots, other variables and batches of a device.
+      temporary_bytes: Bytes of everything else that the program needs.
       capacity: Bytes that programs can use on a device.
-      updated_in_place: Whether all variables that the step assigns are, and no stack
-        is copied.
-      compiled_limits: The pairs (ids, distinct ids) that the program has.
+      updated_in_place: Whether the step updates all variables that it assigns in place,
+        and copies no stack.
+      compiled_limits: The pairs of limits (ids, distinct ids) in the program.
       unknown: What the check cannot know.
-      reached_compiler: Whether libtpu saw the step. One that does not reach it may
-        still compile where what stopped it is fixed.
+      reached_compiler: Whether libtpu saw the step. A step that does not reach it may
+        compile once the cause of that is fixed.
     """
 
     topology: str
@@ -141,7 +141,7 @@ class CompileReport:
 
     @property
     def limits_agree(self) -> bool:
-        """Whether every compiled limit is one that the preprocessor holds, or more."""
+        """Whether no compiled limit is below those that the preprocessor enforces."""
         return all(
             any(
                 ids >= stack.max_ids and unique >= stack.max_unique_ids
@@ -207,14 +207,14 @@ def compile_step(
       build: A function of a module or a file, or its name "MODULE:ATTRIBUTE" or
         "FILE.py:ATTRIBUTE".
       topology: A TPU generation and its chips by axis, e.g. "v5p:2x2x1".
-      python: The Python of an environment with the extra `tpu-check`; None: that of
-        the variable TPU_EMBEDDING_TPU_CHECK_PYTHON, or this one.
+      python: The Python of an environment with the extra `tpu-check`. None means that
+        of the variable TPU_EMBEDDING_TPU_CHECK_PYTHON, or this one.
       timeout: Seconds after which the compiler is ended.
 
     Returns:
       The report. A step that does not compile, a compiler that ends its process, and
-      an error of `build` are reports, no exceptions; `reached_compiler` tells them
-      apart.
+      an error of `build` give a report, and raise no exception; `reached_compiler`
+      tells them apart.
 
     Raises:
       ValueError: If the topology is unknown, or `build` cannot be found by its name.
@@ -294,9 +294,9 @@ def _target(build: str | Callable[..., Any]) -> str:
 
 
 def _check_versions(executable: str, environment: dict[str, str]) -> bool:
-    """Asks that Python for its packages, without importing any of them.
+    """Asks a Python for the versions of its packages, without importing any of them.
 
-    Whether it has this one, too, with a library for its TensorFlow.
+    It returns whether this package is there, too.
     """
     asked = (
         "import importlib.metadata as m, json, sys\n"

@@ -23,7 +23,7 @@ _ENGINE_OP = "EnqueueTPUEmbeddingArbitraryTensorBatch"
 def load() -> types.ModuleType:
     """Registers the kernels once, and returns the module of the library's own ops.
 
-    Ops that already have a CPU kernel keep it; in tensorflow-tpu some have one.
+    Ops that already have a CPU kernel keep it, as some do in tensorflow-tpu.
     """
     problem = library.problem_with(PATH, tf.__version__)
     if problem is not None:

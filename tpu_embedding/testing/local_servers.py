@@ -25,14 +25,14 @@ class LocalServers:
 
     Their logs are removed at its end, unless it ends with an error.
 
-    For tests, examples and benchmarks of ParameterServerStrategy without a cluster:
+    Use it in tests, examples and benchmarks of ParameterServerStrategy:
 
         with te.testing.LocalServers(servers=2, workers=2) as job:
             strategy = tf.distribute.ParameterServerStrategy(job.resolver())
 
     Attributes:
-      cluster: By job, "ps" and "worker", the address of each task.
-      processes: By (job, task) its process.
+      cluster: The addresses of the tasks, by job: "ps" or "worker".
+      processes: The process of each task by (job, task).
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class LocalServers:
         Args:
           servers: Number of parameter servers.
           workers: Number of workers.
-          commands: By job another command that runs its tasks.
+          commands: Other commands that run tasks, by job.
         """
         self.processes: dict[tuple[str, int], subprocess.Popen[bytes]] = {}
         self._commands = {"ps": _COMMAND, "worker": _COMMAND, **(commands or {})}

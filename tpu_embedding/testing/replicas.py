@@ -28,9 +28,8 @@ def run_together(
 ) -> Any:
     """Calls `fn` in a replica context for each replica, all at the same time.
 
-    Must be called while a graph is built, in cross-replica context. Each replica gets
-    its part of distributed values. The leaves of what it returns are per-replica
-    values.
+    Call it while a graph is built, in cross-replica context. Each replica gets its part
+    of distributed values. The leaves of the result are per-replica values.
     """
     devices = strategy.extended.worker_devices
     traced = [
@@ -90,8 +89,8 @@ class _ReplicaContext(tf.distribute.ReplicaContext):
     def _merge_call(self, merge_fn: Any, args: Any, kwargs: Any) -> Any:
         """Calls `merge_fn` in cross-replica context, in the program of this replica.
 
-        As under TPUStrategy it gets the values of this replica. `_Extended` joins them
-        with those of the others.
+        As under TPUStrategy `merge_fn` gets the values of this replica, and `_Extended`
+        joins them with those of the others.
         """
         token = _merging.set(self)
         try:
@@ -148,8 +147,8 @@ def update(
 ) -> Any:
     """Calls `fn` for the copies of a replica, in the function of a merge_call.
 
-    The replica's copy replaces a variable. Unless `group`, the result is in a tuple,
-    with one item for each copy.
+    The replica's copy replaces a variable. Unless `group` is set, the result is a tuple
+    with an item for each copy.
     """
     # The device is that of the program.
     with distribute_lib.UpdateContext(merging()):

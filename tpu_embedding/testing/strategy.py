@@ -25,8 +25,8 @@ from tpu_embedding.testing import library, replicas
 class TPUStrategyOfCPUs(tf.distribute.Strategy):
     """A name by which tf_keras recognizes strategies of TPUs.
 
-    It then takes the metrics of the first replica, which are those of all; of an
-    unknown strategy it adds them up.
+    It then takes the metrics of the first replica, which are those of all replicas;
+    under an unknown strategy it adds them up.
     """
 
 
@@ -35,8 +35,8 @@ class SoftwareTPUStrategy(TPUStrategyOfCPUs):
 
     Like TPUStrategy, `run` traces its function once per replica and signature: Python
     side effects happen while tracing. Variables created in `scope()` are mirrored.
-    A process has one embedding engine of v2, v3 and v4; creating such a strategy
-    resets it.
+    A process has one embedding engine of v2, v3 and v4, which the creation of such a
+    strategy resets.
 
     >>> strategy = SoftwareTPUStrategy("v5p", num_devices=2)
     >>> strategy.num_replicas_in_sync

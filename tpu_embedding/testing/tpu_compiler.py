@@ -49,7 +49,7 @@ _LIMITS = re.compile(
 
 
 class _DescribedTPUs:
-    """A cluster resolver for TPUs that are not there."""
+    """A cluster resolver of described TPUs that do not exist."""
 
     def __init__(
         self, generation: tpu_generations.Generation, num_devices: int
@@ -74,7 +74,7 @@ class _DescribedTPUs:
 
 @functools.cache
 def answer_for_sparse_cores(count: int) -> Any:
-    """Tells TensorFlow how many SparseCores a device has; the same for a process.
+    """Tells TensorFlow how many SparseCores a device has, once for a process.
 
     TensorFlow asks libtpu through a table of functions. Without a topology libtpu
     answers with an error whose layout in memory is not the one that TensorFlow 2.20
@@ -108,9 +108,9 @@ class Argument:
     """One input of a program.
 
     Attributes:
-      name: Of the variable, or "input".
-      is_variable: Whether it is one.
-      spec: Its shape and dtype.
+      name: The name of the variable, or "input".
+      is_variable: Whether the input is a variable.
+      spec: The shape and dtype.
     """
 
     name: str
@@ -119,17 +119,17 @@ class Argument:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensor."""
+        """The size of the tensor in bytes."""
         return (self.spec.shape.num_elements() or 0) * self.spec.dtype.size
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What of a step runs on the TPU, as a function of plain tensors.
+    """The part of a step that runs on the TPU, as a function of plain tensors.
 
     Attributes:
       function: A ConcreteFunction.
-      arguments: Of the function.
+      arguments: The arguments of the function.
       updated: Index of each variable that the step assigns -> index of its new value.
     """
 
@@ -299,7 +299,7 @@ def trace(strategy: Any, step: Callable[..., Any], specs: Any) -> Any:
 def bridge(traced: Any, num_devices: int) -> str:
     """Returns the text of a traced step after TensorFlow's passes for TPUs.
 
-    They divide it into what runs on hosts and on TPUs.
+    These passes divide it into parts for hosts and for TPUs.
     """
     text = tf.mlir.experimental.convert_function(
         traced, pass_pipeline="func.func(tf-executor-graph-pruning)"
@@ -420,7 +420,7 @@ def compiled_limits(hlo: bytes) -> list[tuple[int, int]]:
 def copied_stacks(program: str, stacks: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns the stacks that a compiled program copies, by the text of its HLO.
 
-    A copy is another output for an array that is written while something else needs it.
+    A program copies an array if it writes it while something needs the old values.
     """
     return [
         stack["name"]
