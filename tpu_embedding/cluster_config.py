@@ -1,8 +1,8 @@
-"""What the environment tells a process of its job.
+"""Reads what the environment tells a process of its job.
 
-TF_CONFIG is checked before TensorFlow connects. TensorFlow does not: all processes wait
-for minutes if that of one is wrong. A strategy connects in its constructor, so that
-only the import of the library comes before it.
+TF_CONFIG is checked before TensorFlow connects. TensorFlow itself does not check it,
+and all processes wait for minutes if that of one is wrong. A strategy connects in its
+constructor, so that only the import of the library comes before it.
 """
 
 from __future__ import annotations

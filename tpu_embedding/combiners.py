@@ -1,4 +1,4 @@
-"""How the rows of one sample are combined into one activation.
+"""Combines the rows of one sample into one activation.
 
 With weights w_1..w_k (1 where none are given), entry j of a sample has the gain
   sum: w_j    mean: w_j / sum(w)    sqrtn: w_j / sqrt(sum(w^2)).

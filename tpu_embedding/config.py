@@ -162,16 +162,16 @@ class TableConfig(_ChangeableUntilUsed):
       vocabulary_size: Number of rows V, a GrowingVocabulary or a Hashing.
       dim: Number of columns D.
       initializer: A callable of (shape, dtype) that returns the whole table, the name
-        of one of Keras, such as "uniform", or None: truncated normal, mean 0, standard
-        deviation 1 / sqrt(dim). One with a method `by_rows`, as RowIdInitializer has,
-        may make the rows of each server or process there.
+        of one of Keras, such as "uniform", or None for a truncated normal distribution
+        with mean 0 and standard deviation 1 / sqrt(dim). With a method `by_rows`, as
+        RowIdInitializer has, each server or process may make only its own rows.
       optimizer: Overrides the optimizer of the whole embedding. It is not checked
         here, because the Keras layer also accepts names and Keras optimizers.
       combiner: "mean", "sum" or "sqrtn", or a CustomCombiner of this package or of
         tf.tpu.experimental.embedding.
       name: A unique name, or None for "table_0", "table_1", ...
       quantization_config: A QuantizationConfig, or None.
-      layout: How a TPU stores the table, or None.
+      layout: The way in which a TPU stores the table, or None.
       dtype: The dtype of the stored rows: "float32", "bfloat16" or "int8", or a dtype
         object of that name. Slots, sums and activations are always float32. "int8"
         needs `dim` >= 16: see docs/memory.md.

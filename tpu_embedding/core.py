@@ -1,6 +1,6 @@
-"""What the public classes do with an engine, over flat lists of features.
+"""The work of the public classes on an engine, over flat lists of features.
 
-The `core` of TPUEmbedding, TPUEmbeddingV2 and the Keras layer; the way by which
+It is the `core` of TPUEmbedding, TPUEmbeddingV2 and the Keras layer, through which
 Keras, serving, checkpoints and telemetry reach the tables.
 """
 
@@ -381,12 +381,12 @@ class Core(EngineTables):
 
         Args:
           values: The ids of each feature; inside strategy.run those of the replica.
-          weights: For each feature its weights or None; None for no weights at all.
+          weights: The weights of each feature or None; None for no weights at all.
           training: Whether `update` may follow.
 
         Returns:
           The activations, float32 [output shape..., dim] for each feature, and what
-          `update` takes, once.
+          `update` takes, which it accepts only once.
         """
         engine = self.create_engine()
         replica = self.require_replica("The lookup")
@@ -432,7 +432,7 @@ class Core(EngineTables):
 
         Raises:
           ValueError: If a table needs a clock and there is none, or none needs it.
-          TypeError: If it is no integer scalar.
+          TypeError: If it is not an integer scalar.
         """
         tables = self.plan.tables_with_clock
         if (clock is not None) != bool(tables):

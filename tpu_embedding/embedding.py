@@ -1,4 +1,4 @@
-"""TPUEmbedding: enqueue, dequeue, apply_gradients, on whichever engine is there."""
+"""TPUEmbedding: enqueue, dequeue and apply_gradients, on any engine."""
 
 from __future__ import annotations
 
@@ -87,13 +87,13 @@ class TPUEmbedding(EmbeddingBase):
             (also if None), "drop" or "mod". A TableConfig of this package has its own.
           check_numerics: Refuse weights and gradients that are not finite.
           distributed_options: How the processes of a MultiWorkerMirroredStrategy share
-            the tables; None: the defaults of DistributedOptions.
+            the tables; None means the defaults of DistributedOptions.
           profile_data_directory: On TPU v2 to v4, where the TPU writes what it learns
             of the ids, to be used by later runs. Elsewhere it must be None.
           sparse_core_embedding_config: The limits of SparseCores, and how they stack
             tables: a SparseCoreEmbeddingConfig, of this package or of
-            tf.tpu.experimental.embedding, or None for its defaults. Checked everywhere;
-            without effect where there are no SparseCores.
+            tf.tpu.experimental.embedding, or None for its defaults. It is checked
+            everywhere, but has no effect without SparseCores.
 
         Raises:
           ValueError: If the configuration is wrong: no features, two tables of one
@@ -292,8 +292,8 @@ class TPUEmbedding(EmbeddingBase):
             replace a time before the last one by the last one.
 
         Raises:
-          TypeError: If a container is of the wrong type, or the clock is no integer.
-          ValueError: If the structure differs, or a gradient is no tf.Tensor or has
+          TypeError: If a container is of the wrong type, or the clock no integer.
+          ValueError: If the structure differs, or a gradient is not a tf.Tensor or has
             the wrong static shape; or if a table has a clock and none is passed, or
             one is passed and no table has it.
           tf.errors.InvalidArgumentError: If the clock goes back, or a growing table
@@ -334,8 +334,8 @@ class TPUEmbedding(EmbeddingBase):
 
         Args:
           gradients: As for apply_gradients.
-          features: What was passed to enqueue; inside of strategy.run the replica's.
-          weights: What was passed to enqueue, likewise.
+          features: The features passed to enqueue; in strategy.run the replica's.
+          weights: The weights passed to enqueue; in strategy.run the replica's.
 
         Returns:
           The gradient of each feature's weights, in their form, or None for a feature

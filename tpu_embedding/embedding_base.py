@@ -1,4 +1,4 @@
-"""What TPUEmbedding and TPUEmbeddingV2 share."""
+"""The base class of TPUEmbedding and TPUEmbeddingV2."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tpu_embedding.vocabulary import VocabularyContents
 
 
 class EmbeddingBase(TrackableTables):
-    """Tables that an engine holds; abstract."""
+    """Tables that an engine holds; an abstract class."""
 
     # True: the class hands out stacks, also those of engines that store none.
     _hands_out_stacks: ClassVar[bool] = False
@@ -48,7 +48,7 @@ class EmbeddingBase(TrackableTables):
           custom: Whether tables may have a CustomOptimizer or a CustomCombiner.
 
         Raises:
-          The errors of TPUEmbedding and TPUEmbeddingV2.
+          Exception: The errors of TPUEmbedding and TPUEmbeddingV2.
         """
         converted = convert_features(feature_config, invalid_ids)
         plan = make_plan(
@@ -166,7 +166,7 @@ class EmbeddingBase(TrackableTables):
     @property
     @calling("embedding_tables")
     def variables(self) -> dict[Any, dict[str, Any]]:
-        """For each table a dict of its "parameters" and slots; see `embedding_tables`.
+        """A dict of "parameters" and slots for each table, as in `embedding_tables`.
 
         Raises:
           RuntimeError: On TPU v2 to v4, as `embedding_tables` does.

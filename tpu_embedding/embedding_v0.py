@@ -123,7 +123,7 @@ class TPUEmbeddingV0(RestoresLayouts):
 
     @property
     def variables(self) -> dict[Any, dict[str, Any]]:
-        """For each TableConfig a dict of its "parameters" and slots by name."""
+        """A dict of its "parameters" and slots by name, for each TableConfig."""
         made = self._built()
         return {spec.key: made[spec.name] for spec in self._plan.tables}
 

@@ -98,7 +98,7 @@ class TPUEmbeddingV2(EmbeddingBase):
             (also if None), "drop" or "mod". A TableConfig of this package has its own.
           check_numerics: Refuse weights and gradients that are not finite.
           distributed_options: How the processes of a MultiWorkerMirroredStrategy share
-            the tables; None: the defaults of DistributedOptions.
+            the tables; None means the defaults of DistributedOptions.
 
         Raises:
           ValueError: If the configuration is wrong: no features, two tables or stacks

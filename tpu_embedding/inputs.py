@@ -34,7 +34,7 @@ class IdBatch:
       static_shape: The input's shape as far as it is known while tracing.
       dense_shape: The shape of sparse input, int64 [rank]; None for other input.
       weights: float32, laid out as `ids`, or None if all weights are 1.
-      weight_structure: As `structure`, if the weights have a structure of their own.
+      weight_structure: The weights' own `structure`, or None if it is that of the ids.
     """
 
     kind: InputKind

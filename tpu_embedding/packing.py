@@ -1,4 +1,4 @@
-"""Batches in a few tensors, which cost a tf.function little to take as arguments."""
+"""Packs batches into a few tensors, which a tf.function takes at little cost."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def pack(features: Any, weights: Any = None) -> PackedFeatures:
     `(te.pack(features),)`.
 
     Args:
-      features: In the structure of `feature_config` for each feature its ids: a
+      features: The ids of each feature in the structure of `feature_config`: a
         tf.Tensor [B] or [B, k], a tf.RaggedTensor [B, None] or a tf.SparseTensor
-        [B, k] in row-major order whose rows have no gaps. B is the same for all. int32,
-        int64, or whole numbers of a floating point dtype.
+        [B, k] in row-major order whose rows have no gaps. B is the same for all. Ids
+        are int32, int64, or whole numbers of a floating point dtype.
       weights: None, or the same structure with floating point weights of each feature's
-        own layout, or None for features without: 1.
+        own layout, or None for a feature whose weights are 1.
 
     Raises:
       TypeError: If ids or weights are of another dtype.
@@ -108,9 +108,9 @@ def flatten_batch(
     """Returns the ids and the weights or None of each feature of the plan.
 
     Args:
-      structure: That of `feature_config`.
-      features: In this structure, or packed.
-      weights: None or in this structure; of a packed batch None.
+      structure: The structure of `feature_config`.
+      features: The features in this structure, or a packed batch.
+      weights: The weights in this structure, or None; None with a packed batch.
 
     Raises:
       TypeError: If a container is of another type, or a packed batch has no tensors.

@@ -1,4 +1,4 @@
-"""The coordinator of a ParameterServerStrategy, whose pushes are applied once."""
+"""A coordinator of a ParameterServerStrategy that has each push applied once."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _T = TypeVar("_T")
 class ClusterCoordinator(_Base):
     """Schedules functions as TensorFlow's class does, and applies each push once.
 
-    TensorFlow runs a scheduled function again if its worker is lost, also if its
+    TensorFlow runs a scheduled function again if its worker is lost, even if its
     gradients were applied already. This class numbers the functions, and parameter
-    servers drop what a function pushes to an embedding a second time. Everything
+    servers ignore what a function pushes to an embedding a second time. Everything
     else is as in TensorFlow's class.
 
-    A strategy has one coordinator, which `strategy.scope()` creates. It becomes one of
-    this class when this class is constructed, or an embedding under the strategy;
-    TensorFlow's constructor then returns it, too.
+    A strategy has one coordinator, which `strategy.scope()` creates. It gets this class
+    when this class is constructed, or an embedding under the strategy; TensorFlow's
+    constructor then returns the same object.
     """
 
     def __new__(

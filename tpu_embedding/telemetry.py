@@ -1,4 +1,4 @@
-"""What happens inside of the tables while they train.
+"""Counts what happens inside of the tables while they train.
 
 >>> import tensorflow as tf
 >>> import tpu_embedding as te
@@ -191,17 +191,17 @@ class Telemetry:
 
         Scalars are what `status` returns, counts as their mean over the updates counted
         since the last `write`, and other figures as `read` gives them. Histograms show
-        the ids and the norms of gradients and updates of the last counted update. A
-        text lists the hottest rows. The description of each says whether it is exact or
-        sampled. Nothing is written unless a default writer is set, and nothing of the
-        tables if no update was counted since the last `write`.
+        ids, and norms of gradients and of updates, over the rows of the last counted
+        update. A text lists the hottest rows. The description of each says whether it
+        is exact or sampled. Nothing is written unless a default writer is set, and
+        nothing of the tables if no update was counted since the last `write`.
 
         Args:
           step: The step that TensorBoard shows.
           name: The first part of the tags.
 
         Raises:
-          RuntimeError: As `read`.
+          RuntimeError: As `read` does.
         """
         counts = self._counts(self._hottest)
         before, self._written = self._written, counts
@@ -235,7 +235,7 @@ class Telemetry:
         """Stops counting, and frees the memory of the counts.
 
         Raises:
-          RuntimeError: As `read`.
+          RuntimeError: As `read` does.
         """
         self._require_counting()
         self._core.start_counting(0)

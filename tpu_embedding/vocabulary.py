@@ -1,4 +1,4 @@
-"""What stands in the place of `vocabulary_size`: values, without TensorFlow."""
+"""The values that may replace a `vocabulary_size`, without TensorFlow."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SHARED_ID = 0x7465647261687365  # The id whose first values the shared row has.
 
 @dataclasses.dataclass(frozen=True)
 class GrowingVocabulary:
-    """Gives rows to the ids that occur, in the place of a `vocabulary_size`.
+    """Gives rows to the ids that occur; used instead of a `vocabulary_size`.
 
     Any int64 is an id. An update gives rows to new ids, in the order in which they
     first occurred. The first values of a row depend only on the seed and the id.
@@ -46,13 +46,13 @@ class GrowingVocabulary:
         of them, and used for the rows that exist.
       min_count: Number of occurrences in updates after which an id gets a row.
       max_candidates: How many ids that have no row yet are remembered with their
-        counts; the oldest is forgotten. None: `max_rows`.
+        counts; the oldest is forgotten. None means `max_rows`.
       eviction: Which rows are evicted for new ones: None for none; "lru": those whose
         last update is the longest ago; "lfu": those with the fewest occurrences;
         "age": those without an update for more than `max_age`. An id that comes back
         is a new one.
       max_age: With eviction="age", a number of updates, or of units of the clock.
-      clock: With eviction="age", whether rows age by the `clock` that you pass to
+      clock: Whether, with eviction="age", rows age by the `clock` that you pass to
         apply_gradients, not by the number of updates.
       min_rows: Number of ids whose rows evictions leave. None means nine tenths of
         `max_rows`, so that an update can take a tenth of them for new ids; in small
@@ -162,7 +162,7 @@ class GrowingVocabulary:
 
 @dataclasses.dataclass(frozen=True)
 class Hashing:
-    """Gives every id `hashes` rows, in the place of a `vocabulary_size`.
+    """Gives every id `hashes` rows; used instead of a `vocabulary_size`.
 
     Any int64 is an id. No row is made, reserved or evicted. Two ids often share one of
     their rows, but hardly ever all of them.

@@ -218,7 +218,7 @@ class _File:
 
 
 class _LoadedRows(TableRows):
-    """A matrix in a file, of which none stays in memory."""
+    """A matrix in a file that is opened for each read, and not kept in memory."""
 
     def __init__(self, array: np.ndarray, file: _File) -> None:
         super().__init__(array.shape, array.dtype)

@@ -58,7 +58,7 @@ class _Copy:
 
 @dataclasses.dataclass(frozen=True)
 class _Reset:
-    """A slot of which all rows, or those with a place, get their initial value."""
+    """Resets all rows of a slot, or those with a place, to their initial value."""
 
     target: MutableTableRows
     places: np.ndarray | None

@@ -172,7 +172,7 @@ class Topology:
           values: The features as the user passed them.
 
         Raises:
-          ValueError: If a tensor inside strategy.run is none of its arguments.
+          ValueError: If a tensor inside strategy.run is not one of its arguments.
           RuntimeError: If the caller is in control flow inside strategy.run.
         """
         del paths, values

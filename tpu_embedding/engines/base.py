@@ -23,7 +23,7 @@ from tpu_embedding.tables.table import RowChanges, Table
 
 
 class Steps(abc.ABC):
-    """What an engine does with batches: it prepares them, looks up and updates.
+    """The methods of an engine on batches: it prepares them, looks up and updates.
 
     Lists of features are flat and in plan order. All methods may be called eagerly
     or while tracing a tf.function. One training step of a replica is

@@ -1,4 +1,4 @@
-"""What engines are made with, what each call passes, and the queue of their steps."""
+"""The options of engines, the arguments of each call, and the queue of steps."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class EmbeddingOptions:
       sparse_core: Limits of SparseCores, and how they stack and fill the tables.
       initialize: On TPU v2 to v4, configure the TPU's engine; False shares the one that
         is configured already.
-      profile_data_directory: Where TPU v2 to v4 write what they learn of the ids, or
-        None.
+      profile_data_directory: The folder where TPU v2 to v4 write what they learn of the
+        ids, or None.
       distributed: How several processes share the tables.
       batch_size: The global size of every batch, or None for any.
     """
@@ -72,7 +72,7 @@ class EngineOptions(EmbeddingOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """What an engine needs to know of one call of the user.
+    """The facts about one call of the user that an engine needs.
 
     Attributes:
       replica: Index of the calling replica. None outside of a replica, or for a batch
@@ -99,7 +99,7 @@ class Call:
 
     @property
     def clock_or_none(self) -> Any:
-        """The clock as ops take it: an empty tensor if there is none."""
+        """The clock in the form that ops take, an empty tensor if there is none."""
         return library.NO_NUMBER if self.clock is None else self.clock
 
 

@@ -145,7 +145,7 @@ class TPUEmbedding(SavesTables, RestoresLayouts, keras_api.Layer):
             (the default), "drop" or "mod". A TableConfig of this package has its own.
           check_numerics: Raise an error for weights and gradients that are not finite.
           distributed_options: How the processes of a MultiWorkerMirroredStrategy share
-            the tables; None: the defaults of DistributedOptions.
+            the tables; None means the defaults of DistributedOptions.
           **kwargs: Arguments of keras.layers.Layer: name, trainable, dtype.
 
         Raises:

@@ -121,7 +121,7 @@ class TelemetryCallback(keras_api.Callback):
         """Notes how many batches came before.
 
         Raises:
-          RuntimeError: If something else counts for one of the layers by now.
+          RuntimeError: If something else now counts for one of the layers.
         """
         del epoch, logs
         for name, telemetry in self._telemetry.items():

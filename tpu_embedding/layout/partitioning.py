@@ -93,7 +93,7 @@ class Partitioning:
     Attributes:
       sparse_cores_per_device: SparseCores of each device.
       num_replicas: Devices that share the tables.
-      features: In the order of the user's structure.
+      features: The features in the order of the user's structure.
       tables: The stacks. Every feature is in one of them.
       max_ids_per_chip_per_sample: Capacity of the per-device id buffer, in ids per
         stacked sample.
@@ -119,7 +119,7 @@ class Partitioning:
 
     @property
     def marks(self) -> tuple[int, int, int]:
-        """The devices, SparseCores of each device, and a checksum of the rest."""
+        """The devices, the SparseCores of each, and a checksum of everything else."""
         rest = (self.features, self.tables, self.max_ids_per_chip_per_sample)
         checksum = zlib.crc32(repr(rest).encode())
         return self.num_replicas, self.sparse_cores_per_device, checksum

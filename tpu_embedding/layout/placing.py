@@ -33,7 +33,7 @@ def place_tables(
       plan: The tables and features.
       process: Index of this process.
       num_processes: Number of processes, n.
-      placement: For tables whose `placement` is None: "auto", "rows" or "whole".
+      placement: "auto", "rows" or "whole", for tables whose `placement` is None.
     """
     wanted = [_wanted(spec, placement) for spec in plan.tables]
     loads = [_load(plan, spec) for spec in plan.tables]
@@ -76,7 +76,7 @@ def place_on_servers(plan: Plan, number: int, placement: str = "auto") -> Placem
     Args:
       plan: The tables and features.
       number: Number of servers, n.
-      placement: For tables whose `placement` is None: "auto", "rows" or "whole".
+      placement: "auto", "rows" or "whole", for tables whose `placement` is None.
 
     Returns:
       The placement as server 0 has it.

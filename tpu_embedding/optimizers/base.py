@@ -98,8 +98,8 @@ class SparseCoreOp:
     Attributes:
       name: Part of the op names, XlaSparseDenseMatmulGradWith<name>And...
       slots: The op's inputs for the slots, in the order of `Optimizer.slots`.
-      renamed: By hyperparameter of the optimizer, the op's attribute if it has another
-        name.
+      renamed: The names of the op's attributes that differ from the optimizer's
+        hyperparameter, by the name of the latter.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What CPUs need: one machine, processes that train together, parameter servers."""
+"""Plans CPUs: one machine, processes that train together, or parameter servers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _OF_ONE_ARRAY = {"zeros", "ones", "constant"}
 
 @dataclasses.dataclass(frozen=True)
 class Machines:
-    """Plans places that are no TPUs.
+    """Plans places other than TPUs.
 
     Attributes:
       plan: The tables.
@@ -173,7 +173,7 @@ class Machines:
 
     @functools.cached_property
     def _row_bytes(self) -> list[tuple[int, int]]:
-        """For each table, the bytes of a row, without and with its slots."""
+        """The bytes of a row of each table, without and with its slots."""
         found = []
         for table in self.plan.tables:
             sizes = [array.bytes // array.shape[0] for array in table_arrays(table)]

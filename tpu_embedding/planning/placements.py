@@ -1,4 +1,4 @@
-"""Where tables can live, and what each place needs."""
+"""Plans the places where tables can live, and what each of them needs."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def plan(
       sample: Batches of features in the structure of `feature_config`, each the global
         batch of one step, for example a batched tf.data.Dataset; dense, ragged or
         sparse.
-      sample_batches: How many of them are read.
+      sample_batches: The number of these batches that are read.
 
     Returns:
       A `planning.PlanReport`: objects, `print(report)`, `report.to_json()` and

@@ -1,4 +1,4 @@
-"""What a plan says: objects, a text, JSON and a picture."""
+"""Reports of plans: objects, a text, JSON and a picture."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class ArrayBytes:
     Attributes:
       table: Name of the table.
       array: "parameters" or the name of the slot.
-      shape: [V, D], or [V, 1] for a slot of one number for each row; V of a growing
-        table is its `max_rows`.
+      shape: [V, D], or [V, 1] for a slot of one number for each row; for a growing
+        table V is its `max_rows`.
       dtype: "float32", "bfloat16" or "int8".
       bytes: Bytes of the whole array without padding; for int8 with scales and offsets.
     """
@@ -120,7 +120,7 @@ class PlannedPlacement:
     """Describes one way to place all tables.
 
     Attributes:
-      name: For example "one machine", "4 processes, synchronous" or "v6e:2x2".
+      name: A name such as "one machine", "4 processes, synchronous" or "v6e:2x2".
       kind: "host", "synchronous", "parameter_servers" or "tpu".
       num_devices: The number of machines, processes, servers or TPU devices.
       capacity: Bytes of memory of each device.
@@ -131,7 +131,7 @@ class PlannedPlacement:
       location: By table, "all" if its rows are divided, else the index of the device.
       wire_bytes: Bytes that leave one process in a training step, or None where the
         network is that of a TPU.
-      limits: By stack, what the sample needs.
+      limits: The limits that the sample needs, by stack.
       max_ids_per_chip_per_sample: Suggested id buffer, if there is a sample.
       excesses: Limits that the placement exceeds.
       unsupported: Why the placement is impossible whatever the memory, or None.

@@ -195,7 +195,7 @@ class Sample:
 
 
 class _Need(NamedTuple):
-    """What one batch needs of one stack.
+    """The partitions and buffers that one batch needs of one stack.
 
     Attributes:
       partitions: The partitions with ids, ascending: SparseCore x shards + shard.

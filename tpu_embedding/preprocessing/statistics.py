@@ -32,10 +32,10 @@ class SparseCoreRequirements(NamedTuple):
     """The smallest limits under which a batch is neither refused nor split.
 
     Attributes:
-      max_ids: By stack name, int32 scalars >= 1 for max_ids_per_table.
-      max_unique_ids: By stack name, int32 scalars >= 1 for max_unique_ids_per_table.
-      required_ids: By stack name, int32 scalars: size of the id buffer of a device,
-        including padding.
+      max_ids: The max_ids_per_table by stack name, int32 scalars >= 1.
+      max_unique_ids: The max_unique_ids_per_table by stack name, int32 scalars >= 1.
+      required_ids: The size of a device's id buffer with its padding, by stack name,
+        int32 scalars.
       max_ids_per_chip_per_sample: int32 scalar that gives every stack an id buffer of
         the required size or more.
     """

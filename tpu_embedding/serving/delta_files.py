@@ -133,7 +133,7 @@ class Base:
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """What the first block of a delta says.
+    """The content of the first block of a delta.
 
     Attributes:
       base: The id of the export that the delta follows.

@@ -71,13 +71,13 @@ class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrack
         Args:
           feature_config: A FeatureConfig or a nested structure of them, of this
             package or of tf.tpu.experimental.embedding.
-          optimizer: For tables without an optimizer: its slots are created and
-            restored too. None: no slots for those tables.
+          optimizer: The optimizer of tables without their own, whose slots are created
+            and restored too. None means no slots for those tables.
           experimental_sparsecore_restore_info: Must be None.
           invalid_ids: The policy for tables of tf.tpu.experimental.embedding: "error"
             (also if None), "drop" or "mod". A TableConfig of this package has its own.
-          mapped: The folder of an export with `mapped`, in whose files rows are looked
-            up. There are no variables then, and checkpoints are not restored.
+          mapped: The folder of an export with `mapped`, whose files lookups then read.
+            There are no variables in that case, and checkpoints are not restored.
           verify: Whether to compare the files of `mapped` with their checksums, which
             reads them.
 
@@ -186,7 +186,7 @@ class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrack
 
     @property
     def variables(self) -> dict[Any, dict[str, tf.Variable]]:
-        """For each TableConfig a dict of its "parameters" and slots by name."""
+        """A dict of its "parameters" and slots by name, for each TableConfig."""
         arrays = self._arrays()
         return {spec.key: arrays[spec.name] for spec in self._plan.tables}
 

@@ -1,4 +1,4 @@
-"""What an export computes: an embedding's features and a model, or a Keras model."""
+"""The sources of an export: an embedding's features and a model, or a Keras model."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ _MOST_ROWS = 2**31 - 1  # With the spare ones: the index is int32.
 
 
 class _State(tf.Module):
-    """What was applied, and what is staged; all numbers are int64.
+    """The delta that was applied, and the one that is staged; all numbers are int64.
 
     Attributes:
       description: The `Base` as JSON.

@@ -45,7 +45,7 @@ class MappedPart:
 
     Attributes:
       file: Name of the file in the folder of an export.
-      shape: [V, C].
+      shape: The shape of the part, [V, C].
       dtype: Dtype of the values.
     """
 

@@ -1,4 +1,4 @@
-"""Where the tables are: in this process, in those of a job, or on servers.
+"""Reaches tables in this process, in the processes of a job, or on servers.
 
 All reads and writes of tables outside of steps pass through a `Reach`, whether of rows,
 of changes or of the ids of growing tables.

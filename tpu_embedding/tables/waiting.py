@@ -22,7 +22,7 @@ _flushes_before: contextvars.ContextVar[bool] = contextvars.ContextVar(
 
 
 class Waits(Protocol):
-    """What the rows of a table and its slots wait for.
+    """The steps that the rows of a table and its slots wait for.
 
     Attributes:
       variables: The table, then its slots.

@@ -141,7 +141,7 @@ class CompileReport:
 
     @property
     def limits_agree(self) -> bool:
-        """Whether no compiled limit is below those that the preprocessor enforces."""
+        """Whether some compiled limits are large enough for each stack's batches."""
         return all(
             any(
                 ids >= stack.max_ids and unique >= stack.max_unique_ids

@@ -61,7 +61,7 @@ class SoftwareTPUStrategy(TPUStrategyOfCPUs):
           generation: "v2", "v3", "v4", "v5e", "v5p", "v6e" or "7x".
           num_devices: Number of devices; each device is a core.
           cores_per_replica: On v2, v3 and v4, the number of adjacent cores that work
-            on one replica; its program runs on the first of them. None: each core is
+            on one replica; its program runs on the first of them. None makes each core
             a replica.
           experimental_device_assignment: Instead of `cores_per_replica`, a
             tf.tpu.experimental.DeviceAssignment with the cores of each replica, as

@@ -1,7 +1,7 @@
 """DenseFeatures and SequenceFeatures of TensorFlow 1, without Keras.
 
-Variables are called as under tf.compat.v1.keras.layers.DenseFeatures, so that
-checkpoints fit.
+Variables have the names that tf.compat.v1.keras.layers.DenseFeatures gives them, so
+that checkpoints fit.
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ class EmbeddingInputs:
     """One batch, ready to be looked up.
 
     Attributes:
-      ids: For each feature a SparseTensor [rows, n], or a Tensor [rows]. The rows of a
+      ids: A SparseTensor [rows, n], or a Tensor [rows], for each feature. The rows of a
         sequence are its positions, sample after sample.
-      weights: For each feature a SparseTensor of the same layout, or None.
+      weights: A SparseTensor of the same layout, or None, for each feature.
       others: The features that are left, and the lengths of sequences.
     """
 

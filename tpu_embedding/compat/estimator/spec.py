@@ -40,8 +40,8 @@ class EstimatorSpec:
       loss: A scalar (or one element), for TRAIN and EVAL.
       train_op: The op of a training step, for TRAIN.
       eval_metric_ops: (value, update op) by name.
-      export_outputs: By signature name a PredictOutput, ClassificationOutput or
-        RegressionOutput; None exports the predictions.
+      export_outputs: A PredictOutput, ClassificationOutput or RegressionOutput by
+        signature name; None exports the predictions.
       training_chief_hooks: SessionRunHooks of TRAIN.
       training_hooks: SessionRunHooks of TRAIN.
       scaffold: A Scaffold, or None.

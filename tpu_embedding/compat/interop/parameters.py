@@ -191,8 +191,8 @@ class FtrlParameters(OptimizationParameters):
     """Configures FTRL; see `tpu_embedding.FTRL` for the other attributes.
 
     Attributes:
-      learning_rate_power: At most 0.
-      initial_accumulator_value: At least 0.
+      learning_rate_power: The power of the learning rate's decay, at most 0.
+      initial_accumulator_value: The initial value of the accumulator, at least 0.
     """
 
     learning_rate: float

@@ -27,7 +27,7 @@ class TableConfig:
       dimension: Number of columns, at least 1.
       initializer: A callable of (shape, dtype); None becomes a truncated normal
         of standard deviation 1 / sqrt(dimension).
-      combiner: "mean", "sum", "sqrtn", or None: one id for each sample.
+      combiner: "mean", "sum", "sqrtn", or None for features of one id for each sample.
       hot_id_replication: A hint to TPU v2-v4 that changes no number.
       learning_rate: The learning rate of this table alone; 0 freezes it.
       learning_rate_fn: A function of the global step, instead of `learning_rate`.

@@ -1,4 +1,4 @@
-"""The engine for CPUs: our own kernels, in place on TensorFlow variables.
+"""The engine for CPUs, whose own kernels update TensorFlow variables in place.
 
 Its tables are in this process, divided over the processes of a job, or on servers.
 """

@@ -9,7 +9,7 @@ optimizer shows them in `updates_rows_by`:
   class computes on them, and they are written back (`optimizer.py`): every other
   optimizer, and all of them in XLA, under a strategy and without the library.
 - "dense": `update_step` of the Keras class computes on the whole variable: gradients
-  that are no tf.IndexedSlices, variables of other layers, and rows that cannot be
+  other than tf.IndexedSlices, variables of other layers, and rows that cannot be
   caught up.
 
 In the first two ways the other rows of a `te.keras.Embedding` wait, unless `lazy=True`:

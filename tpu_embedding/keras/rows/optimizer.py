@@ -1,6 +1,6 @@
 """Keras optimizers that update only the rows that a batch names, each of them once.
 
-Where the library has the rule of the optimizer, one op of `fused` updates all tables of
+If the library has the rule of the optimizer, one op of `fused` updates all tables of
 a step. Otherwise the `update_step` of the Keras class runs, with `TouchedRows`, the
 rows of the batch, in place of the variable and its slots.
 """
