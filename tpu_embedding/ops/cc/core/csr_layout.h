@@ -57,7 +57,7 @@ struct CsrArrays {
   int32_t* positions = nullptr;
 };
 
-// Returns the row pointers of one SparseCore and minibatch.
+// Returns how many row pointers a SparseCore has in one minibatch.
 inline int64_t PaddedShards(int64_t num_shards) { return AlignCsr(num_shards); }
 
 // Lays out `counts[cell]` ids per cell. What does not fit into `capacity`, a

@@ -15,7 +15,7 @@ void Sort(int64_t num_keys, int64_t size, CsrWords* words,
             scratch);
 }
 
-// Merges equal ones into one entry; returns how many entries remain. It has no
+// Merges equal entries into one; returns how many entries remain. It has no
 // branches: nobody can predict whether two equal ids follow each other.
 template <class Word>
 int64_t MergeOnes(const Word* words, int64_t size, Word* merged,

@@ -1,5 +1,7 @@
 // Loops over columns whose number is a compile-time constant, for common dims:
-// fewer instructions between two rows keep more cache misses in flight.
+// fewer instructions between two rows keep more cache misses in flight. Each
+// dim that rules know, too, adds a quarter to the time that they take to
+// compile.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_DIMS_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_DIMS_H_

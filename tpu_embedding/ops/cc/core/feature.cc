@@ -187,7 +187,7 @@ class CsrWriter {
                                             : entry - rows.begin(row);
   }
 
-  // Appends the entries [begin, end) up to the first that is an error.
+  // Appends entries [begin, end) until one is an error; after that, none.
   void AppendAll(int64_t row, int64_t begin, int64_t end) {
     const int64_t vocabulary_size = spec_.vocabulary_size;
     for (int64_t entry = begin; entry < end && !error_; ++entry) {

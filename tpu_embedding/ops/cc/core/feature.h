@@ -82,8 +82,8 @@ struct FeatureCsr {
   // A growing table has ids instead of `rows`, which it finds when they are
   // used.
   Buffer<int64_t> ids;
-  // If there were weights, either each entry has a gain of its own, or all of a
-  // sample share one. If both buffers are empty, all gains are 1.
+  // With weights each entry has a gain of its own; without, all of a sample may
+  // share one. At most one buffer has elements; if none has, gains are all 1.
   Buffer<float> gains;         // [num_entries], or empty
   Buffer<float> sample_gains;  // [num_samples], or empty
   int64_t num_invalid = 0;     // IDs that were dropped or taken modulo V

@@ -152,8 +152,8 @@ std::string DeclaredText(const FeatureSpec& spec) {
                 " declares");
 }
 
-// Returns whether a declared shape holds `count` rows: its product is `count`,
-// where one open axis may take up what the others leave.
+// Fills the open axis of a shape, if there is one, so that its product is
+// `count`. Returns false if no value does, or if several axes are open.
 bool FillOpenAxis(int64_t count, std::vector<int64_t>* shape) {
   int64_t known = 1;
   int64_t* open = nullptr;

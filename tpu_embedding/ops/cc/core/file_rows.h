@@ -1,4 +1,4 @@
-// Reads rows of a file from the system's cache.
+// Reads rows of a file, from the system's cache if they are there.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_FILE_ROWS_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_FILE_ROWS_H_

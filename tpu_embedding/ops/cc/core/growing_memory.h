@@ -33,7 +33,7 @@ class GrowingMemory {
 
   // Returns where the bytes after the front, and a huge page, begin.
   char* data() const { return data_; }
-  // Returns how many bytes may be written without Grow, which ignores them.
+  // Returns how many bytes may be written; Grow does not count them as used.
   size_t capacity() const { return capacity_; }
 
  private:

@@ -26,7 +26,7 @@ inline uint64_t MixBits(uint64_t word) {
 // Reading is thread-safe while nothing changes the map.
 class IdMap {
  public:
-  // The number of ids ahead for whose entries FindAll asks memory.
+  // FindAll prefetches the entry of the id that is so many ids ahead.
   static constexpr int64_t kAhead = 16;
 
   // Those who do not know `salt` cannot choose ids whose entries collide.

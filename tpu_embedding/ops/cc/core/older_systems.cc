@@ -4,8 +4,8 @@
 
 #ifdef __linux__
 
-// This comes before all headers, as the first declaration decides who sees the
-// function.
+// This comes before all headers, as the first declaration decides who sees a
+// symbol.
 namespace std {
 [[noreturn, gnu::visibility("hidden")]] void __throw_bad_array_new_length();
 }

@@ -302,7 +302,7 @@ void WriteWhole(const FeatureCsr& csr, Writer* writer) {
   writer->Words(csr.sample_gains.data(), csr.sample_gains.size());
 }
 
-// Returns the words of an id, as both sides of a message know them.
+// Returns how many words an id takes, which follows from the tables of `owner`.
 int64_t WordsOfId(const RoutedBatch& routed, int owner) {
   for (size_t t = 0; t < routed.growing.size(); ++t) {
     if (routed.growing[t] && routed.placement.Holds(owner, t)) {

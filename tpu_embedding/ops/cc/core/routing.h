@@ -74,7 +74,7 @@ struct Placement {
   bool Holds(int process, int table) const {
     return by_rows(table) || owners[table] == process;
   }
-  // Returns who asks an owner: all processes, or one worker.
+  // Returns how many ask an owner: all processes, or one worker.
   int num_senders() const { return served ? 1 : size; }
   // Returns whether what goes to `process`, or comes from it, stays here.
   bool is_own(int process) const { return !served && process == rank; }

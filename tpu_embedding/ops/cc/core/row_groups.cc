@@ -13,7 +13,7 @@ namespace {
 constexpr int64_t kEntriesPerPart = 8192;
 // Tables of fewer entries are not cut.
 constexpr int64_t kLargeTable = 4 * kEntriesPerPart;
-// A thread writes entries to as many places at once as there are parts.
+// At most 2^8 parts: a thread writes entries to as many places at once.
 constexpr int kMaxPartBits = 8;
 // The entries that one thread hands out at a time, and rough cycles for one.
 constexpr int64_t kEntriesPerChunk = 16384;

@@ -89,7 +89,7 @@ struct Int8Row {
 
 constexpr float kMiddleCode = 127.5f;
 
-// Decodes through 16 bits: GCC takes four times the width apart by column.
+// Decodes through 16 bits: GCC would widen fourfold one column at a time.
 template <class U8xN, class U16xN, class I32xN, class F32xN>
 TPU_EMBEDDING_INLINE void Decode(const Int8Row& row, F32xN* vector) {
   U8xN codes;

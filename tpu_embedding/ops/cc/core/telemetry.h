@@ -89,7 +89,7 @@ class Telemetry {
   };
   void Read(const std::function<void(const View&)>& read) const;
 
-  // Returns how many rows of `table` counted updates named. Call it in `Read`.
+  // Returns how many rows of `table` any counted update named. Call in `Read`.
   int64_t RowsTouched(int table) const;
   // Returns the `count` rows named most often, the most frequent first, and of
   // equal ones the lower first. Call it in `Read`.

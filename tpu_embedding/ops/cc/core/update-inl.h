@@ -333,7 +333,7 @@ struct RowLoop {
   }
 };
 
-// Updates a table of one dim.
+// Is an UpdateFn for tables of one known dim, or of any dim.
 template <class Rule, class Table, class Dim>
 void UpdateWithDim(const RuleArguments& arguments, const RowOptions& options,
                    const TableGradients& gradients, const TableView& table,

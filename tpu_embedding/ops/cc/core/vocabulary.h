@@ -83,7 +83,7 @@ struct VocabularyCounts {
 struct VocabularySnapshot {
   std::vector<int64_t> ids;  // ascending
   // Each id's row, and its hits and last update, 0 if none are counted. With a
-  // clock the last update is a time of it.
+  // clock the last update is its time by that clock.
   std::vector<int64_t> rows, hits, last_updates;
   std::vector<int64_t> candidates, candidate_hits;  // 0 hits: none
   // num_rows, updates begun; the counts; the next candidate; the sweep: cursor,
@@ -113,7 +113,7 @@ class Vocabulary {
   Vocabulary(VocabularyOptions options, uint64_t salt);
 
   const VocabularyOptions& options() const { return options_; }
-  // Returns all rows ever used, evicted or not, and row 0 if it is shared.
+  // Returns the number of rows ever used, evicted or not, with a shared row 0.
   int64_t num_rows() const { return num_rows_; }
   int64_t num_ids() const { return map_.size(); }
   int64_t clock() const { return clock_; }

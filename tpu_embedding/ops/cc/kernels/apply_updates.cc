@@ -80,7 +80,7 @@ absl::Status Grow(const BatchQueue::Update& update,
   return absl::OkStatus();
 }
 
-// Appends samples that lie in a row from `data` on; null stands for zeros.
+// Appends samples that are contiguous from `data` on; null stands for zeros.
 void AddSamples(const float* data, int64_t dim, int64_t count,
                 std::vector<const float*>* samples) {
   const int64_t width = data ? dim : 0;
@@ -252,7 +252,7 @@ int64_t NumSamples(const BatchQueue::Update& update) {
   return samples;
 }
 
-// Counts the samples of features. Those of a routed batch the senders count.
+// Counts samples, except of routed batches: only their senders know those.
 void CountSamples(const BatchQueue::Update& update, const Plan& plan,
                   std::vector<CountedUpdate>* counted) {
   for (const BatchQueue::Part& part : update.replicas) {

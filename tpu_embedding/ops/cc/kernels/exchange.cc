@@ -525,7 +525,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     }
   }
 
-  // Tells what a process calls that waits elsewhere.
+  // Returns a sentence about what a process that waits elsewhere calls.
   std::string Elsewhere(int process, const std::string& channel,
                         const Tensor& header) const {
     const auto fields = header.flat<int64_t>();

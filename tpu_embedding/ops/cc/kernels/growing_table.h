@@ -90,8 +90,8 @@ class GrowingTable {
     std::vector<int32_t> borrowed_;  // places in front
   };
 
-  // Moves values that were assigned to variables into the memory. `stored`, as
-  // of StoredRows, must be unlocked.
+  // Moves values that were assigned to variables into the memory. `stored`,
+  // from StoredRows, must be unlocked: this locks them.
   absl::Status AdoptRows(const std::vector<tensorflow::Var*>& stored);
 
   // Finds the rows of a batch in some tables. In training they stay until its
@@ -234,8 +234,8 @@ class GrowingTable {
     void Show(int64_t num_rows, tensorflow::Var* variable) const;
   };
 
-  // The most first values that are in memory in front of a table, and after its
-  // last row: one for each id without a row that lookups name at one time.
+  // The most first values in front of a table, and the most after its last row:
+  // one for each id without a row that lookups name at one time.
   static constexpr int64_t kMaxBorrowedRows = int64_t{1} << 20;
   static constexpr int64_t kRowsPerChunk = 64;
   static constexpr int64_t kCyclesPerFirstValue = 10;
@@ -250,7 +250,7 @@ class GrowingTable {
                           const std::vector<Query*>& queries,
                           const ParallelFor& parallel_for);
   void NumberUnknown(Query* query) const;
-  // Returns storage for rows, which was returned before if possible: fresh
+  // Returns storage for rows, an array that is used again if possible: fresh
   // memory costs a page fault for each 4 KiB.
   Buffer<int32_t> NewRows(int64_t size) const;
   void Return(std::vector<Rows>* rows);

@@ -1,4 +1,4 @@
-// TpuEmbeddingEncodeRows writes rows of int8 by their values.
+// TpuEmbeddingEncodeRows encodes float values as rows of int8.
 
 #include "core/int8-inl.h"
 #include "core/parallel.h"

@@ -93,7 +93,7 @@ refusal: as of TpuEmbeddingToStacks.
 training: whether the batch is for an update.
 )doc");
 
-// Holds the values of a tensor, and keeps the batch that was looked up alive.
+// Holds the values of a tensor, and keeps alive the batch that was looked up.
 class OfLookedUp : public tensorflow::TensorBuffer {
  public:
   OfLookedUp(SharedBatch own_batch, Tensor values)

@@ -30,7 +30,7 @@ namespace tpu_embedding {
 // The gradients of a routed batch that other processes sent.
 struct ReceivedGradients {
   std::vector<tensorflow::Tensor> buffers;  // what the pointers point into
-  // The samples that each sender asked for, by sender and feature; null: zeros.
+  // Gradients of the samples asked for, by sender and feature; null: zeros.
   std::vector<std::vector<const float*>> features;
 };
 
@@ -41,7 +41,7 @@ struct ReplicaGradients {
   // The learning rates by table. One replica evaluates the rates, the others
   // submit zeros: their sum is the rate.
   tensorflow::Tensor rates;
-  // The clock of the last replica, or the largest of all processes, or 0.
+  // The last replica's clock, or the largest of all processes; 0 of others.
   int64_t clock = 0;
   std::shared_ptr<const ReceivedGradients> received;  // of a routed batch
 };

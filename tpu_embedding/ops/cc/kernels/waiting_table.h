@@ -72,8 +72,8 @@ void CatchUpTable(const ParallelFor& parallel_for,
                   const TableView& view);
 
 // Copies of the rows of a table that some entries name, caught up; none by
-// default. Entries of a growing table read what is before its first row and
-// after its last one without a copy.
+// default. What is before the first row of a growing table, or after its last
+// one, is copied as it is, not caught up.
 struct CaughtUp {
   int table = -1;
   const Buffer<int32_t>* rows = nullptr;

@@ -8,7 +8,7 @@
 namespace tpu_embedding {
 namespace {
 
-// The sample of an entry that no sample has calls for.
+// The sample of an entry that belongs to none.
 constexpr int64_t kCut = -1;
 
 // Where the entries of an input go.

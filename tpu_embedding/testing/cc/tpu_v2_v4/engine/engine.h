@@ -54,7 +54,7 @@ class Engine {
                   const Failed& failed, const ParallelFor& parallel_for);
 
   // Takes the gradients of the step that owes them. They are applied at once,
-  // or if the engine is pipelined when the gradients of the next step come.
+  // or, if the engine is pipelined, when the gradients of the next step come.
   Outcome Send(StepGradients gradients, const ParallelFor& parallel_for);
 
   // Apply what is pending; then see EngineTables.

@@ -55,7 +55,7 @@ class EngineTables {
  public:
   explicit EngineTables(const EngineConfig* config);
 
-  // Read and write the parameters first, then the slots, in the order of the
+  // Both have the parameters first, then the slots, in the order of the
   // configuration; each is [HostRows::Count(host), dim].
   void Load(int table, int host, const std::vector<const float*>& values);
   void Retrieve(int table, int host, const std::vector<float*>& values) const;
