@@ -481,7 +481,7 @@ class SparseCoreEmbeddingConfig:
         sample of a stack; at least 1.
       max_ids_per_table: For each stack name, the number of ids that one SparseCore may
         request from another SparseCore in one step; 256 for stacks without an entry.
-      max_unique_ids_per_table: For each stack name, the limit of distinct ids.
+      max_unique_ids_per_table: The same limit and default for distinct ids.
       allow_id_dropping: Drop the ids that exceed a limit instead of failing.
       initialize_tables_on_host: Create the initial values on the host instead of on
         the TPU.

@@ -77,7 +77,7 @@ class Core(EngineTables):
           options: The options of the engine.
           topology: The replicas and devices of the active strategy.
           engine_class: What `engines.choose` returned for the topology and the plan.
-          hands_out_stacks: Whether the user's class hands out stacks, even if the
+          hands_out_stacks: Whether the public class hands out stacks, even if the
             engine stores none.
           on_created: A function that is called with the engine once it is created.
           made_by: The name of the class of the user's object.

@@ -292,7 +292,7 @@ class TPUEmbedding(EmbeddingBase):
             replace a time before the last one by the last one.
 
         Raises:
-          TypeError: If a container is of the wrong type, or the clock no integer.
+          TypeError: If a container is of the wrong type, or the clock is no integer.
           ValueError: If the structure differs, or a gradient is not a tf.Tensor or has
             the wrong static shape; or if a table has a clock and none is passed, or
             one is passed and no table has it.

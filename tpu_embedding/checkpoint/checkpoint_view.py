@@ -32,7 +32,7 @@ _DTYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Vector:
-    """Numbers that a file stores for the ids of a growing table, read on request.
+    """Numbers that a file stores of a growing or hashed table, read on request.
 
     Attributes:
       length: How many numbers there are.
@@ -313,7 +313,7 @@ def choose_root(
       path: Path of the checkpoint, for messages.
       root: Name of the object, or None.
       tables: Names that its tables may have.
-      holders: The names of the tables of each object.
+      holders: The tables of each object, by the name of the object.
       mixed: Objects that also hold vectors, as layers with a bias do.
 
     Raises:

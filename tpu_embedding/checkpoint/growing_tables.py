@@ -87,7 +87,7 @@ class Growth:
         """Checks everything; returns the future content of the parts here, for `run`.
 
         Raises:
-          ValueError: If the table does not fit, or the stored arrays contradict it.
+          ValueError: If the table does not fit, or its stored arrays do not agree.
           tf.errors.DataLossError: If a file is truncated or damaged.
         """
         found = {name: v.read() for name, v in self.source.vocabulary.items()}

@@ -125,7 +125,7 @@ def variable_key(path: str, name: str, part: str = _ATTRIBUTE) -> str:
     Args:
       path: Path of the object.
       name: Name of the child.
-      part: The name of one tensor of a child with several tensors, else "".
+      part: The name of one tensor of a child with several tensors, else the default.
     """
     escaped = name.replace(".", "..").replace("/", ".S")
     key = f"{escaped}/.ATTRIBUTES/{part}"

@@ -270,7 +270,7 @@ def core_of(value: Any) -> StoredTables:
 
     Raises:
       TypeError: If the object has no tables.
-      ValueError: If a model has several layers whose tables are in an engine.
+      ValueError: If a model has several layers, not all of them te.keras.Embeddings.
     """
     if isinstance(value, SavesTables):
         return value.core

@@ -1,8 +1,8 @@
 """`python -m tpu_embedding launch`: starts the processes of a job, and ends them.
 
 A process that fails ends all others. With restarts the job begins again, and its
-program goes on from its last checkpoint; under parameter servers only the worker that
-failed starts again.
+program goes on from its last checkpoint; a failed worker of parameter servers starts
+again alone.
 
 Processes learn of each other from TF_CONFIG, and the launcher learns from exit codes.
 """
@@ -54,7 +54,7 @@ class _Options:
       restarts: How often the job, or a worker of servers, may start again.
       timeout: Seconds to wait for other hosts.
       status: The file of the status, or None.
-      status_interval: Seconds between the lines of this file.
+      status_interval: Seconds between two writes of this file.
       exit_timeout: Seconds that processes may run after the first one is done.
     """
 

@@ -132,7 +132,7 @@ def _shares(notes: Sequence[tuple[str, str]]) -> dict[str, float]:
 def try_script(script: str, arguments: Sequence[str], steps: int) -> int:
     """Runs a script in both ways and prints the comparison; 1 if it failed.
 
-    A run ends after `steps`, or with 0 when the script ends.
+    A run ends after `steps` steps; if `steps` is 0, when the script ends.
     """
     if steps < 0:
         raise ValueError(f"--steps must not be negative. Received: {steps}.")

@@ -37,11 +37,11 @@ class Steps(abc.ABC):
     evaluates the learning rates.
 
     Pipelining: an engine with `EngineOptions.pipelined` has at most one pending
-    update. It covers all tables, with the learning rates of its own step and its own
-    number for stochastic rounding. It is applied exactly once: by `flush` (also when
-    tables are read or saved, or an evaluation batch enters the queue), when the next
-    update arrives, or with a StepQueue when all replicas have looked up the next step.
-    A refused call leaves it pending.
+    update, which changes as a whole: all tables, the learning rates of its own step and
+    its own number for stochastic rounding. It is applied exactly once: by `flush` (also
+    when tables are read or saved, or an evaluation batch enters the queue), when the
+    next update arrives, or with a StepQueue when all replicas have looked up the next
+    step. A refused call leaves it pending.
 
     Counting: the variable `UPDATES` counts an update when its last replica submits
     gradients; its rounding number is the count before that. `reset` takes a discarded
@@ -298,7 +298,7 @@ class Engine(Steps, TableStore):
     def lay_out(cls, options: EngineOptions) -> Layout:
         """Stacks the tables of a plan that `check` has let pass.
 
-        It is called only if the engine stores stacks or the user's class hands them
+        It is called only if the engine stores stacks or the public class hands them
         out. An engine of whole tables stacks by `options.sparse_core` alone.
 
         Raises:

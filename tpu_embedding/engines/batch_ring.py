@@ -1,4 +1,4 @@
-"""A queue of batches made of TensorFlow's ops, for engines without own kernels."""
+"""A queue of batches made of TensorFlow's ops, for engines that have no kernels."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class EngineOptions(EmbeddingOptions):
       output_shapes: The declared shape of each feature's output.
       layout: The stacks that `Engine.lay_out` returned, or None without stacks.
       channel: What `Engine.check` returned.
-      made_by: The name of the user's class, for which the engine is made.
+      made_by: The name of the public class for which the engine is made.
       to_restore: Whether a restore may follow at once; SparseCores then make the first
         values of tables only when they are needed.
     """
@@ -106,7 +106,7 @@ class Call:
 class Prepared(NamedTuple):
     """One replica's batch on its way through an engine.
 
-    The user's classes pass it on, also through tf.function; only engines read `value`.
+    The public classes pass it on, also through tf.function; only engines read `value`.
 
     Attributes:
       value: The engine's own form of the batch; None if only `tensors` is set.
@@ -137,7 +137,7 @@ class StepQueue(abc.ABC):
 
         Args:
           batches: What `Steps.prepare` returned for this call.
-          call: The call; its `device` or `replica`, if set, has sent the batches.
+          call: The call; its `device`, `replica` or else all replicas sent the batches.
 
         Raises:
           ValueError: If the TPU has no such device.

@@ -42,7 +42,7 @@ class StackedBatches:
 
     @property
     def layout(self) -> Layout:
-        """The stacks, if the user's class hands them out."""
+        """The stacks, if the public class hands them out."""
         assert self._layout is not None
         return self._layout
 

@@ -19,7 +19,7 @@ from absl import logging
 from tpu_embedding.distribution import ProcessTopology, Topology
 from tpu_embedding.ops import library, records
 
-# A key for TensorFlow's collectives: MultiWorkerMirroredStrategy counts its from 1.
+# A key for TensorFlow's collectives; MultiWorkerMirroredStrategy counts from 1.
 _GROUP_KEY = 20_611
 _ALIGNMENT = 64  # of the parts of a message
 _REMINDER_SECONDS = 10.0  # of a wait
@@ -152,8 +152,8 @@ class Channel:
     def _lane(self, phase: str) -> str:
         """Returns a call's lane, "step" also if a thread that runs steps enqueues.
 
-        Then no other thread of this process is in a step, and calls can be compared. So
-        does the thread that made the embedding if it enqueues in strategy.run.
+        Then no other thread of this process is in a step: calls can be compared. The
+        thread that made the embedding is one if it enqueues in strategy.run.
         """
         if phase != "enqueue":
             return "step"

@@ -62,7 +62,7 @@ class Rates:
 
     @property
     def size(self) -> int:
-        """The number of rates: one for each table, then those of user functions."""
+        """The number of scalars: one rate a table, then those of user functions."""
         return len(self._rates) + len(self._others)
 
     def evaluate(self) -> tf.Tensor:

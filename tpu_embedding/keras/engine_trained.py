@@ -295,7 +295,7 @@ class EngineTrainedTables:
         )
 
     def _may_be_exported(self) -> bool:
-        """Returns whether the traced graph may be saved, so needs TensorFlow's ops."""
+        """Returns whether a traced graph may be saved: with TensorFlow's ops only."""
         if tf.executing_eagerly() or gradient_hook.is_evaluation():
             return False
         # No process has whole tables; a function that it exports has no replicas.

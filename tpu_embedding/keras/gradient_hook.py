@@ -48,7 +48,7 @@ def call_on_gradient(
 def refuse_gradient(
     placeholder: Any, activations: Sequence[tf.Tensor], reason: str
 ) -> list[tf.Tensor]:
-    """Makes a gradient of the activations raise LookupError, also once exported."""
+    """Returns activations whose gradient raises LookupError, also once exported."""
     value = tf.convert_to_tensor(placeholder)
     trap = tf.raw_ops.PreventGradient(input=value, message=reason)
     return tf.raw_ops.IdentityN(input=[*activations, trap])[:-1]

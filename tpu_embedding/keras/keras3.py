@@ -210,7 +210,7 @@ def loads_functions() -> bool:
 
 
 def runs_functions(layer: Any) -> bool:
-    """Returns whether a layer calls functions of a SavedModel, which read its rows."""
+    """Returns whether a layer calls SavedModel functions, which read what is stored."""
     del layer
     return False
 

@@ -242,7 +242,7 @@ class TPUEmbedding(SavesTables, RestoresLayouts, keras_api.Layer):
           features: In the structure of `feature_config` (or of `serving_config`)
             tf.Tensor, tf.SparseTensor or tf.RaggedTensor of int32 or int64 (or whole
             numbers of a floating point dtype). On CPUs an id may be a scalar, whose
-            activation is [dim]. Except in a functional model `te.pack`'s result, too.
+            activation is [dim]. Or what `te.pack` gave, except in a functional model.
           weights: None, or the same structure with floating point weights, each in
             the layout of its feature, or None for features without weights. On CPUs a
             tf.GradientTape finds their gradient, as of any input.

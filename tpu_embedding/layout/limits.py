@@ -170,7 +170,7 @@ def whole_table_excesses(
     """Returns the limits that tables exceed whose rows are divided without stacks.
 
     How TPU v2 to v4 pad their tables is not known, so a plan that exceeds none may
-    still not fit. One device holds whole tables. A step needs `step_bytes` beside them.
+    still not fit. A single device holds all rows; a step needs `step_bytes` more.
     """
     used = [
         (

@@ -126,7 +126,7 @@ class Partitioning:
 
     @property
     def num_row_pointers(self) -> int:
-        """The row pointers of a device, in each minibatch padded to multiples of 8."""
+        """The number of row pointers of a device; a multiple of 8 in each minibatch."""
         padded_shards = -(-self.num_shards // 8) * 8
         return self.sparse_cores_per_device * self.max_minibatches * padded_shards
 

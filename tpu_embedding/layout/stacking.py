@@ -44,8 +44,8 @@ class StackingOptions:
         TensorFlow wrote, if the activations are near their limit.
       shard_loads: Load of each shard by table name, measured without rotation. Tables
         without a load are rotated as in TensorFlow.
-      activation_bytes_limit: Limit of a stack's activations on one SparseCore.
-      shard_bytes_limit: Limit of the part of a stack on one device.
+      activation_bytes_limit: A stack's activations on one SparseCore stay below it.
+      shard_bytes_limit: The part of a stack on one device stays below it.
     """
 
     num_devices: int

@@ -168,7 +168,7 @@ class _Draft:
 
 
 def _check_sizes(feature: FeatureInput) -> list[Bound]:
-    """Checks of sizes, on which all other checks rely."""
+    """Returns the checks of sizes, on which all other checks rely."""
     batch, name = feature.batch, feature.name
     checks: list[Bound] = []
     num_ids = tf.size(batch.ids, tf.int64)
@@ -279,7 +279,7 @@ def _check_weight_structure(feature: FeatureInput) -> list[Check]:
 def _check_entries(
     feature: FeatureInput, row: tf.Tensor, ids: tf.Tensor, weights: tf.Tensor | None
 ) -> list[Check]:
-    """Checks of weights (if `check_numerics`) and ids (unless dropped or wrapped)."""
+    """Makes checks of weights (if `check_numerics`), ids (not dropped or wrapped)."""
     config = feature.table.config
     finite = valid = None
     if feature.check_numerics and weights is not None:

@@ -84,7 +84,7 @@ def require(
     """Fails with the message of the first check that does not hold.
 
     Args:
-      checks: The checks in order; each `ok` is computed even if earlier ones fail.
+      checks: The checks in order; each `ok` must be computable if earlier ones fail.
       on_failure: Makes ops that run before the error is raised.
 
     Returns:

@@ -187,7 +187,7 @@ def quadrature(
 def _powers(
     center: float, ages: np.ndarray, count: int, root_fade: float, inside: bool
 ) -> np.ndarray:
-    """Returns polynomials in `share`, [ages, count], through Chebyshev's points."""
+    """Returns polynomials' coefficients, [ages, count], by Chebyshev's points."""
     power = 2 if inside else 1
     lost = 1.0 - root_fade ** (power * (ages - center))
     points = (1.0 - np.cos((np.arange(count) + 0.5) * np.pi / count)) / 2.0

@@ -393,7 +393,7 @@ def whole_table_bytes(
     Args:
       entries: The number of IDs that this process sends to the owner.
       samples: The number of samples that this process sends to the owner.
-      samples_served: The number of samples that others send this process, the owner.
+      samples_served: The number of samples that others send the owner; else 0.
       lengths: `samples`, or 0 where all have the same number of IDs.
       gains: As for `divided_table_bytes`.
       activation_bytes: Bytes of an activation, and of a gradient, on the wire.

@@ -136,7 +136,7 @@ class Header:
     """The content of the first block of a delta.
 
     Attributes:
-      base: The id of the export that the delta follows.
+      base: The export that the delta follows.
       run: The run of the trainer that wrote the delta.
       follows: The run that wrote the previous delta, or the id of the base.
       sequence: The number of the delta: 1 for the first one after the base.

@@ -55,9 +55,9 @@ def export(
     """Writes tables and a model as a SavedModel of TensorFlow's ops, without slots.
 
     The SavedModel loads wherever TensorFlow does, in Python or C, without this package.
-    It has the combiners and the policy for invalid ids of training, where an id without
-    a row in a growing table looks up the same values. The first signature is also named
-    "serving_default".
+    It has the combiners and the policy for invalid ids of training, and an id without
+    a row in a growing table looks up what it does there. The first signature is also
+    named "serving_default".
 
     All processes of a job call it with the same arguments. The first one writes, and
     all return the report.

@@ -78,7 +78,7 @@ class MappedTable:
     """A table of an export, as the file of its tables describes it.
 
     Attributes:
-      checksums: The CRC-32C of each `_BLOCK` of the file of each part; empty in exports
+      checksums: By part, the CRC-32C of each `_BLOCK` of its file; empty in exports
         that were written before there were checksums.
     """
 

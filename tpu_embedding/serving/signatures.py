@@ -69,7 +69,7 @@ class _Field:
     Attributes:
       inputs: The tensors of its ids, and its weights if it has any, by name.
       ids: A function from all inputs to the feature's ids.
-      weights: A function from all inputs to the feature's weights, or None.
+      weights: A function from all inputs to the feature's weights, or to None.
     """
 
     inputs: Mapping[str, tf.TensorSpec]
@@ -235,7 +235,7 @@ def _ragged_field(feature: FeatureSpec, weighted: bool) -> _Field:
 
 
 def _examples_signature(options: SignatureOptions) -> Signature:
-    """Makes the signature of tf.train.Examples: int64 ids by path, float weights."""
+    """Makes the signature of serialized tf.train.Examples: int64 ids, float weights."""
 
     def lists(dtype: tf.DType) -> tf.io.RaggedFeature:
         return tf.io.RaggedFeature(dtype, row_splits_dtype=tf.int64)

@@ -33,7 +33,7 @@ class StoredReader(TableReader):
         """The variables that the reader reads."""
 
     def in_steps(self) -> TableReader:
-        """Returns a reader for graphs that may update the table; none is exported."""
+        """Returns a reader for graphs that may update the table, never for exports."""
         return self
 
 

@@ -361,7 +361,7 @@ def create_counter(name: str, device: str) -> tf.Variable:
 def create_state(
     name: str, value: Any, shape: Any = None, dtype: tf.DType | None = None
 ) -> tf.Variable:
-    """Creates one variable in any strategy's scope, which Keras does not see as weight.
+    """Creates one variable whatever the strategy's scope, which is no weight of Keras.
 
     `value` may be a function that returns the value, of `dtype`. `shape` is given if it
     is to allow later values of other shapes than that of `value`.

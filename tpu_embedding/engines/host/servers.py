@@ -43,9 +43,9 @@ class ParameterServerEngine(HostEngine):
     """Looks up and updates tables on servers.
 
     Each table is whole on one server, or its rows are divided over all of them. Workers
-    prepare, check and divide batches, and combine what the servers send. Each server
-    applies a push that a `ClusterCoordinator` numbered once, however often the function
-    runs.
+    prepare, check and divide batches, and combine what the servers send. If a
+    `ClusterCoordinator` has numbered a push, each server applies it only once, however
+    often the function runs.
     """
 
     name = "parameter_server"

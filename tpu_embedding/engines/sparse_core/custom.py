@@ -77,7 +77,7 @@ class CustomFunctions:
 
 
 def functions_of(plan: Plan, stack: Stack) -> CustomFunctions:
-    """Traces and checks the user's functions for one stack, eagerly."""
+    """Traces and checks the user's functions for one stack; call it eagerly."""
     spec = plan.tables[stack.tables[0]]
     dim, width = spec.config.dim, stack.width
     optimizer = spec.optimizer

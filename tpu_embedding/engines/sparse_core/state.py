@@ -168,7 +168,7 @@ class StackState:
 
 
 def create_state(options: EngineOptions, layout: Layout) -> list[StackState]:
-    """Creates the variables of all stacks, and fills them unless `to_restore` is set.
+    """Creates the variables of all stacks; `to_restore` leaves only tables unfilled.
 
     Call it outside of replicas; see `outside_of_replicas`.
     """

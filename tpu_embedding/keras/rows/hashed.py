@@ -38,8 +38,8 @@ class NoRecord(tf.__internal__.tracking.Trackable):
 def check_checkpoint(layer: str, hashing: Hashing, path: str) -> None:
     """Checks a hashed layer before tf.train.Checkpoint restores it.
 
-    If the checkpoint has several layers, one of them must fit. Which of them the layer
-    restores is not known before; then its record checks that one.
+    If the checkpoint has several layers, one of them must fit. Which one the layer
+    restores is known only when its record is read, and the record checks that one.
 
     Raises:
       ValueError: If the ids of all layers there have other rows.

@@ -44,7 +44,7 @@ def new_owner() -> int:
 
 
 def other_optimizer(name: str) -> str:
-    """Makes the error of a step with a table that belongs to another optimizer now."""
+    """Returns the error text of a step with a table that another optimizer has now."""
     return (
         f"{name} is no longer trained by the optimizer of this step: another one was "
         "built for it, or te.keras.unconvert changed it back. Train a table with one "
@@ -53,7 +53,7 @@ def other_optimizer(name: str) -> str:
 
 
 def large_decay(name: str) -> str:
-    """Makes the error of a decay that leaves nothing of a table."""
+    """Returns the error text of a decay that leaves nothing of a table."""
     return (
         f"weight_decay * learning_rate must be below 1 for {name}. Use a smaller "
         "weight_decay, or lazy=True."
