@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 from tpu_embedding.layout.placement import ALL_PROCESSES, BY_ID, Placement
+from tpu_embedding.tables.codes import CodedRows
 from tpu_embedding.tables.reach import (
     ALONE,
     InJob,
@@ -20,6 +21,7 @@ from tpu_embedding.tables.reach import (
     Reach,
     ReachedRows,
 )
+from tpu_embedding.tables.rows import ArrayRows
 from tpu_embedding.tables.variables import VariableRows
 
 VALUES = np.arange(10, dtype=np.float32).reshape(5, 2)
@@ -132,3 +134,15 @@ def test_entries_of_parts_are_merged(size: int, rng: np.random.Generator) -> Non
     for _ in range(9):
         start, stop = np.sort(rng.integers(0, size + 1, 2)).tolist()
         assert np.array_equal(rows.read(start, stop)[:, 0], np.sort(keys)[start:stop])
+
+
+def test_short_reads_of_merged_entries_find_few_places() -> None:
+    order = MergedOrder([np.arange(1 << 15)], ALONE, "")
+    assert order.cuts([0, 1], 1) == [[0], [1]]
+    assert len(order._cuts) <= (1 << 12) + 3
+
+
+@pytest.mark.parametrize(("dim", "size"), [(20, 49_152), (63, 16_384), (200, 5_242)])
+def test_slices_of_int8_tables_are_whole_blocks(dim: int, size: int) -> None:
+    codes = ArrayRows(np.zeros([1, dim], np.uint8))
+    assert CodedRows(codes, ArrayRows(np.zeros([1, 2]))).slice_rows == size

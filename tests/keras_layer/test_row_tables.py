@@ -302,6 +302,43 @@ def test_telemetry_that_was_stopped_is_in_nobodys_way():
         telemetry.read()
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_telemetry_that_stops_beside_a_step(every: int):
+    layer = Embedding(V, D, name="films")
+    layer.build((None,))
+    telemetry = te.Telemetry(layer, every=every)
+    counter = keras_api.value_of(layer.embeddings).counter
+    gradient = tf.IndexedSlices(tf.ones([1, D]), tf.constant([1]))
+    end = counter.begin(gradient, False)
+    telemetry.stop()
+    end()
+    assert counter.steps() == (0, 0)
+
+
+def test_telemetry_of_tables_with_other_numbers_of_updates(tmp_path: pathlib.Path):
+    model = make(optimizer=keras.optimizers.SGD(0.1))
+    telemetry = te.Telemetry(model, every=1)
+    optimizer = model.optimizer
+    tables = [model.get_layer(name).embeddings for name in ("films", "users")]
+    gradients = [tf.IndexedSlices(tf.ones([1, n]), tf.constant([1])) for n in (D, 2)]
+    optimizer.build(model.trainable_variables)
+    for step in range(4):
+        count = 2 if step % 2 else 1
+        optimizer.apply_gradients(
+            list(zip(gradients[:count], tables[:count], strict=True))
+        )
+    with tf.summary.create_file_writer(str(tmp_path)).as_default():
+        telemetry.write(4)
+    (file,) = tmp_path.glob("*.tfevents.*")
+    found = {
+        value.tag: float(tf.make_ndarray(value.tensor))
+        for event in tf.compat.v1.train.summary_iterator(str(file))
+        for value in event.summary.value
+        if value.tag.endswith("/ids")
+    }
+    assert found == {"embedding/films/ids": 1.0, "embedding/users/ids": 1.0}
+
+
 def test_telemetry_of_models_that_share_a_layer():
     first, shared = (Embedding(V, D, name=name) for name in ("first", "shared"))
     ids = keras.Input([3], dtype="int64")

@@ -17,7 +17,8 @@ from tpu_embedding.keras.keras_api import keras_api
 from tpu_embedding.keras.rows.variable import waiting_of
 from tpu_embedding.keras.rows.waiting import gather, is_in_xla, make_variable
 
-_LAST = (np.int64, np.int64, np.float32, np.float32)  # As the last of TableCounts.
+# The dtypes of rows, row_ids, gradient_norms and update_norms of TableCounts.
+_LAST = (np.int64, np.int64, np.float32, np.float32)
 
 
 class RowCounter:
@@ -47,7 +48,7 @@ class RowCounter:
         self._ids_by_row.assign(np.zeros([self._size if every else 0], np.int64))
         for last in self._last:
             last.assign(tf.zeros([0], last.dtype))
-        self._totals.assign([every, 0, 0, 0, 0, 0])  # Only now a step counts.
+        self._totals.assign([every, 0, 0, 0, 0, 0])  # Only now steps are counted.
 
     def read(self, num_hot_rows: int) -> TableCounts:
         """Returns the counts; ids are not known if there was a dense gradient."""
@@ -159,7 +160,8 @@ def start_counting(
     counters = {}
     for name, table in tables.items():
         table.counter = counters[name] = table.counter or RowCounter(table)
-        for counter in table.counter.started_with:  # Of an earlier owner.
+        # An earlier owner of the table counts no more, nor in its other tables.
+        for counter in table.counter.started_with:
             counter.start(0, None)
     for counter in counters.values():
         counter.started_with = [*counters.values()] if every else ()
