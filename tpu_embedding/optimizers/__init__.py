@@ -1,7 +1,11 @@
 """Private: the optimizers of embedding tables, as immutable values."""
 
-from tpu_embedding.optimizers.adagrad import Adagrad, RowwiseAdagrad
-from tpu_embedding.optimizers.adagrad_momentum import AdagradMomentum
+from tpu_embedding.optimizers.adagrad import (
+    FTRL,
+    Adagrad,
+    AdagradMomentum,
+    RowwiseAdagrad,
+)
 from tpu_embedding.optimizers.adam import Adam
 from tpu_embedding.optimizers.base import ArrayOps as ArrayOps
 from tpu_embedding.optimizers.base import ClipValue as ClipValue
@@ -12,7 +16,6 @@ from tpu_embedding.optimizers.base import TpuRule as TpuRule
 from tpu_embedding.optimizers.base import apply_rule as apply_rule
 from tpu_embedding.optimizers.base import takes_step as takes_step
 from tpu_embedding.optimizers.custom import CustomOptimizer
-from tpu_embedding.optimizers.ftrl import FTRL
 from tpu_embedding.optimizers.sgd import SGD
 from tpu_embedding.optimizers.tpu_v2_v4 import (
     Adadelta,
