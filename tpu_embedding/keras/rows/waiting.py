@@ -25,7 +25,7 @@ from tensorflow.python.ops import control_flow_util, resource_variable_ops
 
 from tpu_embedding import distribution
 from tpu_embedding.ops import library, records
-from tpu_embedding.ops.idle import idle_record
+from tpu_embedding.ops.records import idle_record
 from tpu_embedding.optimizers.idle import Idle, history_length
 from tpu_embedding.tables.waiting import instead
 
