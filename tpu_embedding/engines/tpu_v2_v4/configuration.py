@@ -1,6 +1,7 @@
-"""The TPUEmbeddingConfiguration proto, which describes the tables to a TPU.
+"""The TPUEmbeddingConfiguration proto, and the learning rates that it has tags for.
 
-Each field has the value that TensorFlow's TPUEmbedding class writes.
+The proto describes the tables to a TPU. Each field has the value that TensorFlow's
+TPUEmbedding class writes.
 """
 
 from __future__ import annotations
@@ -8,16 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import tensorflow as tf
 from tensorflow.core.protobuf.tpu import (
     optimization_parameters_pb2,
     tpu_embedding_configuration_pb2,
 )
 
 from tpu_embedding.config import QuantizationConfig
-from tpu_embedding.distribution import TPUSystem
+from tpu_embedding.distribution import TPUSystem, outside_of_replicas
+from tpu_embedding.engines.rates import evaluate_rate
 from tpu_embedding.layout.output_shapes import Shape
 from tpu_embedding.layout.plan import Plan, TableSpec
-from tpu_embedding.optimizers.base import Optimizer
+from tpu_embedding.optimizers.base import Optimizer, takes_step
 
 # The modules create their classes when they are imported, unknown to type checkers.
 _Configuration: Any = vars(tpu_embedding_configuration_pb2)["TPUEmbeddingConfiguration"]
@@ -138,3 +141,43 @@ def _limit(limits: Any, lower: float | None, upper: float | None) -> None:
         limits.lower.value = lower
     if upper is not None:
         limits.upper.value = upper
+
+
+class ProgramRates:
+    """The callable learning rates, in the order of their tags.
+
+    Attributes:
+      updates: int64 scalar, the number of updates already applied, with a copy in each
+        replica; None if no rate takes it.
+    """
+
+    def __init__(self, plan: Plan, strategy: tf.distribute.Strategy) -> None:
+        """Creates the counter, if a rate takes it."""
+        self._rates = dynamic_rates(plan)
+        self.updates: tf.Variable | None = None
+        if counts_updates(plan):
+            self.updates = outside_of_replicas(lambda: _create_counter(strategy))
+
+    def evaluate(self) -> list[tf.Tensor]:
+        """Returns float32 scalars."""
+        return [evaluate_rate(rate, self.updates) for rate in self._rates]
+
+    def count_update(self) -> None:
+        """Counts one update, in each replica."""
+        if self.updates is not None:
+            self.updates.assign_add(1)
+
+
+def counts_updates(plan: Plan) -> bool:
+    """Returns whether a learning rate takes the number of updates."""
+    return any(takes_step(rate) for rate in dynamic_rates(plan))
+
+
+def _create_counter(strategy: tf.distribute.Strategy) -> tf.Variable:
+    with strategy.scope():
+        return tf.Variable(
+            tf.zeros([], tf.int64),
+            trainable=False,
+            name="updates",
+            aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+        )

@@ -18,9 +18,12 @@ from tensorflow.python.saved_model import save_context
 from tpu_embedding.distribution import TPUSystem
 from tpu_embedding.engines.base import Engine, TracedTicket
 from tpu_embedding.engines.calls import Call, EngineOptions, Prepared
-from tpu_embedding.engines.tpu_v2_v4.configuration import make_configuration
+from tpu_embedding.engines.tpu_v2_v4.configuration import (
+    ProgramRates,
+    counts_updates,
+    make_configuration,
+)
 from tpu_embedding.engines.tpu_v2_v4.hardware_queue import TPUQueue, core_shape
-from tpu_embedding.engines.tpu_v2_v4.learning_rates import ProgramRates, counts_updates
 from tpu_embedding.engines.tpu_v2_v4.tables import HostTable
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout import limits

@@ -23,7 +23,7 @@ from tensorflow.core.framework import attr_value_pb2
 from tpu_embedding.distribution import TPUSystem
 from tpu_embedding.engines import errors
 from tpu_embedding.engines.calls import Call, EngineOptions, Prepared, StepQueue
-from tpu_embedding.engines.tpu_v2_v4.learning_rates import ProgramRates
+from tpu_embedding.engines.tpu_v2_v4.configuration import ProgramRates
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.lookup.entries import Selection, select
 from tpu_embedding.lookup.graph_checks import require
