@@ -14,7 +14,7 @@ from tpu_embedding.engines.process_group import calling
 from tpu_embedding.errors import check_flag
 from tpu_embedding.layout.plan import Plan
 from tpu_embedding.lookup.input_rows import MAX_SAMPLES
-from tpu_embedding.serving.conversion import Source
+from tpu_embedding.serving.conversion import Report, Source
 from tpu_embedding.serving.delta_files import Base, BaseTable, base_tables, new_id
 from tpu_embedding.serving.exported import (
     SERVING_DEFAULT,
@@ -28,7 +28,6 @@ from tpu_embedding.serving.following_tables import GrowingBase, most_changed, mo
 from tpu_embedding.serving.growing_tables import exported_table, missing_rows
 from tpu_embedding.serving.mapping import MappedPart, file_of
 from tpu_embedding.serving.quantization import STORAGES, stored_form
-from tpu_embedding.serving.report import Report
 from tpu_embedding.serving.saving import require_empty, save
 from tpu_embedding.serving.signatures import KINDS, Request, Signature, Tensors
 from tpu_embedding.tables.waiting import flush_before

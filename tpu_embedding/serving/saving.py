@@ -32,12 +32,17 @@ from tpu_embedding.checkpoint.writing import (
     part_bytes,
     write_parts,
 )
-from tpu_embedding.serving.conversion import Conversion, ConvertedTable, Source
+from tpu_embedding.serving.conversion import (
+    Conversion,
+    ConvertedTable,
+    Source,
+    TableReport,
+    unchanged,
+)
 from tpu_embedding.serving.following import Follower
 from tpu_embedding.serving.following_tables import FollowingTable, stored_place
 from tpu_embedding.serving.growing_tables import RowOfIds, ServedGrowingTable
 from tpu_embedding.serving.mapping import FOLDER, MappedPart, MappedTable, write_files
-from tpu_embedding.serving.report import TableReport, unchanged
 from tpu_embedding.tables.readers import TableReader
 
 _SCRATCH = ".tpu_embedding_unfinished"
