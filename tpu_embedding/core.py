@@ -28,7 +28,7 @@ from tpu_embedding.layout.partition import TableLayout
 from tpu_embedding.layout.plan import UPDATES, Plan, TableSpec
 from tpu_embedding.layout.stacking import Layout
 from tpu_embedding.lookup.feature_structure import FeatureStructure, read_features
-from tpu_embedding.lookup.weight_gradients import (
+from tpu_embedding.lookup.features import (
     watched,
     with_rows_of_ids,
     with_weight_gradients,

@@ -20,7 +20,7 @@ from tpu_embedding.layout.partitioning import (
     DEFAULT_MAX_UNIQUE_IDS_PER_TABLE,
 )
 from tpu_embedding.layout.stacking import Layout
-from tpu_embedding.lookup.weight_gradients import watched
+from tpu_embedding.lookup.features import watched
 from tpu_embedding.packing import flatten_batch
 from tpu_embedding.preprocessing import statistics
 from tpu_embedding.tf_configs import convert_sparse_core
