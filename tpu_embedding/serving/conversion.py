@@ -1,4 +1,4 @@
-"""Converts tables to the form in which they are served, and reports sizes and errors."""
+"""Converts tables to the form in which they are served; reports sizes and errors."""
 
 from __future__ import annotations
 
