@@ -3,8 +3,8 @@
 The package does not import it, to save the time that Keras takes to load.
 """
 
+from tpu_embedding.keras.conversion import translate_keras_optimizer
 from tpu_embedding.keras.layer import TPUEmbedding
-from tpu_embedding.keras.optimizers import translate_keras_optimizer
 from tpu_embedding.keras.rows.converting import convert, load_model, unconvert
 from tpu_embedding.keras.rows.embedding import Embedding
 from tpu_embedding.keras.rows.optimizer import RowSparseOptimizer

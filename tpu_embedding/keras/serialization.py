@@ -21,8 +21,8 @@ from tpu_embedding.checkpoint.checkpoint_view import (
 from tpu_embedding.checkpoint.hashed_tables import check_hashing
 from tpu_embedding.config import FeatureConfig, QuantizationConfig, TableConfig
 from tpu_embedding.initializers import RowIdInitializer
+from tpu_embedding.keras.conversion import is_keras_optimizer
 from tpu_embedding.keras.keras_api import keras_api
-from tpu_embedding.keras.optimizers import is_keras_optimizer
 from tpu_embedding.layout.plan import UPDATES, Plan
 from tpu_embedding.nest_utils import flatten_with_paths
 from tpu_embedding.optimizers.tpu_v2_v4 import updates_so_far

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import tensorflow as tf
 
 from tpu_embedding import optimizers as rules
-from tpu_embedding.keras.optimizers import BiasCorrectedRate
+from tpu_embedding.keras.conversion import BiasCorrectedRate
 from tpu_embedding.optimizers import base
 from tpu_embedding.optimizers.idle import Idle
 

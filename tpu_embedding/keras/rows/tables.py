@@ -16,8 +16,8 @@ from tpu_embedding.checkpoint.stored import WeightTable, WeightTables
 from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.engines.telemetry import Counts
 from tpu_embedding.inputs import InputKind
+from tpu_embedding.keras.conversion import translate_keras_optimizer
 from tpu_embedding.keras.keras_api import keras_api
-from tpu_embedding.keras.optimizers import translate_keras_optimizer
 from tpu_embedding.keras.rows.counting import start_counting
 from tpu_embedding.keras.rows.hashed import value_dim
 from tpu_embedding.keras.rows.optimizer import CLASSES, UpdatesRows, slots_at
