@@ -13,6 +13,8 @@ from tpu_embedding.compat.interop.checkpoint_import import (
 )
 from tpu_embedding.compat.interop.columns import (
     EmbeddingColumn,
+    FeatureConfig,
+    TableConfig,
     get_configs_from_feature_columns,
 )
 from tpu_embedding.compat.interop.embedding_config_spec import EmbeddingConfigSpec
@@ -29,7 +31,6 @@ from tpu_embedding.compat.interop.parameters import (
     StochasticGradientDescentParameters,
 )
 from tpu_embedding.compat.interop.spec_conversion import AdaptedSpec
-from tpu_embedding.compat.interop.table_config import FeatureConfig, TableConfig
 
 # TensorFlow still has these, under their old names.
 embedding_column = _tf.compat.v1.tpu.experimental.embedding_column

@@ -14,8 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding import errors
-from tpu_embedding.compat.interop.columns import SEQUENCE_LENGTH_SUFFIX
-from tpu_embedding.compat.interop.table_config import FeatureConfig
+from tpu_embedding.compat.interop.columns import SEQUENCE_LENGTH_SUFFIX, FeatureConfig
 from tpu_embedding.lookup.graph_checks import Check, first, require, text
 from tpu_embedding.lookup.input_rows import MAX_ROWS_PER_ID, MAX_UNBACKED_ROWS
 

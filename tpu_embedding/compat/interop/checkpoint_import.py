@@ -19,8 +19,8 @@ from tpu_embedding.checkpoint.tensorflow_format import Bundle
 from tpu_embedding.checkpoint.trackable import TrackableTables
 from tpu_embedding.compat.interop import columns
 from tpu_embedding.compat.interop import parameters as v1
+from tpu_embedding.compat.interop.columns import TableConfig
 from tpu_embedding.compat.interop.embedding_config_spec import require_spec
-from tpu_embedding.compat.interop.table_config import TableConfig
 from tpu_embedding.tables.rows import PARAMETERS, MutableTableRows
 
 _GLOBAL_STEP = "global_step"

@@ -12,8 +12,8 @@ from typing import Any
 
 from tpu_embedding import errors
 from tpu_embedding.compat.interop import columns, spec_conversion
+from tpu_embedding.compat.interop.columns import FeatureConfig, TableConfig
 from tpu_embedding.compat.interop.parameters import check_parameters
-from tpu_embedding.compat.interop.table_config import FeatureConfig, TableConfig
 from tpu_embedding.embedding import TPUEmbedding
 
 PARTITION_STRATEGIES = ("div", "mod")

@@ -15,7 +15,6 @@ import tensorflow as tf
 from tpu_embedding import errors, optimizers
 from tpu_embedding.compat.interop import columns
 from tpu_embedding.compat.interop import parameters as old
-from tpu_embedding.compat.interop import table_config as v1
 from tpu_embedding.config import FeatureConfig, TableConfig, check_invalid_ids
 from tpu_embedding.engines.rates import returned_number
 from tpu_embedding.optimizers import Optimizer
@@ -237,7 +236,7 @@ class _Optimizers:
     """
 
     def __init__(
-        self, spec: Any, tables: Iterable[v1.TableConfig], global_step: Any
+        self, spec: Any, tables: Iterable[columns.TableConfig], global_step: Any
     ) -> None:
         self._limit = spec.clipping_limit
         self._step = global_step
@@ -251,7 +250,7 @@ class _Optimizers:
             old.check_parameters(shared)
             self.common = self._convert("EmbeddingConfigSpec", shared)
 
-    def of_table(self, key: str, table: v1.TableConfig) -> Optimizer | None:
+    def of_table(self, key: str, table: columns.TableConfig) -> Optimizer | None:
         """Returns the table's own optimizer, or None where it has the common one."""
         own = self.common
         if table.optimization_parameters is not None:
@@ -339,7 +338,8 @@ def _clipvalue(
 
 
 def _check_keys(
-    features: Mapping[str, v1.FeatureConfig], tables: Mapping[str, v1.TableConfig]
+    features: Mapping[str, columns.FeatureConfig],
+    tables: Mapping[str, columns.TableConfig],
 ) -> None:
     for key in (*features, *tables):
         if not isinstance(key, str):
@@ -357,7 +357,7 @@ def _check_keys(
 
 
 def _table(
-    key: str, table: v1.TableConfig, optimizer: Optimizer | None, invalid_ids: str
+    key: str, table: columns.TableConfig, optimizer: Optimizer | None, invalid_ids: str
 ) -> TableConfig:
     return TableConfig(
         vocabulary_size=table.vocabulary_size,
