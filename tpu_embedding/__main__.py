@@ -91,12 +91,12 @@ def _add_delta(parser: argparse.ArgumentParser) -> None:
         "inspect", help="check a delta and print what it contains"
     )
     inspect.add_argument("path", help="file of a delta")
-    _runs(inspect, "delta", "inspect")
+    _runs(inspect, "exports", "inspect_delta")
     apply = commands.add_parser("apply", help="write an export with deltas applied")
     apply.add_argument("path", help="folder of an export with `deltas=True`")
     apply.add_argument("deltas", nargs="+", help="files of deltas, the oldest first")
     apply.add_argument("--to", required=True, help="folder of the new export")
-    _runs(apply, "delta", "apply")
+    _runs(apply, "exports", "apply_deltas")
 
 
 def _add_place(parser: argparse.ArgumentParser) -> None:
@@ -106,7 +106,7 @@ def _add_place(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="skip the checksums, for which all files are read",
     )
-    _runs(parser, "place", "run")
+    _runs(parser, "exports", "run_place")
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:

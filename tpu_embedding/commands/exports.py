@@ -1,4 +1,4 @@
-"""`python -m tpu_embedding delta inspect | apply`."""
+"""`python -m tpu_embedding place | delta inspect | delta apply`: exported models."""
 
 from __future__ import annotations
 
@@ -6,10 +6,18 @@ import argparse
 
 from tpu_embedding.serving.applying import apply_to_export
 from tpu_embedding.serving.delta_files import Header, read_header
+from tpu_embedding.serving.mapping import place
 from tpu_embedding.text import aligned
 
 
-def inspect(arguments: argparse.Namespace) -> int:
+def run_place(arguments: argparse.Namespace) -> int:
+    """Runs `place`."""
+    for file in place(arguments.path, verify=not arguments.no_verify):
+        print(file)
+    return 0
+
+
+def inspect_delta(arguments: argparse.Namespace) -> int:
     """Runs `delta inspect`."""
     print(_described(read_header(arguments.path)))
     return 0
@@ -31,7 +39,7 @@ def _described(header: Header) -> str:
     )
 
 
-def apply(arguments: argparse.Namespace) -> int:
+def apply_deltas(arguments: argparse.Namespace) -> int:
     """Runs `delta apply`."""
     sequence = apply_to_export(arguments.path, arguments.deltas, arguments.to)
     print(f"Wrote to {arguments.to}: the export after delta {sequence}")
