@@ -101,16 +101,6 @@ def _dtype_name(dtype: Any) -> str:
     return str(getattr(dtype, "name", dtype))
 
 
-def rate_shape(
-    rate: object, shape: object, argument: str = "learning_rate"
-) -> ValueError:
-    """Makes the error of a callable for a learning rate, or another, with no scalar."""
-    return ValueError(
-        f"A callable `{argument}` must return a scalar. {rate!r} returned shape "
-        f"{shape}."
-    )
-
-
 def feature_kind(path: str, value: object) -> ValueError:
     """Makes the error of a feature that is no tensor."""
     return ValueError(
@@ -159,15 +149,6 @@ def batch_size_conflict(first: int | None, second: int) -> ValueError:
     return ValueError(
         f"A batch size of {first} per replica was given before, so build() cannot fix "
         f"{second}. Give one of them, or the same twice."
-    )
-
-
-def enqueue_device(device: object) -> ValueError:
-    """Makes the error of enqueue(device=...) where the strategy has no such devices."""
-    return ValueError(
-        "`device` of enqueue must be a TPU core or the device of a replica of this "
-        f"strategy. Received: {device!r}. Leave it at None: the engine on this machine "
-        "places the batch itself."
     )
 
 

@@ -200,7 +200,11 @@ class Topology:
         """
         devices = self._devices()
         if not devices:
-            raise errors.enqueue_device(device)
+            raise ValueError(
+                "`device` of enqueue must be a TPU core or the device of a replica of "
+                f"this strategy. Received: {device!r}. Leave it at None: the engine on "
+                "this machine places the batch itself."
+            )
         found = find(device, devices)
         if found is None:
             more = f", ... ({len(devices)} in all)" if len(devices) > 8 else ""

@@ -109,7 +109,10 @@ def _scalar(argument: str, rate: Any, value: Any) -> tf.Tensor:
     """Converts what a callable returned to a float32 scalar."""
     tensor = returned_number(argument, rate, value)
     if tensor.shape.rank != 0:
-        raise errors.rate_shape(rate, tensor.shape, argument)
+        raise ValueError(
+            f"A callable `{argument}` must return a scalar. {rate!r} returned shape "
+            f"{tensor.shape}."
+        )
     return tensor
 
 
