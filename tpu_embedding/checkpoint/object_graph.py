@@ -87,9 +87,11 @@ def read_objects(
         raise errors.corrupted(
             path, "its object graph names objects that are not there"
         )
-    keys = {number: _value_key(node) for number, node in enumerate(graph.nodes)}
-    parts = {number: _parts(node) for number, node in enumerate(graph.nodes)}
-    found = [*keys.values(), *(key for own in parts.values() for key in own.values())]
+    tensors = [{a.name: a.checkpoint_key for a in n.attributes} for n in graph.nodes]
+    keys = [own.get(_ATTRIBUTE, "") for own in tensors]
+    # Those of growing tables have names of their own.
+    parts = [own if "ids" in own else {} for own in tensors]
+    found = [*keys, *(key for own in parts for key in own.values())]
     lost = [key for key in found if key and key not in stored]
     if lost:
         raise errors.corrupted(path, f"it lacks {lost[0]}")
@@ -154,19 +156,6 @@ def make_graph(
         for attribute, key in own.items():
             child.attributes.add(name=attribute, full_name=name, checkpoint_key=key)
     return graph.SerializeToString()
-
-
-def _value_key(node: Any) -> str:
-    for attribute in node.attributes:
-        if attribute.name == _ATTRIBUTE:
-            return attribute.checkpoint_key
-    return ""
-
-
-def _parts(node: Any) -> dict[str, str]:
-    """Returns the tensors of a growing table by name; none of another object."""
-    found = {a.name: a.checkpoint_key for a in node.attributes}
-    return found if "ids" in found else {}
 
 
 def _shortest_paths(graph: _Graph) -> dict[int, str]:
