@@ -237,14 +237,13 @@ class _Dead:
 
     def __init__(self, slots: Sequence[str], matching: Sequence[Optimizer]) -> None:
         self._slots, self._matching = slots, matching
+        values = [
+            {s.initial_value for o in matching for s in o.slots if s.name == name}
+            for name in slots
+        ]
+        self._grows = [own != {0.0} for own in values]
         # The initial value of each slot; of one that only grows the smallest so far.
-        self._initial: list[float] = []
-        self._grows: list[bool] = []
-        for name in self._slots:
-            values = {_initial_value(o, name) for o in self._matching}
-            zero = values == {0.0}
-            self._initial.append(0.0 if zero else math.inf)
-            self._grows.append(not zero)
+        self._initial = [math.inf if grows else 0.0 for grows in self._grows]
         self._count = 0
 
     def add(self, slots: Sequence[np.ndarray]) -> None:
@@ -306,8 +305,3 @@ def _optimizers_with(table: LogicalTable) -> list[Optimizer]:
         if shapes == {name: rows.shape[1] for name, rows in table.slots.items()}:
             found.append(optimizer)
     return found
-
-
-def _initial_value(optimizer: Optimizer, name: str) -> float:
-    (slot,) = [slot for slot in optimizer.slots if slot.name == name]
-    return float(slot.initial_value)
