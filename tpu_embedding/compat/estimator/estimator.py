@@ -20,6 +20,7 @@ from tpu_embedding.compat.estimator.run_config import (
     InputPipelineConfig,
     RunConfig,
     WarmStartSettings,
+    not_supported,
     warm_start_settings,
 )
 from tpu_embedding.compat.estimator.sessions import latest_checkpoint
@@ -129,10 +130,7 @@ class TPUEstimator:
             ("export_to_cpu", export_to_cpu, True),
         ):
             if value is not default:
-                raise NotImplementedError(
-                    f"TPUEstimator: `{name}={value!r}` is not supported: the "
-                    "estimator runs in one process, on one core. Leave the default."
-                )
+                raise not_supported("TPUEstimator", name, value)
         self._use_tpu = use_tpu
         self._eval_on_tpu = use_tpu and eval_on_tpu
         self._batch_sizes = {
@@ -176,7 +174,7 @@ class TPUEstimator:
         Args:
           name: The `name` that was passed to `evaluate`.
         """
-        return sessions.event_folder(self._model_dir, name)
+        return os.path.join(self._model_dir, f"eval_{name}" if name else "eval")
 
     def latest_checkpoint(self) -> str | None:
         """Returns the prefix of the latest checkpoint, or None if none was written.

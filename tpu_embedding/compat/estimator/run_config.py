@@ -158,11 +158,15 @@ class RunConfig:
 def _refuse(config: Any, cls: str, arguments: tuple[str, ...]) -> None:
     for argument in arguments:
         if getattr(config, argument) not in (None, ""):
-            raise NotImplementedError(
-                f"{cls}: `{argument}={getattr(config, argument)!r}` is not "
-                "supported: the estimator runs in one process, on one core. Leave the "
-                "default."
-            )
+            raise not_supported(cls, argument, getattr(config, argument))
+
+
+def not_supported(cls: str, argument: str, value: object) -> NotImplementedError:
+    """Makes the error of an argument of a class that needs more than one core."""
+    return NotImplementedError(
+        f"{cls}: `{argument}={value!r}` is not supported: the estimator runs in one "
+        "process, on one core. Leave the default."
+    )
 
 
 @dataclasses.dataclass(frozen=True)

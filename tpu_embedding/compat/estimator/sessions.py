@@ -222,11 +222,6 @@ def _batch_size(values: Any) -> int:
     return sizes.pop()[0]
 
 
-def event_folder(model_dir: str, name: str | None) -> str:
-    """Returns the folder of the metrics of an evaluation."""
-    return os.path.join(model_dir, f"eval_{name}" if name else "eval")
-
-
 def latest_checkpoint(folder: str) -> str | None:
     """Returns the prefix of the latest checkpoint, or None where none was written."""
     # TensorFlow's function returns None for both, and training would start over.

@@ -295,7 +295,9 @@ class PendingUpdate:
             return update(*tf.nest.pack_sequence_as(arguments, full))
 
         def apply_kept() -> tf.Tensor:
-            return tf.function(apply, autograph=False)(*_listed(kept.dequeue()))
+            taken = kept.dequeue()
+            values = taken if isinstance(taken, (list, tuple)) else [taken]
+            return _function(apply)(*values)
 
         def applied() -> tf.Tensor:
             return tf.cond(kept.size() > 0, apply_kept, lambda: tf.constant(True))
@@ -306,7 +308,3 @@ class PendingUpdate:
             self.step: tf.Operation = kept.enqueue(tensors)
         with tf.control_dependencies(None):
             self.flush: tf.Operation = applied().op
-
-
-def _listed(dequeued: Any) -> list[Any]:
-    return list(dequeued) if isinstance(dequeued, (list, tuple)) else [dequeued]
