@@ -112,13 +112,6 @@ class Selection:
         return Entries(self.rows, samples, gains, shape)
 
 
-def build_entries(
-    inputs: Sequence[FeatureInput], on_failure: Change = no_change
-) -> list[Entries]:
-    """Returns the entries of the features of one replica; see `select`."""
-    return [selection.entries() for selection in select(inputs, on_failure)]
-
-
 def select(
     inputs: Sequence[FeatureInput], on_failure: Change = no_change
 ) -> list[Selection]:

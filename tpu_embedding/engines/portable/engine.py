@@ -28,7 +28,7 @@ from tpu_embedding.layout.output_shapes import Shape
 from tpu_embedding.layout.plan import UPDATES, Plan
 from tpu_embedding.layout.stacking import Layout, Stack
 from tpu_embedding.lookup.combine import look_up, reader_of, sum_segments
-from tpu_embedding.lookup.entries import Entries, build_entries
+from tpu_embedding.lookup.entries import Entries, select
 from tpu_embedding.lookup.graph_checks import Check, refuse, require, text
 from tpu_embedding.lookup.input_rows import FeatureInput, finite_gradient
 from tpu_embedding.tables.readers import VariableReader
@@ -127,7 +127,7 @@ class PortableEngine(Engine, StepQueue):
                 )
                 for spec, feature in zip(self._plan.features, batch, strict=True)
             ]
-            entries = self._combiners.checked(build_entries(inputs))
+            entries = self._combiners.checked([s.entries() for s in select(inputs)])
             if not call.tensors:
                 return [Prepared(entries)]
             layout = self._stacks.layout

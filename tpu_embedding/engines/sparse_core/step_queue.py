@@ -77,7 +77,9 @@ class SparseCoreQueue(StepQueue):
                 lambda queue, *own: self._put([replica], [queue], [own], training),
                 *tensors[0],
             )
-        self._flush_after(done, training=training)
+        if not training:  # An evaluation follows the pending update.
+            with tf.control_dependencies([done]):
+                self._engine.flush()
 
     def _put_on(
         self,
@@ -197,12 +199,6 @@ class SparseCoreQueue(StepQueue):
                     done += queue.put(batch, training=training)
         with tf.control_dependencies(self._topology.barrier(done)):
             return tf.constant(True)
-
-    def _flush_after(self, enqueued: tf.Tensor, *, training: bool) -> None:
-        """Applies the pending update after an evaluation batch was queued."""
-        if not training:
-            with tf.control_dependencies([enqueued]):
-                self._engine.flush()
 
     def _take(self, queue: BatchRing) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Takes the next batch; returns its tensors, and whether it is for training."""

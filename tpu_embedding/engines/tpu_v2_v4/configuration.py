@@ -15,7 +15,6 @@ from tensorflow.core.protobuf.tpu import (
     tpu_embedding_configuration_pb2,
 )
 
-from tpu_embedding.config import QuantizationConfig
 from tpu_embedding.distribution import TPUSystem, outside_of_replicas
 from tpu_embedding.engines.rates import evaluate_rate
 from tpu_embedding.layout.output_shapes import Shape
@@ -91,8 +90,12 @@ def _describe_table(
     else:
         parameters.learning_rate.constant = rate
     _describe_optimizer(parameters, table.optimizer)
-    if table.config.quantization_config is not None:
-        _describe_quantization(parameters, table.config.quantization_config)
+    config = table.config.quantization_config
+    if config is not None:
+        quantization = parameters.simulated_quantization
+        quantization.enabled = True
+        quantization.num_buckets = config.num_buckets
+        _limit(quantization.clipping_limits, config.lower, config.upper)
 
 
 def _describe_optimizer(parameters: Any, optimizer: Optimizer) -> None:
@@ -125,14 +128,6 @@ def _describe_optimizer(parameters: Any, optimizer: Optimizer) -> None:
         parameters.multiply_weight_decay_factor_by_learning_rate = bool(
             optimizer.multiply_weight_decay_factor_by_learning_rate
         )
-
-
-def _describe_quantization(parameters: Any, config: QuantizationConfig) -> None:
-    parameters.simulated_quantization.enabled = True
-    parameters.simulated_quantization.num_buckets = config.num_buckets
-    _limit(
-        parameters.simulated_quantization.clipping_limits, config.lower, config.upper
-    )
 
 
 def _limit(limits: Any, lower: float | None, upper: float | None) -> None:
