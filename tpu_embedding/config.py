@@ -527,11 +527,8 @@ class SparseCoreEmbeddingConfig:
             "minibatching",
         ):
             errors.check_flag(flag, getattr(self, flag))
-        object.__setattr__(
-            self,
-            "max_ids_per_chip_per_sample",
-            _limit("max_ids_per_chip_per_sample", self.max_ids_per_chip_per_sample),
-        )
+        argument = "max_ids_per_chip_per_sample"
+        object.__setattr__(self, argument, _limit(argument, getattr(self, argument)))
         for argument in ("max_ids_per_table", "max_unique_ids_per_table"):
             limits = getattr(self, argument)
             if limits is not None:

@@ -126,7 +126,10 @@ def plan(
     counts = None
     if sample is not None:
         batches = _read(feature_config, own, itertools.islice(sample, sample_batches))
-        batch_size = _batch_size_of(own, batches, batch_size)
+        if batch_size is None:
+            batch_size = max(feature.num_samples for feature in batches[0])
+        else:
+            _check_sample(own, batches, batch_size)
         counts = Sample.of(own, batches)
     if batch_size is None:
         for spec in own.features:
@@ -216,14 +219,6 @@ def _read(feature_config: Any, own: Plan, sample: Iterable[Any]) -> list[Batch]:
     if not found:
         raise ValueError("`sample` has no batches.")
     return found
-
-
-def _batch_size_of(own: Plan, batches: Sequence[Batch], batch_size: int | None) -> int:
-    """Returns the size of the sample's batches, which must be a given `batch_size`."""
-    if batch_size is None:
-        return max(feature.num_samples for feature in batches[0])
-    _check_sample(own, batches, batch_size)
-    return batch_size
 
 
 def _to_rows(spec: FeatureSpec, feature: FeatureIds) -> FeatureIds:

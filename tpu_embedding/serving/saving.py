@@ -276,8 +276,8 @@ class _Module(tf.Module):
         graphs = [function.graph for function in functions.values()]
         read = [v for graph in graphs for v in graph.variables]
         # The variables of tables are named by their tables.
-        modules = [*tables.values(), *([] if deltas is None else [deltas])]
-        own = {id(v) for module in modules for v in _variables(module)}
+        modules: list[Any] = [*tables.values(), *([] if deltas is None else [deltas])]
+        own = {id(v) for module in modules for v in module.variables}
         self.variables_read = [v for v in read if id(v) not in own]
         handles = {id(variable.handle) for variable in read}
         handles |= {
@@ -332,7 +332,3 @@ def _referenced(function: types.FunctionType) -> Iterator[Any]:
             if name in function.__globals__:
                 yield function.__globals__[name]
         codes += [c for c in code.co_consts if isinstance(c, types.CodeType)]
-
-
-def _variables(module: Any) -> Sequence[tf.Variable]:
-    return module.variables
