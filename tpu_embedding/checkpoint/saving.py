@@ -16,8 +16,8 @@ from tpu_embedding.checkpoint.checkpoint_view import (
     LogicalCheckpoint,
     LogicalTable,
     Vector,
+    check_hashings,
 )
-from tpu_embedding.checkpoint.hashed_tables import check_hashings
 from tpu_embedding.checkpoint.restoring import Job
 from tpu_embedding.checkpoint.stored import SavesTables, core_of
 from tpu_embedding.checkpoint.writing import (

@@ -18,6 +18,7 @@ from tensorflow.python.trackable import base
 
 from tpu_embedding.checkpoint import errors
 from tpu_embedding.checkpoint.checkpoint_view import (
+    VALUE_KEY,
     LogicalTable,
     Vector,
     stored_hashing,
@@ -32,7 +33,6 @@ from tpu_embedding.tables.rows import (
 )
 
 _protos: Any = sparse_core_layout_pb2  # pyright has no stubs of it.
-VALUE_KEY: str = vars(base)["VARIABLE_VALUE_KEY"]  # It does not see exported names.
 
 # TensorFlow 2.18 has not the numbers of samples and features, which no reader needs.
 _FIELDS = [

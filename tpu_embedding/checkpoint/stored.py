@@ -10,8 +10,11 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding.checkpoint import errors
-from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint
-from tpu_embedding.checkpoint.hashed_tables import HashingRecord, hashing_records
+from tpu_embedding.checkpoint.checkpoint_view import (
+    HashingRecord,
+    LogicalCheckpoint,
+    hashing_records,
+)
 from tpu_embedding.engines.base import Engine
 from tpu_embedding.layout.output_shapes import InputShapes
 from tpu_embedding.layout.partition import TableLayout

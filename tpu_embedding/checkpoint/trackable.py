@@ -10,10 +10,12 @@ from tensorflow.python.checkpoint import checkpoint_context
 from tensorflow.python.trackable.trackable_utils import escape_local_name
 
 from tpu_embedding.checkpoint import errors
-from tpu_embedding.checkpoint.hashed_tables import (
+from tpu_embedding.checkpoint.checkpoint_view import (
     HashingRecord,
-    check_bundle,
+    check_hashing,
     check_hashings,
+    hashing_name,
+    parse_hashing,
 )
 from tpu_embedding.checkpoint.restoring import Job
 from tpu_embedding.checkpoint.sparse_core_format import (
@@ -30,6 +32,7 @@ from tpu_embedding.config import STORAGES, RowStorage
 from tpu_embedding.engines.base import TableStore
 from tpu_embedding.layout.partition import TableLayout
 from tpu_embedding.layout.plan import UPDATES, Plan
+from tpu_embedding.vocabulary import Hashing
 
 
 class RestoresLayouts(tf.__internal__.tracking.Trackable):
@@ -67,7 +70,7 @@ class RestoresLayouts(tf.__internal__.tracking.Trackable):
         # Restoring calls this once for each object, before it reads any value.
         root = _root_to_convert(path, self._stored_layouts, self._table_names)
         _check_growth(path, self.core.plan, converts=root is not None)
-        check_bundle(path, self.core.plan)
+        _check_stored_hashings(path, self.core.plan)
         self._conversion = None if root is None else _Conversion(self, path, root)
         return super()._checkpoint_adapter(path)
 
@@ -300,6 +303,28 @@ def _check_dtypes(path: str, own: Mapping[str, RowStorage]) -> None:
             "tf.train.Checkpoint does not convert. Use "
             "tpu_embedding.checkpoint.restore(embedding, path), which does."
         )
+
+
+def _check_stored_hashings(path: str, plan: Plan) -> None:
+    """Checks tables as `check_hashings` does, before tf.train.Checkpoint restores.
+
+    If several objects have a table of the same name, one of these must fit.
+    """
+    bundle = Bundle(path)
+    objects = bundle.objects().values()
+    for spec in plan.tables:
+        stored: list[Hashing | None] = []
+        for node in objects:
+            key = node.values.get(hashing_name(spec.name))
+            if key is not None:
+                stored.append(parse_hashing(path, bundle.restore(key)))
+            elif spec.name in node.values or spec.name in node.parts:
+                stored.append(None)
+            elif spec.hashing is not None and LAYOUTS in node.values:
+                layouts = parse_layouts(path, bundle.record(node.values[LAYOUTS]))
+                stored += [None for la in layouts if la.table_name == spec.name]
+        if stored and spec.hashing not in stored:
+            check_hashing(spec, path, stored[0])
 
 
 def _check_growth(path: str, plan: Plan, *, converts: bool) -> None:

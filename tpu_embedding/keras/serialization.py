@@ -14,11 +14,11 @@ from tensorflow.python.ops import init_ops_v2
 
 from tpu_embedding import optimizers as rules
 from tpu_embedding.checkpoint.checkpoint_view import (
+    check_hashing,
     hashing_name,
     hashing_vectors,
     parse_hashing,
 )
-from tpu_embedding.checkpoint.hashed_tables import check_hashing
 from tpu_embedding.config import FeatureConfig, QuantizationConfig, TableConfig
 from tpu_embedding.initializers import RowIdInitializer
 from tpu_embedding.keras.conversion import is_keras_optimizer

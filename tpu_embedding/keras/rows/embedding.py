@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 from tensorflow.python.saved_model import save_context
 
-from tpu_embedding.checkpoint.hashed_tables import HashingRecord
+from tpu_embedding.checkpoint.checkpoint_view import HashingRecord
 from tpu_embedding.checkpoint.stored import WeightTable, WeightTables
 from tpu_embedding.combiners import COMBINERS
 from tpu_embedding.inputs import InputKind

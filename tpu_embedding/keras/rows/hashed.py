@@ -9,8 +9,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding.checkpoint.checkpoint_view import hashing_numbers, parse_hashing
-from tpu_embedding.checkpoint.hashed_tables import differs
+from tpu_embedding.checkpoint.checkpoint_view import (
+    differs,
+    hashing_numbers,
+    parse_hashing,
+)
 from tpu_embedding.checkpoint.tensorflow_format import Bundle
 from tpu_embedding.hashing import join_rows, rows_of
 from tpu_embedding.inputs import to_id_batch
