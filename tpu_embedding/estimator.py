@@ -4,6 +4,15 @@ Importing this module needs private modules of TensorFlow 2.21; the rest of
 tpu_embedding, `tpu_embedding.interop` included, does not.
 """
 
+from tpu_embedding.compat.estimator.arguments import (
+    EstimatorSpec,
+    InputPipelineConfig,
+    ModeKeys,
+    RunConfig,
+    TPUConfig,
+    TPUEstimatorSpec,
+    WarmStartSettings,
+)
 from tpu_embedding.compat.estimator.estimator import TPUEstimator
 from tpu_embedding.compat.estimator.export import (
     ClassificationOutput,
@@ -21,17 +30,6 @@ from tpu_embedding.compat.estimator.profile import (
     EmbeddingProfiler,
     ProfileOptions,
     TableStatistics,
-)
-from tpu_embedding.compat.estimator.run_config import (
-    InputPipelineConfig,
-    RunConfig,
-    TPUConfig,
-    WarmStartSettings,
-)
-from tpu_embedding.compat.estimator.spec import (
-    EstimatorSpec,
-    ModeKeys,
-    TPUEstimatorSpec,
 )
 
 __all__ = [

@@ -15,16 +15,17 @@ from absl import logging
 from tpu_embedding import errors
 from tpu_embedding.compat.estimator import export, sessions
 from tpu_embedding.compat.estimator import graph as graph_module
-from tpu_embedding.compat.estimator.graph import Mode
-from tpu_embedding.compat.estimator.run_config import (
+from tpu_embedding.compat.estimator.arguments import (
     InputPipelineConfig,
+    ModeKeys,
     RunConfig,
     WarmStartSettings,
+    check_hooks,
     not_supported,
     warm_start_settings,
 )
+from tpu_embedding.compat.estimator.graph import Mode
 from tpu_embedding.compat.estimator.sessions import latest_checkpoint
-from tpu_embedding.compat.estimator.spec import ModeKeys, check_hooks
 from tpu_embedding.compat.interop import columns
 from tpu_embedding.compat.interop.embedding_config_spec import EmbeddingConfigSpec
 

@@ -15,15 +15,13 @@ from keras.src.utils import naming
 
 from tpu_embedding import errors
 from tpu_embedding.compat.estimator import private_tensorflow
-from tpu_embedding.compat.estimator.run_config import (
-    RunConfig,
-    WarmStartSettings,
-    is_warm_started,
-)
-from tpu_embedding.compat.estimator.spec import (
+from tpu_embedding.compat.estimator.arguments import (
     EstimatorSpec,
     ModeKeys,
+    RunConfig,
     TPUEstimatorSpec,
+    WarmStartSettings,
+    is_warm_started,
 )
 from tpu_embedding.compat.estimator.tables import DUMMY_PREFIX, EmbeddingTables
 

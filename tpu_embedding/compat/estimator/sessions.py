@@ -11,9 +11,9 @@ import tensorflow as tf
 
 from tpu_embedding import errors
 from tpu_embedding.checkpoint.errors import data_loss
+from tpu_embedding.compat.estimator.arguments import RunConfig
 from tpu_embedding.compat.estimator.graph import Graph
 from tpu_embedding.compat.estimator.profile import EmbeddingProfiler, observe_batch
-from tpu_embedding.compat.estimator.run_config import RunConfig
 
 _v1 = tf.compat.v1
 LOSS = "loss"
