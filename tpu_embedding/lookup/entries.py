@@ -21,13 +21,11 @@ import tensorflow as tf
 from tpu_embedding.inputs import InputKind
 from tpu_embedding.lookup.graph_checks import (
     Bound,
-    Change,
     Check,
     all_hold,
     element,
     first,
     guard,
-    no_change,
     require,
     text,
 )
@@ -112,16 +110,11 @@ class Selection:
         return Entries(self.rows, samples, gains, shape)
 
 
-def select(
-    inputs: Sequence[FeatureInput], on_failure: Change = no_change
-) -> list[Selection]:
-    """Checks the features of one replica and selects the rows that they look up.
-
-    `on_failure` makes ops that run before an error is raised.
-    """
+def select(inputs: Sequence[FeatureInput]) -> list[Selection]:
+    """Checks the features of one replica and selects the rows that they look up."""
     if tf.executing_eagerly():
         drafts = [_draft(feature) for feature in with_sizes(inputs)]
-        require([check for draft in drafts for check in draft.checks()], on_failure)
+        require([check for draft in drafts for check in draft.checks()])
         return [draft.finish(draft.ids) for draft in drafts]
     plain = [feature for feature in inputs if _is_plain(feature)]
     drafts = [_draft(feature) for feature in with_sizes(inputs, unless=_is_plain)]
@@ -137,7 +130,7 @@ def select(
     ids = [draft.ids for draft in drafts]
     known = [check for own in exact if own is not None for check in own]
     if known or masks:
-        ids = guard(all_hold(known, masks), checks, ids, on_failure)
+        ids = guard(all_hold(known, masks), checks, ids)
     return [draft.finish(own) for draft, own in zip(drafts, ids, strict=True)]
 
 

@@ -12,14 +12,6 @@ from typing import Any
 
 import tensorflow as tf
 
-# Makes ops that run before an error is raised.
-Change = Callable[[], list[Any]]
-
-
-def no_change() -> list[Any]:
-    """Returns no ops, for errors before which nothing runs."""
-    return []
-
 
 @dataclasses.dataclass(frozen=True)
 class Check:
@@ -78,14 +70,11 @@ def element(vector: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
     return tf.gather(tf.pad(vector, [[0, 1]]), tf.minimum(index, size))
 
 
-def require(
-    checks: Sequence[Check | Bound], on_failure: Change = no_change
-) -> list[Any]:
+def require(checks: Sequence[Check | Bound]) -> list[Any]:
     """Fails with the message of the first check that does not hold.
 
     Args:
       checks: The checks in order; each `ok` must be computable if earlier ones fail.
-      on_failure: Makes ops that run before the error is raised.
 
     Returns:
       Control inputs for all ops that must not run after a failure.
@@ -96,13 +85,16 @@ def require(
         Assert would escape the quotes in a message.
     """
     if tf.executing_eagerly():
-        _require_now(checks, on_failure)
+        for check in checks:
+            if not tf.reduce_all(check.ok):
+                message = tf.compat.as_str(check.message().numpy())
+                raise tf.errors.InvalidArgumentError(None, None, message)
         return []
     if not checks:
         return []
 
     def fail() -> tf.Tensor:
-        with tf.control_dependencies(_failing_ops(checks, on_failure)):
+        with tf.control_dependencies(_failing_ops(checks)):
             return tf.constant(False)
 
     return [tf.cond(all_hold(checks), lambda: True, fail)]
@@ -112,7 +104,6 @@ def guard(
     holds: tf.Tensor,
     checks: Callable[[], Sequence[Check | Bound]],
     tensors: Sequence[tf.Tensor],
-    on_failure: Change = no_change,
 ) -> list[tf.Tensor]:
     """Fails as `require`, but makes the checks in a branch that runs unless `holds`.
 
@@ -126,7 +117,6 @@ def guard(
       checks: Makes the checks. Called in the branch, so that the inputs of the branch
         are the inputs of the checks and not their many intermediate results.
       tensors: Integer tensors, which need no gradient.
-      on_failure: As for `require`.
 
     Returns:
       The tensors, for all ops that must not run after a failure.
@@ -134,7 +124,7 @@ def guard(
     tensors = [t if tf.is_symbolic_tensor(t) else tf.identity(t) for t in tensors]
 
     def check() -> list[tf.Tensor]:
-        with tf.control_dependencies(require(checks(), on_failure)):
+        with tf.control_dependencies(require(checks())):
             return [tf.identity(tensor) for tensor in tensors]
 
     checking: Any = tf.function(check, autograph=False).get_concrete_function()
@@ -154,14 +144,6 @@ def guard(
         else_branch=checking,
         output_shapes=[tensor.shape for tensor in tensors],
     )
-
-
-def _require_now(checks: Sequence[Check | Bound], on_failure: Change) -> None:
-    for check in checks:
-        if not tf.reduce_all(check.ok):
-            on_failure()
-            message = tf.compat.as_str(check.message().numpy())
-            raise tf.errors.InvalidArgumentError(None, None, message)
 
 
 def all_hold(
@@ -187,34 +169,29 @@ def _flat(mask: tf.Tensor) -> tf.Tensor:
     return mask if mask.shape.rank == 1 else tf.reshape(mask, [-1])
 
 
-def _failing_ops(checks: Sequence[Check | Bound], on_failure: Change) -> list[Any]:
+def _failing_ops(checks: Sequence[Check | Bound]) -> list[Any]:
     """Fails with the message of the first check that does not hold."""
     holds = tf.stack([tf.reduce_all(check.ok) for check in checks])
     messages = tf.stack([check.message() for check in checks])
     message = tf.gather(messages, first(~holds))
-    with tf.control_dependencies(on_failure()):
-        failure = tf.strings.to_number(message, name="invalid_argument")
+    failure = tf.strings.to_number(message, name="invalid_argument")
     # Assert is stateful, so TensorFlow does not remove the branch.
     return [tf.raw_ops.Assert(condition=False, data=[failure])]
 
 
-def refuse(
-    code: tf.Tensor, messages: Sequence[str], on_failure: Change = no_change
-) -> list[Any]:
+def refuse(code: tf.Tensor, messages: Sequence[str]) -> list[Any]:
     """Raises FailedPreconditionError as `require` would, unless `code` is 0.
 
     The message is `messages[code]`.
     """
     if tf.executing_eagerly():
         if code != 0:
-            on_failure()
             message = messages[int(code)]
             raise tf.errors.FailedPreconditionError(None, None, message)
         return []
 
     def fail() -> tf.Tensor:
-        with tf.control_dependencies(on_failure()):
-            return tf.switch_case(code - 1, [_failing(m) for m in messages[1:]])
+        return tf.switch_case(code - 1, [_failing(m) for m in messages[1:]])
 
     return [tf.cond(tf.equal(code, 0), lambda: True, fail)]
 
