@@ -264,19 +264,12 @@ class TPUEmbeddingV2(EmbeddingBase):
           RuntimeError: If called before build, or outside of strategy.run with several
             replicas.
         """
-        return self._look_up_batch(partitioned_tensors, None)
-
-    def _look_up_batch(
-        self, partitioned_tensors: Any, static_shapes: Sequence[Any] | None
-    ) -> tuple[Any, dict[str, PartitionedCsrFormatTensor]]:
-        """Looks a batch up, whose static output shapes may be known in a graph."""
         engine, replica = self.core.in_replica("dequeue")
         with tf.name_scope("embedding_lookup"):
             with self.core.refusing("lookup"):
                 given = self._check_batch(partitioned_tensors)
                 batch = engine.from_tensors(given, looked_up=False)
-            call = Call(replica=replica, shapes=static_shapes)
-            activations, looked_up = engine.lookup(batch, call)
+            activations, looked_up = engine.lookup(batch, Call(replica=replica))
         return self._structure.pack_joined(activations), _tensors(looked_up).tables
 
     def _check_batch(self, batch: Any) -> PreprocessedFeatures:

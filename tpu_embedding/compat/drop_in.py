@@ -18,7 +18,7 @@ import importlib.util
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -554,13 +554,13 @@ def _convert_loaded(module: Any) -> None:
     _replace(module, "load_model", load_model)
 
 
-def _modules(path: str, roots: Sequence[str] = _ROOTS) -> Iterator[Any]:
+def _modules(path: str) -> Iterator[Any]:
     """Yields the modules of a part of TensorFlow's API.
 
     `tf.tpu` is another module than `import tensorflow.tpu.experimental` loads, and the
     latter would replace it. From now on that import finds the same module.
     """
-    for root in roots:
+    for root in _ROOTS:
         module: Any = tf
         imported: Any = tf
         path_of_import = "tensorflow"

@@ -13,8 +13,6 @@ from tensorflow.python.ops import gradients_util
 from tpu_embedding.keras.keras_api import keras_api
 
 _Tape: Any = tf.GradientTape  # Type checkers miss two of its methods.
-# These ask for many gradients of one call; the tables would apply only the first.
-_JACOBIANS = (_Tape.jacobian, _Tape.batch_jacobian)
 
 
 def call_on_gradient(
@@ -104,7 +102,7 @@ def _is_source(placeholder: Any) -> bool:
         if frame.f_code is tf.GradientTape.gradient.__code__:
             sources = tf.nest.flatten(frame.f_locals["sources"])
             asked = _handle(placeholder) in [_handle(source) for source in sources]
-            if asked and _is_within(frame, _JACOBIANS):
+            if asked and _is_within_jacobian(frame):
                 raise NotImplementedError(
                     "A Jacobian with respect to the weights of "
                     "tpu_embedding.keras.TPUEmbedding would update its tables once for "
@@ -118,8 +116,9 @@ def _is_source(placeholder: Any) -> bool:
     return True
 
 
-def _is_within(frame: Any, functions: Sequence[Any]) -> bool:
-    codes = [function.__code__ for function in functions]
+def _is_within_jacobian(frame: Any) -> bool:
+    # These ask for many gradients of one call; the tables would apply only the first.
+    codes = [_Tape.jacobian.__code__, _Tape.batch_jacobian.__code__]
     while frame is not None and frame.f_code not in codes:
         frame = frame.f_back
     return frame is not None

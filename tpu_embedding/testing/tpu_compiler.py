@@ -104,37 +104,17 @@ def answer_for_sparse_cores(count: int) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Argument:
-    """One input of a program.
-
-    Attributes:
-      name: The name of the variable, or "input".
-      is_variable: Whether the input is a variable.
-      spec: The shape and dtype.
-    """
-
-    name: str
-    is_variable: bool
-    spec: tf.TensorSpec
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of the tensor in bytes."""
-        return (self.spec.shape.num_elements() or 0) * self.spec.dtype.size
-
-
-@dataclasses.dataclass(frozen=True)
 class Program:
     """The part of a step that runs on the TPU, as a function of plain tensors.
 
     Attributes:
       function: A ConcreteFunction.
-      arguments: The arguments of the function.
+      arguments: The shapes and dtypes of the arguments.
       updated: Index of each variable that the step assigns -> index of its new value.
     """
 
     function: Any
-    arguments: list[Argument]
+    arguments: list[tf.TensorSpec]
     updated: dict[int, int]
 
 
@@ -147,13 +127,6 @@ class _Cut:
 
     def __init__(self, graph: tf.Graph) -> None:
         self._graph = graph
-        self._names = {
-            id(inner): outer for outer, inner in getattr(graph, "captures", ())
-        }
-        self._variables = {
-            id(variable.handle): variable.name
-            for variable in graph.variables  # pyright: ignore[reportAttributeAccessIssue]
-        }
 
     def program(self) -> Program:
         """Returns the program."""
@@ -241,25 +214,12 @@ class _Cut:
         names = [values[name] for name in changed]
         wanted = [*results, *(n if ":" in n else f"{n}:0" for n in names)]
         order = list(arguments)
-        listed = [
-            Argument(
-                self._variable_name(t) if t.dtype == tf.resource else "input",
-                t.dtype == tf.resource,
-                _spec(t),
-            )
-            for t in arguments.values()
-        ]
+        specs = [_spec(tensor) for tensor in arguments.values()]
         return Program(
-            _function(found, list(own.values()), [a.spec for a in listed], wanted),
-            listed,
+            _function(found, list(own.values()), specs, wanted),
+            specs,
             {order.index(n): len(results) + i for i, n in enumerate(changed)},
         )
-
-    def _variable_name(self, tensor: Any) -> str:
-        while tensor.op.type in ("Identity", "TPUReplicatedInput"):
-            tensor = tensor.op.inputs[0]
-        outer = self._names.get(id(tensor))
-        return self._variables.get(id(outer), tensor.op.name)
 
 
 def _spec(tensor: Any) -> tf.TensorSpec:
@@ -320,7 +280,7 @@ def bridge(traced: Any, num_devices: int) -> str:
 
 def lower(program: Program) -> bytes:
     """Returns serialized HLO, by TensorFlow's kernels for TPUs."""
-    specs: Any = [argument.spec for argument in program.arguments]
+    specs: Any = program.arguments
     return compiler_ir.from_concrete_function(program.function, specs)(
         stage="hlo_serialized", platform_name="TPU"
     )
@@ -508,8 +468,9 @@ def check(
             facts[f"{name}_bytes"] = getattr(stats, f"{name}_size_in_bytes")
         (module,) = executable.hlo_modules()
         facts["copied"] = copied_stacks(module.to_string(), facts["stacks"])
+        updated = [program.arguments[i] for i in program.updated]
         facts["updated_bytes"] = sum(
-            program.arguments[i].num_bytes for i in program.updated
+            (spec.shape.num_elements() or 0) * spec.dtype.size for spec in updated
         )
         enter("done")
     except (Exception, SystemExit) as error:

@@ -100,7 +100,7 @@ class SparseCoreEngine(Engine):
         )
         self._rates = Rates(
             plan,
-            lambda: outside_of_replicas(lambda: create_counter(options, "updates")),
+            lambda: outside_of_replicas(lambda: create_counter(options)),
         )
         self._pending = self._create_pending() if options.pipelined else None
         specs = host_to_device.batch_specs(self._partitioning)

@@ -184,11 +184,11 @@ def create_state(options: EngineOptions, layout: Layout) -> list[StackState]:
     return states
 
 
-def create_counter(options: EngineOptions, name: str) -> tf.Variable:
+def create_counter(options: EngineOptions) -> tf.Variable:
     """Creates an int64 scalar 0, one in each replica."""
     with options.topology.strategy.scope():
         return create_local(
-            name,
+            "updates",
             lambda: tf.zeros([], tf.int64),
             tf.VariableAggregation.ONLY_FIRST_REPLICA,
         )
