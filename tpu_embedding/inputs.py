@@ -170,10 +170,7 @@ def _read_dense(path: str, value: tf.Tensor) -> IdBatch:
     if value.shape.rank is None or value.shape.rank < 1:
         raise errors.input_rank(path, "dense", value.shape.rank, ">= 1 and known")
     return IdBatch(
-        kind=InputKind.DENSE,
-        ids=value,
-        structure=None,
-        static_shape=value.shape,
+        kind=InputKind.DENSE, ids=value, structure=None, static_shape=value.shape
     )
 
 
@@ -219,7 +216,5 @@ def _with_weights(batch: IdBatch, path: str, value: Any, weights: Any) -> IdBatc
         same = value.row_splits is weights.row_splits
         structure = None if same else own.structure
     return dataclasses.replace(
-        batch,
-        weights=tf.cast(own.ids, tf.float32),
-        weight_structure=structure,
+        batch, weights=tf.cast(own.ids, tf.float32), weight_structure=structure
     )

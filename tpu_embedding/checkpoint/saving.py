@@ -304,9 +304,7 @@ def _chosen_ids(
 
 
 def _names(
-    live: Collection[str],
-    tables: Collection[str] | None,
-    rename: Mapping[str, str],
+    live: Collection[str], tables: Collection[str] | None, rename: Mapping[str, str]
 ) -> dict[str, str]:
     """Returns the name in the checkpoint of each table to restore.
 

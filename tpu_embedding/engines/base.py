@@ -102,10 +102,7 @@ class Steps(abc.ABC):
 
     @abc.abstractmethod
     def update(
-        self,
-        looked_up: Prepared,
-        gradients: Sequence[tf.Tensor | None],
-        call: Call,
+        self, looked_up: Prepared, gradients: Sequence[tf.Tensor | None], call: Call
     ) -> None:
         """Hands in the gradients of one lookup; the last replica's call updates.
 

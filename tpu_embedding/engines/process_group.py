@@ -362,11 +362,7 @@ def _introduce(topology: Topology) -> None:
     )
     reminder.daemon = True
     reminder.start()
-    with (
-        contextlib.ExitStack() as stack,
-        tf.init_scope(),
-        tf.device(topology.device),
-    ):
+    with contextlib.ExitStack() as stack, tf.init_scope(), tf.device(topology.device):
         stack.callback(reminder.cancel)
         tf.raw_ops.CollectiveReduceV2(
             input=tf.ones([1]),

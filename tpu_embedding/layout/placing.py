@@ -137,9 +137,7 @@ def part_of_plan(plan: Plan, tables: Sequence[int]) -> tuple[Plan, tuple[int, ..
             ),
             features=tuple(
                 dataclasses.replace(
-                    plan.features[f],
-                    index=index,
-                    table=numbers[plan.features[f].table],
+                    plan.features[f], index=index, table=numbers[plan.features[f].table]
                 )
                 for f, index in own.items()
             ),

@@ -373,10 +373,7 @@ def _check_indices(feature: FeatureInput, axes: list[tf.Tensor]) -> list[Check |
         entry = first(bad)
         start = text(f"{feature.name}: sparse entry ", entry)
         outside = text(
-            start,
-            " has an index outside of dense_shape ",
-            _shape_text(axes),
-            ".",
+            start, " has an index outside of dense_shape ", _shape_text(axes), "."
         )
         unordered = text(
             start,

@@ -61,12 +61,7 @@ def _field(value: Any) -> tuple[str, Callable[[Any], Any]]:
 
 
 def idle_record(
-    idle: Idle,
-    *,
-    name: str,
-    decays: bool,
-    owner: int = 0,
-    with_weights: bool = True,
+    idle: Idle, *, name: str, decays: bool, owner: int = 0, with_weights: bool = True
 ) -> Any:
     """Returns the record that cc/kernels/waiting.cc reads.
 

@@ -294,12 +294,7 @@ class Optimizer(KeywordOptions, abc.ABC):
 
     @abc.abstractmethod
     def update(
-        self,
-        ops: ArrayOps,
-        gradient: Any,
-        row: Any,
-        slots: Sequence[Any],
-        rate: Any,
+        self, ops: ArrayOps, gradient: Any, row: Any, slots: Sequence[Any], rate: Any
     ) -> tuple[Any, ...]:
         """Applies the update rule as a pure function; subclasses inherit these types.
 

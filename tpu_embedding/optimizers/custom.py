@@ -165,10 +165,7 @@ class CustomOptimizer(base.Optimizer):
         return values
 
     def update(self, ops, gradient, row, slots, rate):
-        numbers = (
-            rate,
-            *(n() if callable(n) else n for n in self.hyperparameters),
-        )
+        numbers = (rate, *(n() if callable(n) else n for n in self.hyperparameters))
 
         def one_row(gradient: Any, row: Any, *slots: Any) -> list[Any]:
             wide = [

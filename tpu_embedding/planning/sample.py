@@ -353,8 +353,7 @@ class Traffic:
             entries = {f: count / processes for f, count in enumerate(samples)}
             distinct = {
                 table.index: expected_distinct(
-                    table.config.max_rows,
-                    sum(entries[f] for f in table.features),
+                    table.config.max_rows, sum(entries[f] for f in table.features)
                 )
                 for table in plan.tables
             }

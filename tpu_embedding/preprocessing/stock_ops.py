@@ -286,10 +286,7 @@ def _dropped(
         local = tf.constant([start // partitioning.num_shards for start in starts])
         of_table = tf.searchsorted(local, lost, side="right") - 1
         total += tf.math.bincount(
-            of_table,
-            minlength=len(starts),
-            maxlength=len(starts),
-            dtype=tf.int64,
+            of_table, minlength=len(starts), maxlength=len(starts), dtype=tf.int64
         )
     return {
         tables[start]: count

@@ -207,12 +207,7 @@ class ReachedRows(MutableTableRows):
     """
 
     def __init__(
-        self,
-        name: str,
-        height: int,
-        local: MutableTableRows,
-        table: int,
-        reach: Reach,
+        self, name: str, height: int, local: MutableTableRows, table: int, reach: Reach
     ) -> None:
         """Takes the rows that this process reaches of the table with an index."""
         super().__init__((height, local.shape[1]), local.dtype)

@@ -90,11 +90,7 @@ def renumbered(table: str, state: np.ndarray, num_rows: int) -> np.ndarray:
 
 
 def fitted_parts(
-    spec: TableSpec,
-    known: Mapping[str, np.ndarray],
-    num_parts: int,
-    *,
-    limited: bool,
+    spec: TableSpec, known: Mapping[str, np.ndarray], num_parts: int, *, limited: bool
 ) -> list[_Arrays]:
     """Returns what each of `num_parts` parts will be of what `Vocabulary.fit` takes.
 

@@ -292,10 +292,7 @@ def without_dynamic_reshapes(module: str) -> str:
 
 
 def compile_program(
-    topology: str,
-    hlo: bytes,
-    updated: dict[int, int],
-    enter: Callable[[str], None],
+    topology: str, hlo: bytes, updated: dict[int, int], enter: Callable[[str], None]
 ) -> Any:
     """Compiles, and returns executable and kind of TPU; tells `enter` each stage."""
     from jax._src import compiler
@@ -337,9 +334,7 @@ def compile_program(
                 [ir.DictAttr.get(a) for a in attributes]
             )
         options = compiler.get_compile_options(
-            len(devices),
-            1,
-            device_assignment=np.array([[d.id] for d in devices]),
+            len(devices), 1, device_assignment=np.array([[d.id] for d in devices])
         )
         enter("compile")
         executable = compiler.backend_compile_and_load(
@@ -458,10 +453,7 @@ def check(
         hlo = lower(program)
         facts["compiled_limits"] = compiled_limits(hlo)
         executable, facts["kind"] = compile_program(
-            tpu_generations.libtpu_name(topology),
-            hlo,
-            program.updated,
-            enter,
+            tpu_generations.libtpu_name(topology), hlo, program.updated, enter
         )
         stats = executable.get_compiled_memory_stats()
         for name in ("argument", "output", "alias", "temp", "generated_code"):

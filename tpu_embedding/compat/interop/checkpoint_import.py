@@ -238,10 +238,7 @@ def _sources(config: TableConfig, spec: Any) -> tuple[v1.SlotSource, ...]:
 
 
 def _read_table(
-    checkpoint: Bundle,
-    table: _Wanted,
-    names: _NameMap,
-    hosts: tuple[int, int],
+    checkpoint: Bundle, table: _Wanted, names: _NameMap, hosts: tuple[int, int]
 ) -> dict[str, np.ndarray]:
     """Reads a table's parts; `hosts` counts those that padded and that permuted it."""
     variable = names.get(table.key, checkpoint)

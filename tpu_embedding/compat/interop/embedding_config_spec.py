@@ -207,11 +207,7 @@ class EmbeddingConfigSpec(collections.namedtuple("EmbeddingConfigSpec", _FIELDS)
         return spec_conversion.adapt(self, global_step, invalid_ids=invalid_ids)
 
     def to_tpu_embedding(
-        self,
-        global_step: Any = None,
-        *,
-        invalid_ids: str | None = None,
-        **options: Any,
+        self, global_step: Any = None, *, invalid_ids: str | None = None, **options: Any
     ) -> TPUEmbedding:
         """Returns a `tpu_embedding.TPUEmbedding` of the spec.
 

@@ -29,12 +29,7 @@ class HostBatches:
     """
 
     def __init__(
-        self,
-        options: EngineOptions,
-        device: str | None,
-        record: bytes,
-        *,
-        groups: bool,
+        self, options: EngineOptions, device: str | None, record: bytes, *, groups: bool
     ) -> None:
         """Makes batches for the tables of `options`.
 

@@ -264,10 +264,7 @@ class HostEngine(Engine):
             )
 
     def update(
-        self,
-        looked_up: Prepared,
-        gradients: Sequence[tf.Tensor | None],
-        call: Call,
+        self, looked_up: Prepared, gradients: Sequence[tf.Tensor | None], call: Call
     ) -> None:
         if looked_up.tensors is not None:
             gradients = self._batches.stacks.by_sample(gradients)
@@ -282,10 +279,7 @@ class HostEngine(Engine):
         self.send_gradients(routed, gradients, call)
 
     def send_gradients(
-        self,
-        routed: Routed | None,
-        gradients: Sequence[tf.Tensor | None],
-        call: Call,
+        self, routed: Routed | None, gradients: Sequence[tf.Tensor | None], call: Call
     ) -> None:
         """Sends the owners their gradients, and updates.
 

@@ -104,10 +104,7 @@ class TablePart:
             )
 
     def look_up(
-        self,
-        batches: Sequence[tf.Tensor],
-        call: Call,
-        shapes: Sequence[tf.TensorShape],
+        self, batches: Sequence[tf.Tensor], call: Call, shapes: Sequence[tf.TensorShape]
     ) -> Any:
         """Looks a batch up in tables that are whole here."""
         with tf.device(self.device):
@@ -242,10 +239,7 @@ class TablePart:
         """See `StoredVocabulary.find`."""
         with tf.device(self.device):
             found = self._ops.tpu_embedding_read_ids(
-                queue=self.handle,
-                arrays=self._read_arrays,
-                ids=ids,
-                table=table,
+                queue=self.handle, arrays=self._read_arrays, ids=ids, table=table
             )
         return tf.ensure_shape(found, [None, self._plan.tables[table].config.dim])
 

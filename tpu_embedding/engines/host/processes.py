@@ -47,12 +47,7 @@ class ShardedEngine(HostEngine):
         record = plan_record(own, self._placement)
         variables = _create_parts(options, self._placement)
         part = TablePart(
-            own,
-            record,
-            variables,
-            self._placement,
-            range(len(variables)),
-            routed=True,
+            own, record, variables, self._placement, range(len(variables)), routed=True
         )
         self._channel.queues = [part.handle]
         reach = InJob(self._placement, self._channel)

@@ -151,10 +151,7 @@ class PortableEngine(Engine, StepQueue):
             return activations, Prepared(None, batch._replace(tables=tables))
 
     def update(
-        self,
-        looked_up: Prepared,
-        gradients: Sequence[tf.Tensor | None],
-        call: Call,
+        self, looked_up: Prepared, gradients: Sequence[tf.Tensor | None], call: Call
     ) -> None:
         del call
         with self._turn():

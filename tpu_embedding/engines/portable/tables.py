@@ -28,9 +28,7 @@ _QUIET = 0x00400000
 
 
 def row_sums(
-    spec: TableSpec,
-    entries: Sequence[Entries],
-    gradients: Sequence[tf.Tensor | None],
+    spec: TableSpec, entries: Sequence[Entries], gradients: Sequence[tf.Tensor | None]
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns the rows that a batch touches, each once, and their summed gradients."""
     parts = []

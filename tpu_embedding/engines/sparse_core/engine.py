@@ -99,8 +99,7 @@ class SparseCoreEngine(Engine):
             lambda: [functions_of(plan, stack) for stack in layout.stacks]
         )
         self._rates = Rates(
-            plan,
-            lambda: outside_of_replicas(lambda: create_counter(options)),
+            plan, lambda: outside_of_replicas(lambda: create_counter(options))
         )
         self._pending = self._create_pending() if options.pipelined else None
         specs = host_to_device.batch_specs(self._partitioning)
@@ -298,10 +297,7 @@ class SparseCoreEngine(Engine):
         ]
 
     def update(
-        self,
-        looked_up: Prepared,
-        gradients: Sequence[tf.Tensor | None],
-        call: Call,
+        self, looked_up: Prepared, gradients: Sequence[tf.Tensor | None], call: Call
     ) -> None:
         del call
         self.apply(looked_up, gradients)

@@ -182,8 +182,7 @@ def _copy_table(
     buffers = [*table[:4], *([] if positions is None else [positions])]
     entries = len(buffers) - 1
     copied = tf.raw_ops.TPUCopyWithDynamicShape(
-        tensors=buffers,
-        unpadded_sizes=[sizes.row_pointers, *[sizes.ids] * entries],
+        tensors=buffers, unpadded_sizes=[sizes.row_pointers, *[sizes.ids] * entries]
     )
     annotated = tf.raw_ops.TPUAnnotateTensorsWithDynamicShape(tensors=copied)
     for tensor, buffer in zip(annotated, buffers, strict=True):

@@ -292,10 +292,7 @@ def _fill_one_by_one(options: EngineOptions, states: Sequence[StackState]) -> No
 
 
 def _fill_by_device(
-    values: FirstValues,
-    stack: Stack,
-    layout: TableLayout,
-    rows: MutableTableRows,
+    values: FirstValues, stack: Stack, layout: TableLayout, rows: MutableTableRows
 ) -> None:
     """Calls the initializer for the part of each device, as TensorFlow's class does.
 

@@ -82,11 +82,7 @@ class SparseCoreQueue(StepQueue):
                 self._engine.flush()
 
     def _put_on(
-        self,
-        device: str | tf.Tensor,
-        batch: Sequence[tf.Tensor],
-        *,
-        training: bool,
+        self, device: str | tf.Tensor, batch: Sequence[tf.Tensor], *, training: bool
     ) -> tf.Tensor:
         """Queues a batch for a device, or for the core of an ordinal; see `_put`."""
         checked = errors.check_device(self._topology, device)

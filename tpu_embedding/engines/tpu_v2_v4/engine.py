@@ -196,10 +196,7 @@ class TPUV2V4Engine(Engine):
         return activations, Prepared(ticket, PreprocessedFeatures(marker, (), {}, {}))
 
     def update(
-        self,
-        looked_up: Prepared,
-        gradients: Sequence[tf.Tensor | None],
-        call: Call,
+        self, looked_up: Prepared, gradients: Sequence[tf.Tensor | None], call: Call
     ) -> None:
         call = dataclasses.replace(call, name=looked_up.value.take())
         self._queue.apply_gradients(gradients, call)
