@@ -22,7 +22,7 @@ from tpu_embedding.tables.rows import PARAMETERS
 class KerasTrainedTables(VariableTables):
     """Tables that are trainable weights of the layer, and their core.
 
-    The class has the methods of `EngineTrainedTables`.
+    The class has the methods of `EngineTrainedTables`, which describes them.
     """
 
     def __init__(
@@ -53,15 +53,12 @@ class KerasTrainedTables(VariableTables):
 
     @property
     def core(self) -> KerasTrainedTables:
-        """See `EngineTrainedTables.core`."""
         return self
 
     def can_build(self) -> bool:
-        """See `EngineTrainedTables.can_build`."""
         return True
 
     def build(self, layer: Any, input_shapes: Any) -> None:
-        """See `EngineTrainedTables.build`."""
         del input_shapes
         for spec in self.plan.tables:
             values = table_values(spec)
@@ -70,11 +67,9 @@ class KerasTrainedTables(VariableTables):
             )
 
     def variables(self) -> dict[str, Any]:
-        """See `EngineTrainedTables.variables`."""
         return dict(self._weights)
 
     def parameters(self) -> dict[str, Any]:
-        """See `EngineTrainedTables.parameters`."""
         return self.variables()
 
     def _arrays(self) -> dict[str, dict[str, Any]]:
@@ -90,7 +85,6 @@ class KerasTrainedTables(VariableTables):
         )
 
     def stored(self) -> list[Any]:
-        """See `EngineTrainedTables.stored`."""
         return [keras_api.value_of(weight) for weight in self._weights.values()]
 
     def refusing(self, *, trainable: bool) -> contextlib.AbstractContextManager[None]:
@@ -101,7 +95,6 @@ class KerasTrainedTables(VariableTables):
     def look_up(
         self, values: Sequence[Any], weights: Sequence[Any], *, trainable: bool
     ) -> list[tf.Tensor]:
-        """See `EngineTrainedTables.look_up`."""
         return self.serve(self.plan, values, weights, trainable=trainable)
 
     def serve(
@@ -112,7 +105,6 @@ class KerasTrainedTables(VariableTables):
         *,
         trainable: bool,
     ) -> list[tf.Tensor]:
-        """See `EngineTrainedTables.serve`."""
         del trainable  # Keras leaves frozen weights out of trainable_variables.
         lookup = FeatureLookup(
             plan,
