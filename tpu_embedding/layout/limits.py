@@ -22,6 +22,10 @@ _BYTES = 4  # Of float32 and int32, which are all that a TPU's tables and batche
 _LARGEST_SHOWN = 3
 # The most arrays of what a CustomCombiner gets that its program has at a time.
 _COMBINER_ARRAYS = 4
+_COMPILED = (
+    "a TPU compiles its CustomOptimizer or CustomCombiner with a limit of {} distinct "
+    "ids, which the number of samples gives"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,16 +130,14 @@ def sparse_core_excesses(
     """Returns the limits of SparseCores that a plan exceeds."""
     found: list[Excess] = []
     for stack, table in zip(layout.stacks, partitioning.tables, strict=True):
-        names = tuple(plan.tables[index].name for index in stack.tables)
-        found += _tensor_excess(stack, names)
-        found += _width_excess(stack, names, generation)
-        valency = _max_valency(partitioning, stack)
-        found += _valency_excess(stack, names, valency, generation)
+        where = _StackOf(plan, stack)
+        found += _tensor_excess(where)
+        found += _width_excess(where, generation)
+        found += _valency_excess(where, _max_valency(partitioning, stack), generation)
         compiled = custom_limit(plan, stack, partitioning.sparse_cores_per_device)
         asked = (table.max_ids_per_partition, table.max_unique_ids_per_partition)
-        found += _partition_excess(
-            stack, names, asked, compiled, (generation, partitioning.num_shards)
-        )
+        place = (generation, partitioning.num_shards)
+        found += _partition_excess(where, asked, compiled, place)
     used = []
     for stack in layout.stacks:
         name = ", ".join(plan.tables[index].name for index in stack.tables)
@@ -233,62 +235,58 @@ def raise_first(excesses: Sequence[Excess]) -> None:
         raise ValueError(first.message + more)
 
 
-def _tensor_excess(stack: Stack, names: tuple[str, ...]) -> Iterable[Excess]:
-    size, limit = array_bytes(stack), SPARSE_CORE_TENSOR_BYTES
-    if size <= limit:
-        return
-    devices = stack.num_devices
-    yield Excess(
-        "tensor bytes",
-        names,
-        stack.name,
-        size,
-        limit,
-        f"{_tables(names)} in stack {stack.name!r}: {stack.rows_per_device} rows of "
-        f"{stack.width} float32 numbers on each of {devices} devices are {size} bytes "
-        f"({_gib(size)}), and SparseCores support at most {limit} bytes "
-        f"({_gib(limit)}) for a table or slot on a device. Use at least "
-        f"{-(-devices * size // limit)} devices, or a smaller vocabulary_size or dim.",
-    )
+@dataclasses.dataclass(frozen=True)
+class _StackOf:
+    """A stack of a plan, which may exceed a limit."""
+
+    plan: Plan
+    stack: Stack
+
+    def excess(self, kind: str, number: int, limit: int, text: str) -> Excess:
+        """Makes the excess of the stack; its message begins with the tables."""
+        names = tuple(self.plan.tables[index].name for index in self.stack.tables)
+        named, stack = _named(names), self.stack.name
+        message = f"{named[0].upper()}{named[1:]} in stack {stack!r}: {text}"
+        return Excess(kind, names, stack, number, limit, message)
 
 
-def _width_excess(
-    stack: Stack, names: tuple[str, ...], generation: Generation
-) -> Iterable[Excess]:
-    width, most = stack.width, generation.max_width
-    if not most or width <= most:
-        return
-    yield Excess(
-        "width",
-        names,
-        stack.name,
-        width,
-        most,
-        f"{_tables(names)} in stack {stack.name!r}: its rows have {width} columns, and "
-        f"libtpu 0.0.30 compiles updates of at most {most} columns for "
-        f"{generation.name}. Use a smaller dim.",
+def _tensor_excess(where: _StackOf) -> Iterable[Excess]:
+    stack, limit = where.stack, SPARSE_CORE_TENSOR_BYTES
+    size, devices = array_bytes(stack), stack.num_devices
+    text = (
+        f"{stack.rows_per_device} rows of {stack.width} float32 numbers on each of "
+        f"{devices} devices are {size} bytes ({_gib(size)}), and SparseCores support "
+        f"at most {limit} bytes ({_gib(limit)}) for a table or slot on a device. Use "
+        f"at least {-(-devices * size // limit)} devices, or a smaller vocabulary_size "
+        "or dim."
     )
+    if size > limit:
+        yield where.excess("tensor bytes", size, limit, text)
+
+
+def _width_excess(where: _StackOf, generation: Generation) -> Iterable[Excess]:
+    width, most = where.stack.width, generation.max_width
+    text = (
+        f"its rows have {width} columns, and libtpu 0.0.30 compiles updates of at most "
+        f"{most} columns for {generation.name}. Use a smaller dim."
+    )
+    if most and width > most:
+        yield where.excess("width", width, most, text)
 
 
 def _valency_excess(
-    stack: Stack, names: tuple[str, ...], valency: int, generation: Generation
+    where: _StackOf, valency: int, generation: Generation
 ) -> Iterable[Excess]:
-    most = generation.max_valency(stack.width)
-    if not generation.combiner_values or valency <= most:
-        return
-    way_out = f"Use a max_valency of at most {most}, or a smaller dim"
-    if not most:
-        way_out = "Use a smaller dim"
-    yield Excess(
-        "valency",
-        names,
-        stack.name,
-        valency,
-        most,
-        f"{_tables(names)} in stack {stack.name!r}: its CustomCombiner gets up to "
-        f"{valency} rows of {stack.width} columns for a sample, and libtpu 0.0.30 "
-        f"compiles at most {most} such rows for {generation.name}. {way_out}.",
+    width, most = where.stack.width, generation.max_valency(where.stack.width)
+    fewer = f"Use a max_valency of at most {most}, or a smaller dim"
+    way_out = fewer if most else "Use a smaller dim"
+    text = (
+        f"its CustomCombiner gets up to {valency} rows of {width} columns for a "
+        f"sample, and libtpu 0.0.30 compiles at most {most} such rows for "
+        f"{generation.name}. {way_out}."
     )
+    if generation.combiner_values and valency > most:
+        yield where.excess("valency", valency, most, text)
 
 
 def combiner_excesses(
@@ -304,27 +302,19 @@ def combiner_excesses(
         samples = stack.samples // cores
         if not _max_valency(partitioning, stack) or not samples % COMBINER_MULTIPLE:
             continue
-        names = tuple(plan.tables[index].name for index in stack.tables)
-        found.append(
-            Excess(
-                "samples",
-                names,
-                stack.name,
-                samples,
-                samples // COMBINER_MULTIPLE * COMBINER_MULTIPLE,
-                f"{_tables(names)} in stack {stack.name!r}: its CustomCombiner has "
-                f"{samples} samples on each SparseCore, and libtpu 0.0.30 compiles "
-                f"multiples of {COMBINER_MULTIPLE} for {generation.name}. Use batches "
-                f"that give the stack a multiple of {COMBINER_MULTIPLE * cores} "
-                "samples on each device.",
-            )
+        text = (
+            f"its CustomCombiner has {samples} samples on each SparseCore, and libtpu "
+            f"0.0.30 compiles multiples of {COMBINER_MULTIPLE} for {generation.name}. "
+            "Use batches that give the stack a multiple of "
+            f"{COMBINER_MULTIPLE * cores} samples on each device."
         )
+        limit = samples // COMBINER_MULTIPLE * COMBINER_MULTIPLE
+        found.append(_StackOf(plan, stack).excess("samples", samples, limit, text))
     return found
 
 
 def _partition_excess(
-    stack: Stack,
-    names: tuple[str, ...],
+    where: _StackOf,
     asked: tuple[int, int],
     compiled: int | None,
     place: tuple[Generation, int],
@@ -335,13 +325,13 @@ def _partition_excess(
     `compiled` is the limit of both that libtpu compiles for a CustomOptimizer or
     CustomCombiner, or None.
     """
-    generation, cores = place
+    (generation, cores), stack = place, where.stack
     ids, unique = (max(number, compiled or 0) for number in asked)
     size, spmem = generation.partition_bytes(ids, unique, cores), generation.spmem_bytes
     if not spmem:
         return
     if size <= spmem:
-        yield from _multiple_excess(stack, names, unique, compiled, generation)
+        yield from _multiple_excess(where, unique, compiled, generation)
         return
     most = generation.max_unique_ids(cores)
     kind, number, limit = (
@@ -351,10 +341,7 @@ def _partition_excess(
     )
     if compiled is not None:
         limit = most  # `compiled` is at least what the user asks for.
-        what = (
-            "a TPU compiles its CustomOptimizer or CustomCombiner with a limit of "
-            f"{unique} distinct ids, which the number of samples gives"
-        )
+        what = _COMPILED.format(unique)
         way_out = "Use a smaller batch"
     else:
         what = (
@@ -377,24 +364,16 @@ def _partition_excess(
             f"Set {' or '.join(choices)} in SparseCoreEmbeddingConfig, with "
             "minibatching=True if batches have more"
         )
-    yield Excess(
-        kind,
-        names,
-        stack.name,
-        number,
-        limit,
-        f"{_tables(names)} in stack {stack.name!r}: {what}. With these limits and "
-        f"{cores} SparseCores a partition needs {size} bytes of the memory of a "
-        f"SparseCore, which has {spmem} bytes (SPMEM) on {generation.name}. {way_out}.",
+    text = (
+        f"{what}. With these limits and {cores} SparseCores a partition needs {size} "
+        f"bytes of the memory of a SparseCore, which has {spmem} bytes (SPMEM) on "
+        f"{generation.name}. {way_out}."
     )
+    yield where.excess(kind, number, limit, text)
 
 
 def _multiple_excess(
-    stack: Stack,
-    names: tuple[str, ...],
-    unique: int,
-    compiled: int | None,
-    generation: Generation,
+    where: _StackOf, unique: int, compiled: int | None, generation: Generation
 ) -> Iterable[Excess]:
     """Yields a limit of distinct ids that libtpu cannot round."""
     if generation.compiles_multiple(unique):
@@ -402,29 +381,17 @@ def _multiple_excess(
     multiple = generation.id_multiple
     limit = unique // multiple * multiple
     if compiled is None:
-        what = f"max_unique_ids_per_table[{stack.name!r}] is {unique}"
+        what = f"max_unique_ids_per_table[{where.stack.name!r}] is {unique}"
         larger = -(-unique // multiple) * multiple
         way_out = f"Set it to {larger}" + (f" or {limit}" if limit else "")
     else:
-        what = (
-            "a TPU compiles its CustomOptimizer or CustomCombiner with a limit of "
-            f"{unique} distinct ids, which the number of samples gives"
-        )
+        what = _COMPILED.format(unique)
         way_out = f"Use a batch that gives a multiple of {multiple}"
-    yield Excess(
-        "unique ids",
-        names,
-        stack.name,
-        unique,
-        limit,
-        f"{_tables(names)} in stack {stack.name!r}: {what}, and libtpu 0.0.30 compiles "
-        f"multiples of {multiple} for {generation.name}. {way_out}.",
+    text = (
+        f"{what}, and libtpu 0.0.30 compiles multiples of {multiple} for "
+        f"{generation.name}. {way_out}."
     )
-
-
-def _tables(names: Sequence[str]) -> str:
-    text = _named(names)
-    return text[0].upper() + text[1:]
+    yield where.excess("unique ids", unique, limit, text)
 
 
 def _named(names: Sequence[str]) -> str:
