@@ -316,8 +316,12 @@ def _cores_of(assignment: Any) -> list[list[int]]:
     ]
 
 
+def _kind() -> str:
+    return _process.on.partition(":")[0]
+
+
 def _is_software_tpu() -> bool:
-    return _process.on.partition(":")[0] not in ("host", "mirrored")
+    return _kind() not in ("host", "mirrored")
 
 
 def _topology() -> Any:
@@ -326,8 +330,7 @@ def _topology() -> Any:
 
     devices_per_chip = 1
     if _is_software_tpu():
-        kind = _process.on.partition(":")[0]
-        devices_per_chip = tpu_generations.generation(kind).devices_per_chip
+        devices_per_chip = tpu_generations.generation(_kind()).devices_per_chip
     return create_topology(_devices(), devices_per_chip)
 
 
@@ -336,7 +339,7 @@ def _devices() -> int:
 
 
 def _create_strategy(assignment: Any) -> Any:
-    kind = _process.on.partition(":")[0]
+    kind = _kind()
     if kind == "host":
         return tf.distribute.OneDeviceStrategy("/cpu:0")
     from tpu_embedding.testing import strategy
@@ -355,7 +358,7 @@ def _replace_tpu_system() -> Iterator[str]:
     def initialize_tpu_system(cluster_resolver: Any = None) -> Any:
         del cluster_resolver
         if _process.strategy is not None and _is_software_tpu():
-            kind = _process.on.partition(":")[0]
+            kind = _kind()
             if tpu_generations.generation(kind).embedding == "v1":
                 _process.strategy.initialize_tpu_system()  # What it held is gone.
         return _topology()

@@ -224,24 +224,21 @@ class ReachedRows(MutableTableRows):
         return self._local.variable if self.group is None else None
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        return self._read(start, stop, None)
+        return self.read_in(None, start, stop)
 
-    def read_in(self, process: int, start: int, stop: int) -> np.ndarray:
-        return self._read(start, stop, process)
-
-    def _read(self, start: int, stop: int, receiver: int | None) -> np.ndarray:
+    def read_in(self, process: int | None, start: int, stop: int) -> np.ndarray:
         run = self._run(self._reach.rank, start, stop)
         local = self._reach.call(
             lambda: self._local.read(run.first, run.first + run.count)
         )
         call = f"the reading of rows {start} to {stop} of {self._name}"
-        parts = self._reach.gather(local, call, receiver)
+        parts = self._reach.gather(local, call, process)
         if len(parts) == 1:
             return parts[0]
         values = np.empty((stop - start, self.shape[1]), self.dtype)
-        if receiver in (None, self._reach.rank):
-            for process, part in enumerate(parts):
-                values[self._run(process, start, stop).within] = part
+        if process in (None, self._reach.rank):
+            for sender, part in enumerate(parts):
+                values[self._run(sender, start, stop).within] = part
         return values
 
     def write(self, start: int, values: np.ndarray) -> None:
@@ -336,10 +333,7 @@ class MergedRows(TableRows):
         return self._order.reach.group
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        return self._read(start, stop, None)
-
-    def read_in(self, process: int, start: int, stop: int) -> np.ndarray:
-        return self._read(start, stop, process)
+        return self.read_in(None, start, stop)
 
     def numpy(self) -> np.ndarray:
         values = np.empty(self.shape, self.dtype)
@@ -347,7 +341,7 @@ class MergedRows(TableRows):
             values[start:stop] = self.read(start, stop)
         return values
 
-    def _read(self, start: int, stop: int, receiver: int | None) -> np.ndarray:
+    def read_in(self, process: int | None, start: int, stop: int) -> np.ndarray:
         order = self._order
         call = f"{order.call}, {self._name}, rows {start} to {stop}"
         cuts = [
@@ -359,7 +353,7 @@ class MergedRows(TableRows):
             lambda: [self._read_part(k, cut) for k, cut in enumerate(cuts)]
         )
         keys, values = (
-            np.concatenate(order.reach.gather(np.concatenate(local), call, receiver))
+            np.concatenate(order.reach.gather(np.concatenate(local), call, process))
             for local in (keys, values)
         )
         return values[np.argsort(keys)].reshape(-1, self.shape[1])

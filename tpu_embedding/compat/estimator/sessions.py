@@ -67,13 +67,8 @@ def evaluate(
     updates = tf.group(*[metric[1] for metric in metrics.values()])
     final = _v1.train.FinalOpsHook(values)
     stop = [] if steps is None else [_StopAfter(steps)]
-    creator = _v1.train.ChiefSessionCreator(
-        graph.scaffold(),
-        config=config.session_config,
-        checkpoint_filename_with_path=checkpoint,
-    )
     all_hooks = [*(hooks or ()), *spec.evaluation_hooks, *stop, final]
-    with _v1.train.MonitoredSession(creator, all_hooks) as session:
+    with _restored(graph, checkpoint, config, all_hooks) as session:
         while not session.should_stop():
             session.run(updates)
     return dict(sorted(final.final_ops_values.items()))
@@ -114,12 +109,18 @@ def prediction_session(
 ) -> Any:
     """Makes a session for `predict`; the graph must be the default one."""
     check_restored(graph, checkpoint)
+    hooks = [*(hooks or ()), *graph.spec.prediction_hooks]
+    return _restored(graph, checkpoint, config, hooks)
+
+
+def _restored(
+    graph: Graph, checkpoint: str | None, config: RunConfig, hooks: Any
+) -> Any:
     creator = _v1.train.ChiefSessionCreator(
         graph.scaffold(),
         config=config.session_config,
         checkpoint_filename_with_path=checkpoint,
     )
-    hooks = [*(hooks or ()), *graph.spec.prediction_hooks]
     return _v1.train.MonitoredSession(creator, hooks)
 
 

@@ -334,30 +334,6 @@ class FrequencyEstimatorParameters(OptimizationParameters):
     learning_rate: float = dataclasses.field(default=1.0, init=False)
 
 
-PARAMETERS: tuple[type[OptimizationParameters], ...] = (
-    AdagradParameters,
-    AdagradMomentumParameters,
-    AdamParameters,
-    FrequencyEstimatorParameters,
-    FtrlParameters,
-    MomentumParameters,
-    ProximalAdagradParameters,
-    ProximalYogiParameters,
-    RMSPropParameters,
-    StochasticGradientDescentParameters,
-)
-
-
-def check_parameters(value: object) -> None:
-    """Raises ValueError unless `value` is one of the *Parameters."""
-    if not isinstance(value, PARAMETERS):
-        names = [cls.__name__ for cls in PARAMETERS]
-        raise ValueError(
-            f"Argument `optimization_parameters` must be one of {', '.join(names)}. "
-            f"Received: {value!r} of type {errors.type_name(value)}."
-        )
-
-
 @dataclasses.dataclass(frozen=True)
 class SlotSource:
     """The names of one slot in checkpoints.
@@ -373,7 +349,6 @@ class SlotSource:
 
 
 _SLOTS: dict[type, tuple[SlotSource, ...]] = {
-    StochasticGradientDescentParameters: (),
     AdagradParameters: (SlotSource("accumulators", ("Adagrad",)),),
     AdagradMomentumParameters: (
         SlotSource("accumulators", ("AdagradMomentum/Accumulator",)),
@@ -383,24 +358,36 @@ _SLOTS: dict[type, tuple[SlotSource, ...]] = {
         SlotSource("momenta", ("Adam/m", "Adam")),
         SlotSource("velocities", ("Adam/v", "Adam_1")),
     ),
+    FrequencyEstimatorParameters: (
+        SlotSource("last_hit_step", ("FrequencyEstimator",)),
+    ),
     FtrlParameters: (
         SlotSource("accumulators", ("Ftrl",)),
         SlotSource("linears", ("Ftrl_1",)),
     ),
     MomentumParameters: (SlotSource("momenta", ("Momentum",)),),
-    RMSPropParameters: (
-        SlotSource("ms", ("RMSProp/ms", "RMSProp")),
-        SlotSource("mom", ("RMSProp/mom", "RMSProp_1")),
-    ),
     ProximalAdagradParameters: (SlotSource("accumulators", ("ProximalAdagrad",)),),
     ProximalYogiParameters: (
         SlotSource("v", ("ProximalYogi",)),
         SlotSource("m", ("ProximalYogi_1",)),
     ),
-    FrequencyEstimatorParameters: (
-        SlotSource("last_hit_step", ("FrequencyEstimator",)),
+    RMSPropParameters: (
+        SlotSource("ms", ("RMSProp/ms", "RMSProp")),
+        SlotSource("mom", ("RMSProp/mom", "RMSProp_1")),
     ),
+    StochasticGradientDescentParameters: (),
 }
+PARAMETERS = tuple(_SLOTS)
+
+
+def check_parameters(value: object) -> None:
+    """Raises ValueError unless `value` is one of the *Parameters."""
+    if not isinstance(value, PARAMETERS):
+        names = [cls.__name__ for cls in PARAMETERS]
+        raise ValueError(
+            f"Argument `optimization_parameters` must be one of {', '.join(names)}. "
+            f"Received: {value!r} of type {errors.type_name(value)}."
+        )
 
 
 def slot_sources(parameters: Any) -> tuple[SlotSource, ...]:
