@@ -28,6 +28,11 @@ struct RowTerms {
     PrefetchRow(table, rows[ahead], dim);
     return RowAt(table, rows[i], dim);
   }
+  // Prefetches the rows that no read of another row prefetches.
+  TPU_EMBEDDING_INLINE void PrefetchFirst(int64_t begin) const {
+    const int64_t end = std::min(begin + distance, last + 1);
+    for (int64_t i = begin; i < end; ++i) PrefetchRow(table, rows[i], dim);
+  }
   TPU_EMBEDDING_INLINE float gain(int64_t i) const {
     if (kGains == Gains::kOnes) return 1.0f;
     return kGains == Gains::kOfEntries ? gains[i] : sample_gain;
@@ -74,6 +79,7 @@ struct PlainLookup {
     const FeatureCsr& csr = *entries.csr;
     const int64_t* offsets = csr.offsets.data();
     auto terms = TermsOf<Table, kGains>(entries, table, dim);
+    terms.PrefetchFirst(offsets[begin]);
     for (int64_t s = begin; s < end; ++s) {
       if (!AreFewTerms(offsets[s], offsets[s + 1])) {
         SumManyTerms(PlainEntries<Table, kGains>{entries, table, s}, offsets[s],

@@ -306,19 +306,20 @@ struct RowLoop {
     if (all_rows) {
       group = std::lower_bound(rows, rows + num_groups, begin) - rows;
     }
+    const auto prefetch = [&](int64_t ahead) {
+      if (ahead >= num_groups) return;
+      PrefetchRowAndSlots(parameters.data(), update, dim, rows[ahead]);
+      const int64_t near = std::max<int64_t>(ahead - distance / 2, 0);
+      if (table.waiting) PrefetchWait(table, rows[ahead], rows[near]);
+    };
+    for (int64_t k = group; k < group + distance; ++k) prefetch(k);
     for (int64_t i = begin; i < end; i += block.size) {
       block.size = std::min<int64_t>(kRowsOfBlock, end - i);
       for (int k = 0; k < block.size; ++k) {
         const int64_t row = all_rows ? i + k : rows[i + k];
         float* const sum = block.gradients + k * dim;
         if (group < num_groups && rows[group] == row) {
-          const int64_t ahead = group + distance;
-          if (ahead < num_groups) {
-            PrefetchRowAndSlots(parameters.data(), update, dim, rows[ahead]);
-            if (table.waiting) {
-              PrefetchWait(table, rows[ahead], rows[group + distance / 2]);
-            }
-          }
+          prefetch(group + distance);
           SumGradients<F32xN>(gradients, group++, dim, sum);
         } else {
           std::fill_n(sum, dim, 0.0f);

@@ -92,14 +92,14 @@ void ReadDistinct(const ParallelFor& parallel_for, const TableView& view,
   const int64_t ahead = RowsAhead(4 * width);
   ForEachPiece(parallel_for, {{count, count * (kCyclesPerWait + width)}},
                [&](const Piece& piece) {
-                 for (int64_t i = piece.begin; i < piece.end; ++i) {
+                 for (int64_t i = piece.begin - 2 * ahead; i < piece.end; ++i) {
                    if (i + 2 * ahead < piece.end) {
                      waiting.PrefetchSince(row_of(i + 2 * ahead));
                    }
-                   if (i + ahead < piece.end) {
+                   if (i + ahead >= piece.begin && i + ahead < piece.end) {
                      PrefetchRow(view, waiting, row_of(i + ahead));
                    }
-                   read(i);
+                   if (i >= piece.begin) read(i);
                  }
                });
 }
