@@ -368,6 +368,138 @@ def test_telemetry_after_a_dense_gradient():
         assert ("ids" in telemetry.read()["films"]) == known
 
 
+class Followed:
+    """A model whose outputs are rows, its trainer, and an export that follows it."""
+
+    def __init__(self, folder: pathlib.Path, optimizer: Any, **options: Any) -> None:
+        ids = keras.Input([3], dtype="int64", name="film")
+        self.layer = Embedding(50, 8, name="films")
+        self.model = keras.Model(ids, self.layer(ids))
+        self.model.compile(optimizer, "mse", **options)
+        self.folder, self.deltas = folder, 0
+
+    def serve(self, storage: str) -> None:
+        path = str(self.folder / "base")
+        te.serving.export(self.model, path, storage=storage, deltas=True)
+        self.served: Any = tf.saved_model.load(path)
+        self.writer = te.serving.DeltaWriter(self.model, path, "replicas")
+
+    def train(self, first: int) -> None:
+        """Takes two steps, which name five rows together."""
+        ids = np.array([[0, 1, 2], [2, 0, 1], [3, 3, 4], [1, 3, 3]]) + first
+        goals = np.linspace(-1, 1, 4 * 3 * 8).reshape([4, 3, 8])
+        self.model.fit(ids, goals, batch_size=2, shuffle=False, verbose=0)
+
+    def follow(self) -> int:
+        """Publishes and applies a delta; returns how many rows it has."""
+        self.deltas += 1
+        path = str(self.folder / f"{self.deltas}.delta")
+        counts = self.writer.export_delta(path)
+        te.serving.apply_delta(self.served, path)
+        return counts["films"]
+
+    def assert_same_rows(self, other: Any = None) -> None:
+        ids = tf.reshape(tf.range(51, dtype=tf.int64) % 50, [-1, 3])
+        found = self.served.signatures["serving_default"](film=ids)["output"]
+        if other is None:
+            expected = self.layer.get_weights()[0][ids.numpy()]
+        else:
+            expected = other.signatures["serving_default"](film=ids)["output"]
+        np.testing.assert_array_equal(found, expected)
+
+
+FOLLOWED = {
+    "adagrad": (lambda o: RowSparseOptimizer(o.Adagrad(0.1)), "op", [5, 5, 0, 5]),
+    "lazy": (lambda o: RowSparseOptimizer(o.Adam(0.1), lazy=True), "op", [5, 5, 0, 5]),
+    "exact": (lambda o: RowSparseOptimizer(o.Adam(0.1)), "op", [5, 10, 0, 15]),
+    "rows": (
+        lambda o: RowSparseOptimizer(o.RMSprop(0.1, momentum=0.9)),
+        "rows",
+        [5, 10, 0, 15],
+    ),
+    "dense": (
+        lambda o: RowSparseOptimizer(o.Adam(0.1, beta_1=0.9, beta_2=0.9)),
+        "dense",
+        [5, 10, 0, 15],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "exact" else pytest.mark.second_tier)
+        for name in FOLLOWED
+    ],
+)
+@pytest.mark.filterwarnings("ignore:RowSparseOptimizer updates all rows")
+def test_deltas_have_every_row_that_moved(name: str, tmp_path: pathlib.Path):
+    make_optimizer, way, counts = FOLLOWED[name]
+    followed = Followed(tmp_path, make_optimizer(keras.optimizers))
+    followed.serve("float32")
+    for step, count in enumerate(counts):
+        if count:
+            followed.train(10 * step)
+        assert followed.follow() == count
+        followed.assert_same_rows()
+    assert {*followed.model.optimizer.updates_rows_by.values()} == {way}
+
+
+@pytest.mark.second_tier
+@pytest.mark.parametrize("storage", ["float32", "int8"])
+def test_deltas_have_rows_that_anybody_wrote(storage: str, tmp_path: pathlib.Path):
+    followed = Followed(tmp_path, RowSparseOptimizer("adam"), jit_compile=True)
+    model, layer = followed.model, followed.layer
+    followed.train(40)
+    followed.serve(storage)
+    followed.train(0)
+    assert followed.follow() == 10  # By XLA; rows of the steps before move too.
+    model.compile(RowSparseOptimizer(keras.optimizers.Adagrad(0.1)), "mse")
+    followed.train(20)
+    assert followed.follow() == 5
+    te.keras.unconvert(model)
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    followed.train(30)
+    te.keras.convert(model)
+    assert followed.follow() == 5
+    table = layer.get_weights()[0]
+    table[[7, 9]] += 1.0
+    layer.set_weights([table])
+    path = checkpoint.save(model, tmp_path / "saved")
+    assert followed.follow() == 2
+    followed.train(10)
+    assert followed.follow() == 5
+    checkpoint.restore(model, path)
+    assert followed.follow() == 5
+    te.serving.export(model, tmp_path / "after", storage=storage)
+    followed.assert_same_rows(tf.saved_model.load(str(tmp_path / "after")))
+
+
+def test_deltas_of_a_trainer_that_goes_on_from_its_marks(tmp_path: pathlib.Path):
+    followed = Followed(tmp_path, RowSparseOptimizer(keras.optimizers.Adagrad(0.1)))
+    followed.train(0)
+    followed.serve("float32")
+    followed.train(10)
+    assert followed.follow() == 5
+    followed.train(20)
+    both = tf.train.Checkpoint(model=followed.model, deltas=followed.writer)
+    path = both.write(str(tmp_path / "both"))
+    table = followed.layer.get_weights()[0]
+    again = Followed(tmp_path, RowSparseOptimizer(keras.optimizers.Adagrad(0.1)))
+    again.layer.set_weights([table])
+    base = str(tmp_path / "base")
+    again.writer = te.serving.DeltaWriter(again.model, base, "replicas")
+    tf.train.Checkpoint(model=again.model, deltas=again.writer).read(path)
+    again.served, again.deltas = followed.served, followed.deltas
+    assert again.follow() == 5
+    again.assert_same_rows()
+    again.writer.mark_all_rows()
+    assert again.follow() == 50
+    again.writer.stop()
+    with pytest.raises(RuntimeError, match="was stopped"):
+        again.follow()
+
+
 def test_what_is_not_carried_names_the_layer(tmp_path: pathlib.Path):
     model, words = make(), r"te\.keras\.Embedding"
     adamax = keras.Model(model.inputs, model.outputs)
@@ -376,9 +508,7 @@ def test_what_is_not_carried_names_the_layer(tmp_path: pathlib.Path):
         NotImplementedError, match=rf"with {words} is compiled with .*max"
     ):
         te.Telemetry(adamax)
-    with pytest.raises(NotImplementedError, match=f"Deltas .* {words} has no engine"):
-        te.serving.DeltaWriter(model, str(tmp_path), "replicas")
-    for options in ({"deltas": True}, {"weighted": ["film"]}, {"most_samples": 7}):
+    for options in ({"weighted": ["film"]}, {"most_samples": 7}):
         with pytest.raises(
             ValueError, match=f"`{next(iter(options))}` for a whole .*{words}"
         ):
@@ -424,10 +554,16 @@ def test_a_plan_has_the_tables_and_slots_of_a_model():
 
 @keras_3
 def test_tables_in_several_weights_are_refused(tmp_path: pathlib.Path):
-    model = make()
+    model, path = make(), tmp_path / "base"
+    te.serving.export(model, path, deltas=True)
+    writer = te.serving.DeltaWriter(model, path, "replicas")
     model.get_layer("films").enable_lora(1)
-    with pytest.raises(NotImplementedError, match=r"'films' is in several .*lora_en"):
-        checkpoint.save(model, tmp_path / "saved")
+    for refused in (
+        lambda: checkpoint.save(model, tmp_path / "saved"),
+        lambda: writer.export_delta(tmp_path / "1.delta"),
+    ):
+        with pytest.raises(NotImplementedError, match=r"'films' is in several .*lora_"):
+            refused()
 
 
 def test_slots_of_another_optimizer_start_anew(tmp_path: pathlib.Path):

@@ -46,8 +46,9 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
     """Writes the rows that changed, for one consumer: served models of one export.
 
     From its construction on, it notes the rows that updates change, with a bit for
-    each, and `export_delta` writes them. Each writer has its own marks, which a
-    tf.train.Checkpoint of the embedding and the writer saves.
+    each, and `export_delta` writes them; of te.keras.Embedding it keeps a fingerprint
+    of each row instead. Each writer has its own marks, which a tf.train.Checkpoint of
+    the embedding and the writer saves.
 
     All processes of a job make the same calls, with the same arguments and paths that
     all of them see. The first one writes.
@@ -88,7 +89,8 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
         what was trained since the export.
 
         Args:
-          embedding: A TPUEmbedding, a TPUEmbeddingV2 or a Keras layer.
+          embedding: A TPUEmbedding, a TPUEmbeddingV2, a Keras layer, or a Keras model
+            with te.keras.Embedding.
           base: The folder of its export with `deltas`.
           consumer: A name that no other writer of the embedding has.
 
@@ -98,8 +100,8 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
             tables differ, or the name is in use.
           tf.errors.NotFoundError: If there is no export.
           NotImplementedError: If the engine of the embedding does not track changes: on
-            TPUs and on the portable engine, in a Keras layer with
-            `trainable_tables=True`, and in a model with te.keras.Embedding.
+            TPUs and on the portable engine, and in a Keras layer with
+            `trainable_tables=True`.
           tf.errors.InvalidArgumentError: If a row cannot be stored as in the export.
           tf.errors.AbortedError: If another process of the job raises an error.
         """
@@ -133,7 +135,7 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
             index: _stored_ids(bundle, spec)
             for index, spec in self._base.growing.items()
         }
-        self._core.flush()
+        self._core.refresh()
         self._changes.mark(self._rows_of(0, _NOTHING))  # From here on.
         try:
             self._mark_differences(bundle)
@@ -166,7 +168,7 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
         self._require_active()
         group = self._changes.group
         require_alike(group, {"path": os.fspath(path)})
-        self._core.flush()
+        self._core.refresh()
         changed = self._take()
         for spec, rows in zip(self._base.tables, changed, strict=True):
             for what, number, most in (
@@ -385,7 +387,7 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
 
     def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
         self._require_active()
-        self._core.flush()
+        self._core.refresh()
         taken = dict(enumerate(self._take()))
         state = tf.constant([self.base, self.sequence, self._follows], tf.int64)
         ids = {i: [rows.keys, rows.deleted] for i, rows in taken.items()}

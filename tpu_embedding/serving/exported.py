@@ -201,7 +201,6 @@ class _WholeModel(Exported):
             "model": options.model,
             "weighted": options.weighted,
             "dense_inputs": options.dense_inputs,
-            "deltas": options.share,
             "most_samples": None if most == MAX_SAMPLES else most,
         }
         for name, value in unused.items():

@@ -26,6 +26,7 @@ from tpu_embedding.keras.rows.variable import TableVariable, components
 from tpu_embedding.layout.plan import TableSpec, make_plan
 from tpu_embedding.lookup.feature_structure import FeatureStructure
 from tpu_embedding.serving.signatures import input_name
+from tpu_embedding.tables.compared import ComparedRows
 from tpu_embedding.tables.readers import TableReader, VariableReader
 from tpu_embedding.tables.rows import PARAMETERS, MutableTableRows
 from tpu_embedding.tables.table import Identity, Table
@@ -46,6 +47,7 @@ class ModelTables(WeightTables):
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        self.delta_writers: dict[str, Any] = {}
         layers = [x for x in model._flatten_layers() if isinstance(x, WeightTable)]
         self.layers: list[Any] = list({id(layer): layer for layer in layers}.values())
         for layer in self.layers:
@@ -96,6 +98,8 @@ class ModelTables(WeightTables):
                     yield layer.name, names[name], slot
 
     def tables(self) -> dict[str, Table]:
+        for layer in self.layers:  # Whose weights may be others by now.
+            _check(layer)
         rows: dict[str, dict[str, MutableTableRows]] = {
             layer.name: {PARAMETERS: _rows(layer.embeddings)} for layer in self.layers
         }
@@ -201,13 +205,9 @@ class ModelTables(WeightTables):
         rule = getattr(optimizer, "_rule", type(optimizer))
         return translate_keras_optimizer(rule.from_config(optimizer.get_config()))
 
-    def changes(self, consumer: str) -> Any:
-        """Refuses deltas."""
-        del consumer
-        raise NotImplementedError(
-            f"Deltas have the rows that an engine has changed, and a {_LAYER} has no "
-            "engine. Use te.keras.TPUEmbedding, or export the model again."
-        )
+    def changes(self, consumer: str) -> ComparedRows:
+        """See `StoredTables.changes`: Keras, too, writes tables."""
+        return ComparedRows(self.tables, consumer)
 
     @property
     def telemetry(self) -> Any:
