@@ -22,6 +22,7 @@ import tpu_embedding as te
 V, D, STEPS = 9, 5, 3
 RATE = 0.25
 raw = tf.raw_ops
+Update = Callable[[Any, dict[str, Any], tf.Tensor, tf.Tensor], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +35,55 @@ class Oracle:
     """
 
     optimizer: te.SGD | Any
-    update: Callable[[Any, dict[str, Any], tf.Tensor, tf.Tensor], None]
+    update: Update
+
+
+def op(
+    name: str, slots: dict[str, str], *, rate: float = RATE, **numbers: Any
+) -> Update:
+    """The op of this name; `slots` are our names of slots by the op's arguments."""
+
+    def update(table: Any, ours: Any, gradient: tf.Tensor, rows: tf.Tensor) -> None:
+        resources = {argument: ours[slot] for argument, slot in slots.items()}
+        function = getattr(tf.raw_ops, f"ResourceSparseApply{name}")
+        given = {"var": table, "grad": gradient, "indices": rows, "lr": rate}
+        function(**given, **resources, **numbers)
+
+    return update
+
+
+def adagrad(rate: float = RATE) -> Update:
+    return op("Adagrad", {"accum": "accumulators"}, rate=rate)
+
+
+def momentum(*, nesterov: bool) -> Update:
+    slots = {"accum": "momenta"}
+    return op("Momentum", slots, momentum=0.75, use_nesterov=nesterov)
+
+
+def rms_prop(name: str, **slots: str) -> Update:
+    return op(name, slots, rho=0.875, momentum=0.75, epsilon=1e-3)
+
+
+def ftrl(power: float, *, multiply: bool) -> Update:
+    return op(
+        "Ftrl",
+        {"accum": "accumulators", "linear": "linears"},
+        l1=0.125,
+        # quadratic = a^q / lr + 2 * l2 + beta / lr: the op has no beta of its own.
+        l2=0.25 + 0.5 / (2 * RATE),
+        lr_power=power,
+        multiply_linear_by_lr=multiply,
+    )
+
+
+adadelta = op(
+    "Adadelta",
+    {"accum": "accumulators", "accum_update": "updates"},
+    rho=0.875,
+    epsilon=1e-3,
+)
+proximal_adagrad = op("ProximalAdagrad", {"accum": "accumulators"}, l1=0.125, l2=0.25)
 
 
 def sgd(table: Any, slots: Any, gradient: tf.Tensor, rows: tf.Tensor) -> None:
@@ -42,72 +91,24 @@ def sgd(table: Any, slots: Any, gradient: tf.Tensor, rows: tf.Tensor) -> None:
     raw.ResourceScatterSub(resource=table, indices=rows, updates=RATE * gradient)
 
 
-def adagrad(table: Any, slots: Any, gradient: tf.Tensor, rows: tf.Tensor) -> None:
-    raw.ResourceSparseApplyAdagrad(
-        var=table, accum=slots["accumulators"], lr=RATE, grad=gradient, indices=rows
-    )
-
-
-def adagrad_momentum(*, nesterov: bool) -> Any:
+def adagrad_momentum(*, nesterov: bool) -> Update:
     def update(table: Any, slots: Any, gradient: tf.Tensor, rows: tf.Tensor) -> None:
         # From zeros at a rate of -1, Adagrad's op gives the preconditioned gradient.
         scaled = tf.Variable(tf.zeros([V, D]))
-        raw.ResourceSparseApplyAdagrad(
-            var=scaled.handle,
-            accum=slots["accumulators"],
-            lr=-1.0,
-            grad=gradient,
-            indices=rows,
-        )
-        raw.ResourceSparseApplyMomentum(
-            var=table,
-            accum=slots["momenta"],
-            lr=RATE,
-            grad=tf.gather(scaled, rows),
-            indices=rows,
-            momentum=0.75,
-            use_nesterov=nesterov,
-        )
+        adagrad(-1.0)(scaled.handle, slots, gradient, rows)
+        momentum(nesterov=nesterov)(table, slots, tf.gather(scaled, rows), rows)
 
     return update
 
 
-def rms_prop(table: Any, slots: Any, gradient: tf.Tensor, rows: tf.Tensor) -> None:
+def rescaled_rms_prop(table: Any, slots: Any, *gradient_and_rows: tf.Tensor) -> None:
     # RMSProp's momenta have the rate in them; ours are divided by it.
     momenta = tf.Variable(
         RATE * raw.ReadVariableOp(resource=slots["momenta"], dtype=tf.float32)
     )
-    raw.ResourceSparseApplyRMSProp(
-        var=table,
-        ms=slots["accumulators"],
-        mom=momenta.handle,
-        lr=RATE,
-        rho=0.875,
-        momentum=0.75,
-        epsilon=1e-3,
-        grad=gradient,
-        indices=rows,
-    )
+    handles = {"ms": slots["accumulators"], "mom": momenta.handle}
+    rms_prop("RMSProp", ms="ms", mom="mom")(table, handles, *gradient_and_rows)
     raw.AssignVariableOp(resource=slots["momenta"], value=momenta / RATE)
-
-
-def ftrl(power: float, *, multiply: bool) -> Any:
-    def update(table: Any, slots: Any, gradient: tf.Tensor, rows: tf.Tensor) -> None:
-        # quadratic = a^q / lr + 2 * l2 + beta / lr: the op has no beta of its own.
-        raw.ResourceSparseApplyFtrl(
-            var=table,
-            accum=slots["accumulators"],
-            linear=slots["linears"],
-            grad=gradient,
-            indices=rows,
-            lr=RATE,
-            l1=0.125,
-            l2=0.25 + 0.5 / (2 * RATE),
-            lr_power=power,
-            multiply_linear_by_lr=multiply,
-        )
-
-    return update
 
 
 def adam(table: Any, slots: Any, gradient: tf.Tensor, rows: tf.Tensor) -> None:
@@ -124,79 +125,6 @@ def adam(table: Any, slots: Any, gradient: tf.Tensor, rows: tf.Tensor) -> None:
         beta2=0.875,
         epsilon=1e-3,
         grad=whole,
-    )
-
-
-def momentum(*, nesterov: bool) -> Any:
-    def update(table: Any, slots: Any, gradient: tf.Tensor, rows: tf.Tensor) -> None:
-        raw.ResourceSparseApplyMomentum(
-            var=table,
-            accum=slots["momenta"],
-            lr=RATE,
-            grad=gradient,
-            indices=rows,
-            momentum=0.75,
-            use_nesterov=nesterov,
-        )
-
-    return update
-
-
-def plain_rms_prop(
-    table: Any, slots: Any, gradient: tf.Tensor, rows: tf.Tensor
-) -> None:
-    raw.ResourceSparseApplyRMSProp(
-        var=table,
-        ms=slots["ms"],
-        mom=slots["mom"],
-        lr=RATE,
-        rho=0.875,
-        momentum=0.75,
-        epsilon=1e-3,
-        grad=gradient,
-        indices=rows,
-    )
-
-
-def centered(table: Any, slots: Any, gradient: tf.Tensor, rows: tf.Tensor) -> None:
-    raw.ResourceSparseApplyCenteredRMSProp(
-        var=table,
-        mg=slots["mg"],
-        ms=slots["ms"],
-        mom=slots["mom"],
-        lr=RATE,
-        rho=0.875,
-        momentum=0.75,
-        epsilon=1e-3,
-        grad=gradient,
-        indices=rows,
-    )
-
-
-def adadelta(table: Any, slots: Any, gradient: tf.Tensor, rows: tf.Tensor) -> None:
-    raw.ResourceSparseApplyAdadelta(
-        var=table,
-        accum=slots["accumulators"],
-        accum_update=slots["updates"],
-        lr=RATE,
-        rho=0.875,
-        epsilon=1e-3,
-        grad=gradient,
-        indices=rows,
-    )
-
-
-def proximal_adagrad(
-    table: Any, slots: Any, gradient: tf.Tensor, rows: tf.Tensor
-) -> None:
-    raw.ResourceSparseApplyProximalAdagrad(
-        var=table,
-        accum=slots["accumulators"],
-        lr=RATE,
-        l1=0.125,
-        l2=0.25,
-        grad=gradient,
-        indices=rows,
     )
 
 
@@ -223,7 +151,7 @@ def proximal_yogi(table: Any, slots: Any, gradient: tf.Tensor, rows: tf.Tensor) 
 FTRL = {"l1_regularization_strength": 0.125, "l2_regularization_strength": 0.25}
 ORACLES = {
     "SGD": Oracle(te.SGD(RATE), sgd),
-    "Adagrad": Oracle(te.Adagrad(RATE, initial_accumulator_value=0.5), adagrad),
+    "Adagrad": Oracle(te.Adagrad(RATE, initial_accumulator_value=0.5), adagrad()),
     "AdagradMomentum": Oracle(
         te.AdagradMomentum(RATE, 0.75), adagrad_momentum(nesterov=False)
     ),
@@ -232,7 +160,7 @@ ORACLES = {
         adagrad_momentum(nesterov=True),
     ),
     "AdagradMomentum beta2": Oracle(
-        te.AdagradMomentum(RATE, 0.75, beta2=0.875, epsilon=1e-3), rms_prop
+        te.AdagradMomentum(RATE, 0.75, beta2=0.875, epsilon=1e-3), rescaled_rms_prop
     ),
     "FTRL": Oracle(te.FTRL(RATE, beta=0.5, **FTRL), ftrl(-0.5, multiply=False)),
     "FTRL power": Oracle(
@@ -247,8 +175,13 @@ ORACLES = {
     ),
     "Momentum": Oracle(te.Momentum(RATE, 0.75), momentum(nesterov=False)),
     "Momentum nesterov": Oracle(te.Momentum(RATE, 0.75, True), momentum(nesterov=True)),
-    "RMSProp": Oracle(te.RMSProp(RATE, 0.875, 0.75, 1e-3), plain_rms_prop),
-    "CenteredRMSProp": Oracle(te.CenteredRMSProp(RATE, 0.875, 0.75, 1e-3), centered),
+    "RMSProp": Oracle(
+        te.RMSProp(RATE, 0.875, 0.75, 1e-3), rms_prop("RMSProp", ms="ms", mom="mom")
+    ),
+    "CenteredRMSProp": Oracle(
+        te.CenteredRMSProp(RATE, 0.875, 0.75, 1e-3),
+        rms_prop("CenteredRMSProp", mg="mg", ms="ms", mom="mom"),
+    ),
     "Adadelta": Oracle(te.Adadelta(RATE, 0.875, 1e-3), adadelta),
     "ProximalAdagrad": Oracle(te.ProximalAdagrad(RATE, 0.5, **FTRL), proximal_adagrad),
     "ProximalYogi": Oracle(
