@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pathlib
 import re
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
 from absl import logging
+from error_tables import ErrorTable, check_error, each_error
 from estimator.estimator_models import SPEC, batches, dense, make, model_fn, sparse, v1
 from interop.spec_cases import SGD, dict_spec, embedding, sequence, weighted
 
@@ -28,81 +28,57 @@ def entry(index: list[int], shape: list[int]) -> Any:
     return v1.SparseTensorValue(np.array([index]), np.array([1]), np.array(shape))
 
 
-CALLS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
-    "both": (
-        lambda e: e.train(input_fn, steps=1, max_steps=1),
-        ValueError,
-        "train takes `steps` or `max_steps`, not both.",
-    ),
-    "steps": (
-        lambda e: e.train(input_fn, steps=0),
-        ValueError,
-        "Argument `steps` must be an int >= 1. Received: 0.",
-    ),
-    "max_steps": (
-        lambda e: e.train(input_fn, max_steps=-1),
-        ValueError,
-        "Argument `max_steps` must be an int >= 1. Received: -1.",
-    ),
-    "no number": (
-        lambda e: e.train(input_fn, steps="2"),
-        ValueError,
-        "Argument `steps` must be an int >= 1. Received: '2'.",
-    ),
-    "half a step": (
-        lambda e: e.train(input_fn, steps=1.5),
-        ValueError,
-        "Argument `steps` must be an int >= 1. Received: 1.5.",
-    ),
-    "a claimed shape": (
-        lambda e: next(e.predict(batches({"a": entry([0, 0], [2**40, 1])}))),
-        tf.errors.InvalidArgumentError,
+CALLS: ErrorTable = {
+    ValueError: {
+        "train takes `steps` or `max_steps`, not both.": (
+            lambda e: e.train(input_fn, steps=1, max_steps=1)
+        ),
+        "Argument `steps` must be an int >= 1. Received: 0.": (
+            lambda e: e.train(input_fn, steps=0)
+        ),
+        "Argument `max_steps` must be an int >= 1. Received: -1.": (
+            lambda e: e.train(input_fn, max_steps=-1)
+        ),
+        "Argument `steps` must be an int >= 1. Received: '2'.": (
+            lambda e: e.train(input_fn, steps="2")
+        ),
+        "Argument `steps` must be an int >= 1. Received: 1.5.": (
+            lambda e: e.train(input_fn, steps=1.5)
+        ),
+        "Argument `steps` must be an int >= 1.": (
+            lambda e: e.evaluate(input_fn, steps=0)
+        ),
+        "`predict_keys` 'colour' name none of the predictions 'out'.": (
+            lambda e: next(e.predict(batches({"a": dense([[1]])}), ["colour"]))
+        ),
+        "An input_fn must return a tf.data.Dataset": (
+            lambda e: e.train(lambda: (1, 2, 3), steps=1)
+        ),
+        "There is no checkpoint in ": lambda e: e.get_variable_names(),
+        "There is no checkpoint in": (
+            lambda e: e.export_saved_model("unused", input_fn)
+        ),
+    },
+    tf.errors.InvalidArgumentError: {
         "Feature a: there are 1 sparse entries, too few for the dense_shape "
-        "[1099511627776, 1].",
-    ),
-    "an index outside": (
-        lambda e: next(e.predict(batches({"a": entry([1, -1], [2, 2])}))),
-        tf.errors.InvalidArgumentError,
-        "Feature a: sparse entry 0 is outside of the dense_shape [2, 2].",
-    ),
-    "eval steps": (
-        lambda e: e.evaluate(input_fn, steps=0),
-        ValueError,
-        "Argument `steps` must be an int >= 1.",
-    ),
-    "hooks": (
-        lambda e: e.train(input_fn, [3], 1),
-        TypeError,
-        "Argument `hooks` must be SessionRunHooks. Received: 3 of type int.",
-    ),
-    "keys": (
-        lambda e: next(e.predict(batches({"a": dense([[1]])}), ["colour"])),
-        ValueError,
-        "`predict_keys` 'colour' name none of the predictions 'out'.",
-    ),
-    "input": (
-        lambda e: e.train(lambda: (1, 2, 3), steps=1),
-        ValueError,
-        "An input_fn must return a tf.data.Dataset",
-    ),
-    "no checkpoint": (
-        lambda e: e.get_variable_names(),
-        ValueError,
-        "There is no checkpoint in ",
-    ),
-    "no export": (
-        lambda e: e.export_saved_model("unused", input_fn),
-        ValueError,
-        "There is no checkpoint in ",
-    ),
+        "[1099511627776, 1].": (
+            lambda e: next(e.predict(batches({"a": entry([0, 0], [2**40, 1])})))
+        ),
+        "Feature a: sparse entry 0 is outside of the dense_shape [2, 2].": (
+            lambda e: next(e.predict(batches({"a": entry([1, -1], [2, 2])})))
+        ),
+    },
+    TypeError: {
+        "Argument `hooks` must be SessionRunHooks. Received: 3 of type int.": (
+            lambda e: e.train(input_fn, [3], 1)
+        ),
+    },
 }
 
 
-@pytest.mark.parametrize("case", CALLS)
-def test_calls(case: str, tmp_path: pathlib.Path):
-    call, error, text = CALLS[case]
-    with pytest.raises(error, match=re.escape(text)):
-        call(make(tmp_path))
+@each_error(CALLS)
+def test_calls(error: type[Exception], text: str, bad: Any, tmp_path: pathlib.Path):
+    check_error(error, text, lambda: bad(make(tmp_path)))
 
 
 def returning(value: Any) -> Any:
@@ -133,116 +109,55 @@ def unused(features: Any, labels: Any, mode: str) -> Any:
     return estimator.TPUEstimatorSpec(mode, loss=tf.constant(0.0), train_op=step)
 
 
-FEATURES: dict[str, tuple[Any, Any, Any, type[Exception], str]] = {
-    "missing": (
-        SPEC,
-        {"b": dense([[1]])},
-        model_fn,
-        ValueError,
+FEATURES: ErrorTable = {
+    ValueError: {
         "Feature 'a' of the EmbeddingConfigSpec is not among the features of the "
-        "input_fn: 'b'.",
-    ),
-    "dense rank": (
-        SPEC,
-        {"a": dense([[[1]]])},
-        model_fn,
-        ValueError,
+        "input_fn: 'b'.": (SPEC, {"b": dense([[1]])}, model_fn),
         "Feature 'a': ids must be of shape [batch] or [batch, n]. Received shape "
-        "(1, 1, 1).",
-    ),
-    "sparse rank": (
-        SPEC,
-        {"a": sparse([[[1]]])},
-        model_fn,
-        ValueError,
-        "Only sequence columns take ids of rank 3.",
-    ),
-    "strings": (
-        SPEC,
-        {"a": sparse([["x"]], object)},
-        model_fn,
-        ValueError,
-        "Feature 'a' holds strings.",
-    ),
-    "missing weights": (
-        SPEC_W,
-        {"w": sparse([[1]])},
-        model_fn,
-        ValueError,
-        "Cannot find the weights 'wt' of feature 'w' among the features.",
-    ),
-    "shared weights": (
-        SHARED_W,
-        {**WEIGHTS, "v": sparse([[1]])},
-        model_fn,
-        ValueError,
-        "Cannot find the weights 'wt' of feature 'w'",
-    ),
-    "dense weights": (
-        SPEC_W,
-        {"w": sparse([[1]]), "wt": np.float32([[1.0]])},
-        model_fn,
-        ValueError,
-        "Feature 'w' and its weights 'wt' must both be SparseTensors",
-    ),
-    "sequence": (
-        SEQUENCE,
-        {"s": sparse([[[[1]]]])},
-        model_fn,
-        ValueError,
-        "Sequence feature 's' must be of rank 2",
-    ),
-    "no combiner": (
-        NO_COMBINER,
-        {"f": dense([[1, 2]])},
-        model_fn,
-        ValueError,
-        "Feature 'f': a table without combiner takes one id for each sample",
-    ),
-    "twice": (
-        SPEC,
-        A,
-        twice,
-        RuntimeError,
-        "The gradients of feature 'a' were computed twice.",
-    ),
-    "unused": (
-        SPEC,
-        A,
-        unused,
-        RuntimeError,
-        "The model_fn did not use column 'a_embedding' of the EmbeddingConfigSpec.",
-    ),
-    "result": (
-        SPEC,
-        A,
-        returning(3),
-        ValueError,
-        "The model_fn must return a TPUEstimatorSpec. Received: 3 of type int.",
-    ),
-    "other mode": (
-        SPEC,
-        A,
-        returning(estimator.TPUEstimatorSpec("infer", predictions=1)),
-        ValueError,
-        "The model_fn must return a spec of mode 'train'. Received: 'infer'",
-    ),
-    "id": (
-        SPEC,
-        {"a": sparse([[8]])},
-        model_fn,
-        tf.errors.InvalidArgumentError,
-        "8",
-    ),
+        "(1, 1, 1).": (SPEC, {"a": dense([[[1]]])}, model_fn),
+        "Only sequence columns take ids of rank 3.": (
+            (SPEC, {"a": sparse([[[1]]])}, model_fn)
+        ),
+        "Feature 'a' holds strings.": (SPEC, {"a": sparse([["x"]], object)}, model_fn),
+        "Cannot find the weights 'wt' of feature 'w' among the features.": (
+            (SPEC_W, {"w": sparse([[1]])}, model_fn)
+        ),
+        "Cannot find the weights 'wt' of feature 'w'": (
+            (SHARED_W, {**WEIGHTS, "v": sparse([[1]])}, model_fn)
+        ),
+        "Feature 'w' and its weights 'wt' must both be SparseTensors": (
+            (SPEC_W, {"w": sparse([[1]]), "wt": np.float32([[1.0]])}, model_fn)
+        ),
+        "Sequence feature 's' must be of rank 2": (
+            (SEQUENCE, {"s": sparse([[[[1]]]])}, model_fn)
+        ),
+        "Feature 'f': a table without combiner takes one id for each sample": (
+            (NO_COMBINER, {"f": dense([[1, 2]])}, model_fn)
+        ),
+        "The model_fn must return a TPUEstimatorSpec. Received: 3 of type int.": (
+            (SPEC, A, returning(3))
+        ),
+        "The model_fn must return a spec of mode 'train'. Received: 'infer'": (
+            (SPEC, A, returning(estimator.TPUEstimatorSpec("infer", predictions=1)))
+        ),
+    },
+    RuntimeError: {
+        "The gradients of feature 'a' were computed twice.": (SPEC, A, twice),
+        "The model_fn did not use column 'a_embedding' of the EmbeddingConfigSpec.": (
+            (SPEC, A, unused)
+        ),
+    },
+    tf.errors.InvalidArgumentError: {
+        "8": (SPEC, {"a": sparse([[8]])}, model_fn),
+    },
 }
 
 
-@pytest.mark.parametrize("case", FEATURES)
-def test_training(case: str, tmp_path: pathlib.Path):
-    spec, features, model, error, text = FEATURES[case]
+@each_error(FEATURES)
+def test_training(error: type[Exception], text: str, bad: Any, tmp_path: pathlib.Path):
+    spec, features, model = bad
     trained = make(tmp_path, spec, model)
-    with pytest.raises(error, match=re.escape(text)):
-        trained.train(batches(features), steps=1)
+    check_error(error, text, lambda: trained.train(batches(features), steps=1))
     assert tf.executing_eagerly()
 
 
