@@ -30,6 +30,12 @@ def placement(report: Any, name: str) -> Any:
     return found
 
 
+def on_tpus(topology: str, features: Any, **options: Any) -> Any:
+    """The placement of features with SGD on these TPUs."""
+    places = {"topologies": [topology], "processes": []}
+    return placement(te.plan(features, te.SGD(0.1), **places, **options), topology)
+
+
 def test_bytes_by_hand() -> None:
     films = table(1001, 6, "films", optimizer=te.Adam(0.1))
     users = table(64, 8, "users", dtype="bfloat16", optimizer=te.RowwiseAdagrad(0.1))
@@ -117,28 +123,16 @@ def test_stacks_of_sparse_cores_by_hand() -> None:
 def test_activations_are_planned_as_libtpu_stores_them(dim: int, floats: int) -> None:
     """So many floats of a sample programs for v6e:1x1 need beside their arguments."""
     samples = 2**18
-    report = te.plan(
-        te.FeatureConfig(table(1000, dim)),
-        te.SGD(0.1),
-        batch_size=samples,
-        topologies=["v6e:1x1"],
-        processes=[],
-    )
-    planned = placement(report, "v6e:1x1").program_bytes / (4 * samples)
+    feature = te.FeatureConfig(table(1000, dim), output_shape=[samples])
+    planned = on_tpus("v6e:1x1", feature).program_bytes / (4 * samples)
     assert floats <= planned < floats + 20
 
 
 def test_what_a_custom_combiner_gets_is_planned() -> None:
     def planned(combiner: Any) -> int:
-        report = te.plan(
-            te.FeatureConfig(
-                table(1000, 16, combiner=combiner), output_shape=[64], name="f"
-            ),
-            te.SGD(0.1),
-            topologies=["v6e:2x2"],
-            processes=[],
-        )
-        return placement(report, "v6e:2x2").program_bytes
+        films = table(1000, 16, combiner=combiner)
+        feature = te.FeatureConfig(films, output_shape=[64])
+        return on_tpus("v6e:2x2", feature).program_bytes
 
     combiner = te.CustomCombiner(lambda _, vectors: vectors[0], max_valency=9)
     # libtpu compiles multiples of 8 rows for each sample.
@@ -151,11 +145,8 @@ def test_batches_of_a_custom_combiner_that_end_the_compiler(topology: str) -> No
     cores = 4 if topology.startswith("v5p") else 2
 
     def planned(samples: int) -> Any:
-        config = te.FeatureConfig(
-            table(1000, 8, combiner=combiner), output_shape=[samples]
-        )
-        report = te.plan(config, te.SGD(0.1), topologies=[topology], processes=[])
-        return placement(report, topology)
+        films = table(1000, 8, combiner=combiner)
+        return on_tpus(topology, te.FeatureConfig(films, output_shape=[samples]))
 
     assert planned(16 * cores).fits
     refused = planned(24 * cores)
@@ -170,13 +161,7 @@ def test_batches_of_a_custom_combiner_that_end_the_compiler(topology: str) -> No
 def test_numbers_of_devices_that_the_compiler_has_no_programs_for(
     topology: str, devices: int
 ) -> None:
-    report = te.plan(
-        te.FeatureConfig(table(1000, 8), output_shape=[96]),
-        te.SGD(0.1),
-        topologies=[topology],
-        processes=[],
-    )
-    place = placement(report, topology)
+    place = on_tpus(topology, te.FeatureConfig(table(1000, 8), output_shape=[96]))
     assert not place.fits
     assert f"has {devices} devices, which is no power of two" in place.problem
 
@@ -224,9 +209,8 @@ def test_limits_are_those_of_the_preprocessor(
     assert not other.limits
     assert f"feature a has batches of {64 * devices} samples" in other.not_counted
     assert own.stack == "a_b"
-    assert own.max_ids == max(int(n.max_ids["a_b"]) for n in needs)
-    assert own.max_unique_ids == max(int(n.max_unique_ids["a_b"]) for n in needs)
-    assert own.required_ids == max(int(n.required_ids["a_b"]) for n in needs)
+    for name in ("max_ids", "max_unique_ids", "required_ids"):
+        assert getattr(own, name) == max(int(getattr(n, name)["a_b"]) for n in needs)
     assert own.suggested_max_ids >= 1.2 * own.max_ids
     assert own.beyond_suggested == 0.0
     assert own.dropped == 0.0
@@ -255,17 +239,12 @@ def test_suggested_limits_can_be_set(rng: np.random.Generator) -> None:
 
 def test_limits_of_many_sparse_cores_take_little_memory() -> None:
     """16,384 SparseCores have 268 million partitions, nearly all of them empty."""
+    sample = [np.arange(2**16), np.zeros([2**16, 0], np.int64)]
+    feature = te.FeatureConfig(table(10**9, 8))
     tracemalloc.start()
-    report = te.plan(
-        te.FeatureConfig(table(10**9, 8)),
-        te.SGD(0.1),
-        topologies=["v5p:16x16x16"],
-        processes=[],
-        sample=[np.arange(2**16), np.zeros([2**16, 0], np.int64)],
-    )
+    (own,) = on_tpus("v5p:16x16x16", feature, sample=sample).limits
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    (own,) = placement(report, "v5p:16x16x16").limits
     assert (own.max_ids, own.max_unique_ids) == (1, 1)
     assert peak < 2**26
 
@@ -290,31 +269,17 @@ def test_each_position_of_a_sequence_is_a_sample(
         "sparse": ids.to_sparse(),
         "dense": ids.to_tensor(),  # Pads by id 0.
     }[kind]
-    place = placement(
-        te.plan(
-            te.FeatureConfig(table(40, 8, "a"), name="a", **options),
-            te.SGD(0.1),
-            batch_size=64,
-            topologies=["v5p:1x1x1"],
-            sample=[values],
-            processes=[],
-        ),
-        "v5p:1x1x1",
-    )
+    feature = te.FeatureConfig(table(40, 8, "a"), name="a", **options)
+    (own,) = on_tpus("v5p:1x1x1", feature, batch_size=64, sample=[values]).limits
     if "max_sequence_length" in options:
         options = {"output_shape": [64, 5]}
         values = tf.RaggedTensor.from_tensor(values) if kind == "dense" else ids
+    feature = te.FeatureConfig(feature.table, name="a", **options)
     needs = te.TPUEmbeddingV2.compute_sparse_core_requirements(
-        values,
-        te.FeatureConfig(table(40, 8, "a"), name="a", **options),
-        1,
-        4,
-        te.SGD(0.1),
+        values, feature, 1, 4, te.SGD(0.1)
     )
-    (own,) = place.limits
-    assert own.max_ids == int(needs.max_ids["a"])
-    assert own.max_unique_ids == int(needs.max_unique_ids["a"])
-    assert own.required_ids == int(needs.required_ids["a"])
+    for name in ("max_ids", "max_unique_ids", "required_ids"):
+        assert getattr(own, name) == int(getattr(needs, name)["a"])
 
 
 def test_ids_beyond_limits_and_out_of_range(rng: np.random.Generator) -> None:
@@ -559,14 +524,8 @@ def test_batches_of_tpus_are_counted(topology: str) -> None:
     """Rows of 8 columns are stored as 128."""
 
     def planned(samples: int) -> Any:
-        report = te.plan(
-            te.FeatureConfig(table(1000, 8)),
-            te.SGD(0.1),
-            batch_size=samples,
-            topologies=[topology],
-            processes=[],
-        )
-        return placement(report, topology)
+        feature = te.FeatureConfig(table(1000, 8), output_shape=[samples])
+        return on_tpus(topology, feature)
 
     assert planned(2**16).fits
     assert planned(2**22).device_bytes[0] >= 2**20 * 128 * 4
@@ -628,28 +587,15 @@ def test_forty_configurations_around_the_limits(rng: np.random.Generator) -> Non
         tables = int(rng.integers(1, 1 + 2 * known.hbm_bytes // (16 * GIB)))
         cores = devices * known.sparse_cores_per_device
         unique = int(known.max_unique_ids(cores, 256) * rng.uniform(0.5, 1.2))
-        features = (
-            [
-                te.FeatureConfig(
-                    table(rows, 128, f"t{i}"), output_shape=[64], name=f"f{i}"
-                )
-                for i in range(tables)
-            ]
-            if rows < 2**31
-            else []
-        )
-        if not features:
+        if rows >= 2**31:
             continue
+        features = [
+            te.FeatureConfig(table(rows, 128, f"t{i}"), output_shape=[64], name=f"f{i}")
+            for i in range(tables)
+        ]
         config = te.SparseCoreEmbeddingConfig(max_unique_ids_per_table={"t0": unique})
-        axes = "2x1" if generation == "v6e" else "2x1x1"
-        report = te.plan(
-            features,
-            te.SGD(0.1),
-            topologies=[f"{generation}:{axes}"],
-            sparse_core_embedding_config=config,
-            processes=[],
-        )
-        (place,) = [p for p in report.placements if p.kind == "tpu"]
+        topology = f"{generation}:{'2x1' if generation == 'v6e' else '2x1x1'}"
+        place = on_tpus(topology, features, sparse_core_embedding_config=config)
         assert place.num_devices == devices
         try:
             with strategy_of(generation, devices).scope():
@@ -776,6 +722,22 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return code, captured.out, captured.err
 
 
+def check_refused(
+    capsys: pytest.CaptureFixture[str], text: str, *arguments: str
+) -> str:
+    code, out, error = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert text in error
+    return error
+
+
+@pytest.fixture
+def config_file(tmp_path: pathlib.Path) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    return str(path)
+
+
 @pytest.mark.parametrize("minibatching", [False, True])
 def test_a_plan_without_a_sample_compares_its_assumption_with_the_limits(
     minibatching: bool,
@@ -813,12 +775,10 @@ def test_a_plan_without_a_sample_compares_its_assumption_with_the_limits(
 
 
 def test_the_command(
-    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: pathlib.Path, config_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(CONFIG))
     svg = tmp_path / "plan.svg"
-    code, out, _ = run(capsys, str(path), "--svg", str(svg), "--topology", "v6e:2x2")
+    code, out, _ = run(capsys, config_file, "--svg", str(svg), "--topology", "v6e:2x2")
     assert code == 0
     assert "2 tables, 3 slots: 218.75 KiB" in out
     assert "v6e:2x2: the largest tables of the fullest device" in out
@@ -826,7 +786,7 @@ def test_the_command(
         assert other not in out  # Only what was asked for.
     root = xml.etree.ElementTree.fromstring(svg.read_text())
     assert root.tag.endswith("svg")
-    code, out, _ = run(capsys, str(path), "--json")
+    code, out, _ = run(capsys, config_file, "--json")
     assert code == 0
     assert json.loads(out)["total_bytes"] == 224000
     module = tmp_path / "model_to_plan.py"
@@ -869,16 +829,10 @@ def test_the_command(
     ids=range(13),
 )
 def test_files_that_are_wrong(
-    change: Any,
-    text: str,
-    tmp_path: pathlib.Path,
-    capsys: pytest.CaptureFixture[str],
+    change: Any, text: str, config_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**CONFIG, **change}))
-    code, _, error = run(capsys, str(path))
-    assert code == 2
-    assert text in error
+    pathlib.Path(config_file).write_text(json.dumps({**CONFIG, **change}))
+    check_refused(capsys, text, config_file)
 
 
 @pytest.mark.parametrize(
@@ -895,9 +849,7 @@ def test_files_that_are_wrong(
 def test_configurations_that_are_missing(
     name: str, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, _, error = run(capsys, name)
-    assert code == 2
-    assert text in error
+    check_refused(capsys, text, name)
 
 
 MODEL = """
@@ -941,10 +893,9 @@ def test_code_that_fails_is_named_with_its_line(
 ) -> None:
     model = tmp_path / "model.py"
     model.write_text(MODEL)
-    chosen = [] if sample is None else ["--sample", f"{model}:{sample}"]
-    code, out, error = run(capsys, f"{model}:{config}", "--batch-size=64", *chosen)
-    assert (code, out) == (2, "")
-    assert expected in error
+    arguments = [f"{model}:{config}", "--batch-size=64"]
+    arguments += [] if sample is None else ["--sample", f"{model}:{sample}"]
+    error = check_refused(capsys, expected, *arguments)
     assert " (" not in expected[-2:] or f"{model}, line " in error
 
 
@@ -971,9 +922,7 @@ def test_files_that_python_replaces(
         (["tables.yaml"], "pass FILE.py:features"),
         (["json:decoder", "--sample=ids.npz"], "pass FILE.py:sample"),
     ):
-        code, _, error = run(capsys, *arguments)
-        assert code == 2
-        assert asked in error
+        error = check_refused(capsys, asked, *arguments)
         written += [line[4:] for line in error.splitlines() if line.startswith("    ")]
     text = "\n".join(written).replace("ids.npz", str(tmp_path / "ids.npz"))
     model = tmp_path / "plan_of_tables.py"
@@ -985,19 +934,16 @@ def test_files_that_python_replaces(
 
 
 def test_files_that_cannot_be_parsed(
-    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+    config_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "config.json"
     for content, expected in (
         (b'{"tables": [', "config.json is not JSON: Expecting value: line 1"),
         (b"\xff\xfe", "config.json is not a text file in UTF-8"),
         (b"[" * 200_000, "config.json is not JSON: maximum recursion depth"),
         (b"9" * 5000, "config.json is not JSON: Exceeds the limit"),
     ):
-        path.write_bytes(content)
-        code, _, error = run(capsys, str(path))
-        assert code == 2
-        assert expected in error
+        pathlib.Path(config_file).write_bytes(content)
+        check_refused(capsys, expected, config_file)
 
 
 @pytest.mark.parametrize(
@@ -1012,13 +958,6 @@ def test_files_that_cannot_be_parsed(
     ids=["memory", "processes", "svg", "sample", "surrogate"],
 )
 def test_options_that_are_refused(
-    option: str,
-    expected: str,
-    tmp_path: pathlib.Path,
-    capsys: pytest.CaptureFixture[str],
+    option: str, expected: str, config_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(CONFIG))
-    code, out, error = run(capsys, str(path), option)
-    assert (code, out) == (2, "")
-    assert expected in error
+    check_refused(capsys, expected, config_file, option)
