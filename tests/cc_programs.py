@@ -79,14 +79,7 @@ def build_program(
     folder: pathlib.Path,
     linked: Sequence[pathlib.Path] = (CORE,),
 ) -> str:
-    """Compiles `sources` and links them with folders of plain C++; the program's path.
-
-    Args:
-      sources: What is compiled for this program alone; the first one names it.
-      build: A key of BUILDS.
-      folder: Where the program goes.
-      linked: Folders of plain C++.
-    """
+    """Compiles a program that the first source names, links folders; its path."""
     program = str(folder / f"{sources[0].stem}_{build}")
     objects = [_object(place, build) for place in linked]
     command = [*COMPILER, *FLAGS, *BUILDS[build], *map(str, sources), *objects]

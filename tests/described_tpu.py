@@ -25,10 +25,8 @@ LOCAL_TOPOLOGY = tf.tpu.experimental.Topology(
 class Described:
     """A cluster resolver that describes TPUs which are not there.
 
-    Args:
-      feature: The embedding feature, or None where the system is not initialized.
-      sparse_cores: Of each device.
-      local: One host, this process, so that variables can be made on it.
+    The `feature` of a system that is not initialized is None. A `local` one has this
+    process as its host, so that variables can be made on it.
     """
 
     def __init__(

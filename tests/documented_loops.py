@@ -48,11 +48,7 @@ def predict(activations: Any) -> tf.Tensor:
 
 
 def loops(embedding: te.TPUEmbedding, strategy: tf.distribute.Strategy) -> list[Any]:
-    """The loops of TPUEmbedding: trains and evaluates.
-
-    Returns:
-      The sum of all predictions, and all variables.
-    """
+    """Trains and evaluates; the sum of all predictions, and all variables."""
     with strategy.scope():
         predictions = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)
 

@@ -32,15 +32,10 @@ def run(
     cwd: str | pathlib.Path | None = None,
     timeout: float = 300.0,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `python -P ARGUMENTS` to its end.
+    """Runs `python -P ARGUMENTS` to its end, or kills it and its children in time.
 
-    Args:
-      arguments: Of Python: `-W error`, then a script, `-m` and a module or `-c` and
-        code, then the program's own.
-      env: Variables beside those of this process. By default PYTHONPATH leads to the
-        package that is under test.
-      cwd: The folder to run in.
-      timeout: In seconds; the program and what it started are killed then.
+    `env` adds to the variables of this process; by default PYTHONPATH leads to the
+    package that is under test.
     """
     with tempfile.TemporaryDirectory() as folder:
         out, error = (pathlib.Path(folder, name) for name in ("out", "error"))

@@ -21,13 +21,7 @@ import tpu_embedding as te
 
 
 class RandomHistory(abc.ABC):
-    """A system, a model of it, and what happened to both.
-
-    Attributes:
-      rng: Draws everything.
-      calls: What was called, in order.
-      counts: How often what happened.
-    """
+    """A system, a model of it, and in `calls` what happened to both."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         self.rng = rng

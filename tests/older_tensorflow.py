@@ -132,12 +132,7 @@ _NEEDED: list[tuple[str, bool, dict[str, set[str]]]] = [
 
 
 def reason_to_skip(path: str, name: str) -> str | None:
-    """Why a test cannot run under this TensorFlow, or None if it can.
-
-    Args:
-      path: its file, such as ".../tests/sparse_core/test_custom.py".
-      name: its name, with its parameters.
-    """
+    """Why the test of this file and name cannot run under this TensorFlow, or None."""
     listed = {name, name.partition("[")[0]}
     for reason, is_there, tests in _NEEDED:
         for file, names in tests.items():

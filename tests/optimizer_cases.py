@@ -22,13 +22,9 @@ V, D = 7, 5
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An optimizer under test.
+    """An optimizer under test; `stock` is TensorFlow's class with the same arguments.
 
-    Attributes:
-      cls: The class of this package.
-      stock: TensorFlow's class with the same arguments, or None.
-      options: For each variant to test, the constructor arguments of the rule.
-      other: An argument and a value other than the default.
+    `options` has the arguments of each variant, `other` one that is not the default.
     """
 
     cls: type[Any]

@@ -244,12 +244,7 @@ FAULTS: dict[str, Callable[[], None]] = {
 
 
 def run_each(scenarios: Mapping[str, Callable[[], None]], timeout: int) -> None:
-    """Runs the scenarios that the command line names, or all.
-
-    Args:
-      scenarios: By name.
-      timeout: Seconds for each.
-    """
+    """Runs the scenarios that the command line names, or all."""
     file, *names = sys.argv
     if len(names) == 1:
         scenarios[names[0]]()

@@ -50,10 +50,7 @@ def _first_values(ids: np.ndarray, **table: Any) -> np.ndarray:
 def _train(
     embedding: Any, strategy: tf.distribute.Strategy, steps: Sequence[Any]
 ) -> list[np.ndarray]:
-    """One update for each element, which has a batch for each replica.
-
-    Gradients depend on the step, the replica and the feature only.
-    """
+    """One update for each element, which has a batch for each replica."""
     found = []
     queues = isinstance(embedding, te.TPUEmbedding)
     for number, batches in enumerate(steps):

@@ -60,12 +60,7 @@ def draw_options(rng: np.random.Generator) -> growing.Options:
 
 @dataclasses.dataclass
 class Lookup:
-    """A training lookup whose gradients have not come.
-
-    Attributes:
-      reference: The same in the reference.
-      looked_up: What the engine gave for the update.
-    """
+    """A training lookup whose gradients have not come, here and in the reference."""
 
     reference: growing.Lookup
     looked_up: Any

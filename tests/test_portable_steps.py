@@ -22,11 +22,7 @@ CALL = Call(replica=0)
 
 
 class Calls:
-    """The calls of one replica on an engine and its queue.
-
-    Attributes:
-      looked_up: What lookups past the queue returned.
-    """
+    """The calls of one replica on an engine, its queue, and lookups past the queue."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.queue = engine, engine.queue

@@ -121,12 +121,7 @@ def tracked(embedding: Any) -> tf.train.Checkpoint:
 
 
 class Case(NamedTuple):
-    """What writes one kind of file, and what loads it.
-
-    Attributes:
-      save: Makes and trains a model and saves it in a folder; gives its values.
-      load: Makes the same model anew, loads what is in the folder; gives its values.
-    """
+    """Trains and saves a model, loads it made anew; both give all values."""
 
     save: Callable[[str], Any]
     load: Callable[[str], Any]

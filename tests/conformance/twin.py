@@ -106,15 +106,7 @@ class Batch:
 class Twin:
     """Runs every step on both sides and compares what comes out.
 
-    Args:
-      tables: By name.
-      features: By name; the names are the keys of the feature configuration.
-      optimizer: For tables without one of their own.
-      strategy: The strategy of the embedding; None is the default one.
-      function: Wraps the training step, e.g. tf.function.
-      inside: Training batches are enqueued by each replica, inside strategy.run.
-      make: TPUEmbedding, or what has its methods.
-      constructor: More arguments of `make`.
+    `inside`: training batches are enqueued by each replica, inside strategy.run.
     """
 
     def __init__(
@@ -194,14 +186,7 @@ class Twin:
     def run(
         self, rng: np.random.Generator, steps: int, without: Sequence[str] = ()
     ) -> None:
-        """Draws and trains `steps` batches, then compares all variables.
-
-        Args:
-          rng: Draws ids, weights and gradients.
-          steps: How many; from the second on each feature in `without` has None
-            for its gradient.
-          without: Names of features.
-        """
+        """Trains random batches; all but the first lack the gradients in `without`."""
         for step in range(steps):
             self.step(rng, self.draw(rng), without if step else ())
         self.check_variables()

@@ -48,10 +48,7 @@ def sparse(rows: Any, dtype: Any = np.int64) -> Any:
 
 
 def batches(features: Mapping[str, Any], labels: Any = None) -> Callable[..., Any]:
-    """An input_fn that repeats one batch without end.
-
-    Features are NumPy arrays or SparseTensorValues.
-    """
+    """An input_fn that repeats a batch of arrays or SparseTensorValues without end."""
 
     def input_fn() -> Any:
         data = dict(features) if labels is None else (dict(features), labels)
@@ -100,10 +97,7 @@ def _mae(labels: Any, out: Any) -> dict[str, Any]:
 
 
 def linear_model(columns: list[Any], layer: Any = None, bias: str = "bias") -> Any:
-    """A model_fn whose loss is the sum of its activations: each gradient is 1.
-
-    The loss has a variable of the model's own too, called `bias`.
-    """
+    """A model_fn that sums activations and a variable `bias`: each gradient is 1."""
 
     def model_fn(features: Any, labels: Any, mode: str) -> Any:
         del labels

@@ -36,15 +36,7 @@ OPTIMIZERS: dict[str, tuple[Any, Any]] = {  # The model's, and that of the spec.
 
 
 class Run:
-    """One reference run.
-
-    Attributes:
-      name: Of its folder.
-      meta: The optimizer, learning_rate, steps, batch_size, and eval metrics.
-      arrays: Inputs, initial values and predictions.
-      variables: Every variable after training, by name.
-      checkpoint: The folder of its checkpoint.
-    """
+    """One reference run; `meta` has the optimizer, rate, sizes, and metrics."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         with np.load(folder / "reference.npz") as file:

@@ -53,11 +53,7 @@ def failure(function: Any) -> tuple[str, str]:
 
 
 def refuse_batches(strategy: Any, case: Case, bad: str) -> Any:
-    """Trains with a bad batch in the last process before each step.
-
-    Returns:
-      What each bad call raised, and whole tables and slots.
-    """
+    """Refuses a bad batch of the last process before each step; errors and tables."""
     embedding = training.create(strategy, case)
     embedding.build()
     is_bad = rank(strategy) == strategy.num_replicas_in_sync - 1
@@ -199,10 +195,9 @@ def _films(strategy: Any, kind: Any, pipelined: bool) -> tuple[Any, te.TableConf
 
 
 def fill_a_table(strategy: Any, version: int, pipelined: bool) -> Any:
-    """Two steps of two new ids in each process, for which there is room for five.
+    """Two steps of two new ids in each process, for which a table has five rows.
 
-    Returns:
-      What the second raised, and rows, ids and counts after the first.
+    Returns what the second raised, and rows, ids and counts after the first.
     """
     kind = te.TPUEmbedding if version == 1 else te.TPUEmbeddingV2
     embedding, table = _films(strategy, kind, pipelined)
@@ -317,15 +312,7 @@ def statistics(
     wire: str = "float32",
     combiner: str = "sum",
 ) -> Any:
-    """Bytes that one step sent, and those of the formula of docs/distributed.md.
-
-    Args:
-      strategy: That of the job.
-      rows: Of each table.
-      sizes: Samples of a process, IDs of a sample, columns of a table.
-      wire: The dtype of the rows, activations and gradients that travel.
-      combiner: Of the tables.
-    """
+    """Bytes that one step sent, and those of the formula of docs/distributed.md."""
     samples, length, dim = sizes
     row_bytes = tf.as_dtype(wire).size * dim
     weighted = combiner != "sum" and length > 1
@@ -379,15 +366,7 @@ def statistics(
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """What happens to a process in a step.
-
-    Attributes:
-      culprit: The process.
-      kind: "kill", "stop", "exception", "exit", "stuck", or "none".
-      place: The call before which it happens: "enqueue", "dequeue", "update" or
-        "save".
-      step: In which step.
-    """
+    """What happens to `culprit` in a step, before the call `place` of it."""
 
     culprit: int
     kind: str
@@ -416,14 +395,11 @@ class UncaughtError(BaseException):
 def train_with_fault(
     strategy: Any, case: Case, fault: Fault, folder: str = ""
 ) -> tuple[str, str, float]:
-    """Trains for ever, and saves after each step if there is a folder.
+    """Trains, and saves after each step in a folder, until an error; it and its time.
 
     The culprit writes the time of its fault into a file "fault" of the folder. With
     `case.graph` each tf.function trains FUNCTION_STEPS steps, and is followed by
     saving.
-
-    Returns:
-      The type and text of the error, and the time at which it was raised.
     """
     own = rank(strategy)
     embedding = training.create(strategy, case)

@@ -25,12 +25,7 @@ def _is_last(strategy: Any) -> bool:
 
 
 def _two_calls(strategy: Any, case: Case, embedding: Any) -> tuple[Any, Any]:
-    """The two halves of a step, each in strategy.run.
-
-    Returns:
-      A function of features and weights, and one of what it returned and of a factor
-      of the gradients, which returns the activations.
-    """
+    """The halves of a step in strategy.run; the second takes a factor of gradients."""
 
     def look_up(features: Any, weights: Any) -> Any:
         if case.version == 1:
@@ -88,9 +83,7 @@ def _in_turn(look_up: Any, apply: Any, batch: Any, factor: tf.Tensor) -> None:
 def train_around_refusals(strategy: Any, case: Case, path: str) -> Any:
     """Before each step one is refused; half way all goes on from a checkpoint.
 
-    Returns:
-      What each refused step raised, the activations of the others, and whole tables
-      and slots.
+    Returns the errors, the activations of the other steps, whole tables and slots.
     """
     embedding = training.create(strategy, case)
     look_up, apply = _two_calls(strategy, case, embedding)
@@ -163,9 +156,7 @@ def train_until_preempted(
 ) -> tuple[int, list[float]]:
     """Steps under TensorFlow's handler; the last process gets SIGTERM before one.
 
-    Returns:
-      The number of steps of the checkpoint it began with, and the first column of the
-      table after `steps` more.
+    Returns the step of the checkpoint it began with, and the first column at the end.
     """
     embedding = _embedding(strategy)
     handler = tf.distribute.experimental.PreemptionCheckpointHandler(
@@ -285,11 +276,7 @@ def refuse_calls(strategy: Any, folder: str) -> dict[str, tuple[Any, Any]]:
 
 
 def call_alone(strategy: Any) -> dict[str, tuple[Any, list[float]]]:
-    """What the last process calls while the others look up and an update is pending.
-
-    Returns:
-      By the call what it raised, and the table after one more step.
-    """
+    """What the last process calls while others look up; errors, the next table."""
     found = {}
     features = {"film": tf.constant([1, 2])}
     for name in ("flush", "reset", "embedding_tables", "apply_gradients"):
@@ -313,10 +300,8 @@ def call_alone(strategy: Any) -> dict[str, tuple[Any, list[float]]]:
 def forget_a_gradient(strategy: Any) -> list[tuple[Any, list[float]]]:
     """Catches an error of its own in each process in turn, then begins the next step.
 
-    Returns:
-      By whether the steps are in `strategy.run`, and process: what the step raised, or
-      outside, where a step is not known to be another one, the next call of this
-      process; and the table after one more step, outside after `reset`.
+    Outside of `strategy.run`, where a step is not known to be another one, the next
+    call of this process raises.
     """
     features = {"film": tf.constant([1, 2])}
     found = []
@@ -349,11 +334,7 @@ def forget_a_gradient(strategy: Any) -> list[tuple[Any, list[float]]]:
 
 
 def refuse_a_structure(strategy: Any) -> tuple[Any, list[float]]:
-    """A Keras layer gets another structure in the last process.
-
-    Returns:
-      What the call raised, and the activations of the next one.
-    """
+    """A Keras layer gets another structure in the last process; error, activations."""
     table = te.TableConfig(8, 2, te.RowIdInitializer(), combiner="sum", name="films")
     with strategy.scope():
         layer = te.keras.TPUEmbedding({"film": te.FeatureConfig(table)}, te.SGD(0.5))
@@ -366,12 +347,7 @@ def refuse_a_structure(strategy: Any) -> tuple[Any, list[float]]:
 
 
 def meet_unbuilt(strategy: Any, path: str) -> tuple[int, Any, list[float]]:
-    """Flushes and resets before there are tables in all processes but the last.
-
-    Returns:
-      How many resets were refused, what flush in all but the last raised, which
-      restores, and the table after a step.
-    """
+    """Flushes and resets before there are tables in all processes but the last."""
     alone = _is_last(strategy)
     embedding = _embedding(
         strategy, build=alone, pipeline_execution_with_tensor_core=True
@@ -397,11 +373,7 @@ def meet_unbuilt(strategy: Any, path: str) -> tuple[int, Any, list[float]]:
 
 
 def evict_alone(strategy: Any) -> list[tuple[int, Any, list[int]]]:
-    """Each process evicts in turn while the others dequeue, also with pipelining.
-
-    Returns:
-      The turn, what that raised, and the ids after it.
-    """
+    """Each process evicts in turn while the others dequeue; errors, and all ids."""
     vocabulary = te.GrowingVocabulary(9, eviction="lru", min_rows=1)
     table = te.TableConfig(vocabulary, 2, name="films")
     features = {"film": tf.constant([1, 2])}
@@ -436,11 +408,7 @@ def refuse_gradients(strategy: Any) -> list[tuple[Any, list[float]]]:
 
 
 def refuse_prepared(strategy: Any) -> list[tuple[Any, list[float]]]:
-    """Batches that are prepared first, with an ID of the last process out of range.
-
-    Returns:
-      What the step with each raised, and the table after a good one.
-    """
+    """Prepares batches with a bad ID in the last process; errors, the table."""
     embedding = _embedding(strategy, 2)
     bad = {"film": tf.constant([1, 8 if _is_last(strategy) else 2])}
 
@@ -500,17 +468,7 @@ def train_keras(strategy: Any, case: Case) -> Any:
 
 
 def keras_loop(strategy: Any, case: Case, value: Any) -> Any:
-    """A loop of one's own over a Keras layer and a dense one.
-
-    Args:
-      strategy: Its replicas take part.
-      case: What to train.
-      value: From a number of a step the features and weights.
-
-    Returns:
-      The results of an evaluation of each replica, dense weights, and whole tables and
-      slots.
-    """
+    """A loop over a Keras layer and a dense one; an evaluation, and all weights."""
     from tpu_embedding.keras.keras_api import keras_api
 
     keras = importlib.import_module(keras_api.Model.__module__.split(".")[0])
@@ -572,11 +530,7 @@ def fit(strategy: Any) -> tuple[str, str]:
 
 
 def export(strategy: Any, case: Case, folder: str) -> Any:
-    """Trains and exports, once well and once into a folder that is not empty.
-
-    Returns:
-      The reports, what the second raised, and whole tables and slots.
-    """
+    """Trains and exports, once well and once into a folder that is not empty."""
     embedding = training.create(strategy, case)
     training.train(
         strategy,
@@ -648,9 +602,8 @@ def _stepping(
 def leave_refused_lookups(strategy: Any) -> list[tuple[Any, list[list[float]]]]:
     """A pending update fills a growing table, so that the next lookup is refused.
 
-    Returns:
-      Eagerly and in a tf.function what it raised, and the rows of three more steps, of
-      which the first and the last have the same ids.
+    Returns the errors, eagerly and in a tf.function, and the rows of three more steps,
+    of which the first and the last have the same ids.
     """
     found = []
     first = 100 * rank(strategy)
@@ -680,9 +633,7 @@ def leave_refused_lookups(strategy: Any) -> list[tuple[Any, list[list[float]]]]:
 def leave_refused_rates(strategy: Any) -> list[tuple[Any, list[float]]]:
     """A learning-rate function raises in one process, or in all.
 
-    Returns:
-      Eagerly, while a function is traced and when it runs: what the step raised, and
-      the number of the row that the next one looked up.
+    Eagerly, while a function is traced and when it runs: the error, the next row.
     """
     found = []
     state = {"fails": False, "place": ""}
@@ -709,11 +660,7 @@ def leave_refused_rates(strategy: Any) -> list[tuple[Any, list[float]]]:
 
 
 def call_alone_in_a_function(strategy: Any) -> list[tuple[str, Any, list[float]]]:
-    """The last process makes a call where the others begin a tf.function of a step.
-
-    Returns:
-      The call, what it raised, and the table after one more step.
-    """
+    """The last process makes a call where the others begin a tf.function of a step."""
     found = []
     calls: dict[str, Any] = {
         "reset": lambda embedding: embedding.reset(),

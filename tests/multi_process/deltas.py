@@ -22,20 +22,10 @@ STORAGES = ("float32", "int8")
 def write(
     strategy: Any, case: Case, value: Callable[[int], Any], folder: str, own: str
 ) -> dict[str, np.ndarray]:
-    """Exports, and writes three deltas for a consumer of each form of the tables.
+    """Exports, and writes three deltas of each form; the tables in the end.
 
     Between the second and the third one the trainer goes back to a checkpoint that has
     the marks. Numbers of exports and runs are 1, 2, ...
-
-    Args:
-      strategy: That of the job or of the replicas.
-      case: What is trained.
-      value: See `training.train`.
-      folder: For exports and deltas.
-      own: For the checkpoint of this process.
-
-    Returns:
-      The tables in the end.
     """
     embedding = training.create(strategy, case)
     number = itertools.count()
@@ -93,11 +83,7 @@ def write_in_replicas(case: Case, number: int, folder: str) -> dict[str, np.ndar
 
 
 def refuse(strategy: Any, folder: str) -> Any:
-    """Calls that fail in one process, or differ; what they raised.
-
-    Returns:
-      What each raised, and then the rows of a delta that is written.
-    """
+    """Errors of calls that fail in one process, or differ; then the rows of a delta."""
     case = Case(placement="rows", features=("dense",))
     embedding = training.create(strategy, case)
     te.serving.export(embedding, f"{folder}/base", signatures=("dense",), deltas=1.0)

@@ -245,11 +245,7 @@ def small_blocks() -> Any:
 
 
 def save_in_blocks(strategy: Any, path: str, *, alone: bool = False) -> int:
-    """Saves and restores 2,000 rows and 1,000 candidates, in two parts.
-
-    Returns:
-      The most bytes that the save read at once.
-    """
+    """Saves and restores 2,000 rows in two parts; the most bytes read at once."""
     vocabulary = te.GrowingVocabulary(4000, min_count=2, eviction="lru")
     embedding, films = make(strategy, vocabulary)
     ids = np.random.default_rng(1).integers(-(2**63), 2**63 - 1, 3000)
@@ -301,11 +297,7 @@ def state_of(embedding: Any, films: Any) -> Any:
 
 
 def export_by_blocks(strategy: Any, path: str) -> float:
-    """Exports 60,000 rows of 64 numbers by blocks of 256 KiB.
-
-    Returns:
-      The most that Python held at once, as a share of the table.
-    """
+    """Exports 60,000 rows in blocks of 256 KiB; the largest share that Python held."""
     rows = 60_000
     films = te.TableConfig(
         te.GrowingVocabulary(rows), 64, "ones", name="films", placement="rows"
@@ -333,12 +325,7 @@ def global_batch(number: int) -> np.ndarray:
 
 
 class Kill:
-    """Kills this process in the second call of a kind, at a random moment of it.
-
-    Attributes:
-      kind: One of `KILLED_IN`, or "" for none.
-      seed: Of the moment.
-    """
+    """Kills this process in the second call of a kind, at a random moment of it."""
 
     def __init__(self, kind: str, seed: int) -> None:
         self.kind, self._seconds = kind, -1.0
@@ -359,18 +346,7 @@ class Kill:
 def train_until_killed(
     strategy: Any, folder: str, expected: Sequence[Any], killed: str, seed: int
 ) -> Any:
-    """Trains on from the last checkpoint, and saves after each second step.
-
-    Args:
-      strategy: The strategy.
-      folder: That of the checkpoints.
-      expected: What the table holds after each number of steps.
-      killed: In what a process, which depends on the seed, is killed; or "".
-      seed: That of `Kill`.
-
-    Returns:
-      What the table holds after the last step.
-    """
+    """Trains on from the last checkpoint, saves at each second step; the contents."""
     number, own = strategy.num_replicas_in_sync, rank(strategy)
     kill = Kill(killed if own == seed % number else "", seed)
     embedding, films = make(strategy, te.GrowingVocabulary(5000, eviction="lru"))
@@ -396,11 +372,7 @@ def train_until_killed(
 def write_statuses(
     strategy: Any, path: str, steps: int, seconds: float
 ) -> tuple[int, list[Any]]:
-    """Trains two tables, and writes a status of the second one every few seconds.
-
-    Returns:
-      The steps of the last status, and what each table holds.
-    """
+    """Trains two tables, and writes a status of the second one every few seconds."""
     number, own = strategy.num_replicas_in_sync, rank(strategy)
     vocabulary = te.GrowingVocabulary(5000, min_count=2, eviction="lru")
     tables = [make(strategy, vocabulary) for _ in range(2)]
@@ -430,12 +402,7 @@ def trajectory(steps: int) -> list[Any]:
 
 
 def fill(strategy: Any, rows: int, placement: str) -> tuple[int, list[int], list[int]]:
-    """Fills tables of so many rows.
-
-    Returns:
-      By how many bytes this process grew, and what `te.plan` says of the tables and of
-      all that each process or server needs.
-    """
+    """Fills tables; by how much this process grew, and what `te.plan` says of them."""
     features = {
         name: te.FeatureConfig(
             te.TableConfig(

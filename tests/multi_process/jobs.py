@@ -32,13 +32,7 @@ TIMEOUT_SECONDS = 120.0
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """What a function raised in a process.
-
-    Attributes:
-      kind: Name of the type.
-      text: The message.
-      seconds: How long the call took.
-    """
+    """What a function raised in a process, after so many seconds."""
 
     kind: str
     text: str
@@ -151,16 +145,7 @@ class Job:
     def run(
         self, function: str, *arguments: Any, timeout: float = TIMEOUT_SECONDS
     ) -> list[Any]:
-        """Calls a function of `multi_process` in all processes; all results.
-
-        Args:
-          function: Its name, "module.function"; of the module `calls` without it.
-          *arguments: After the strategy.
-          timeout: In seconds, for each process.
-
-        Raises:
-          AssertionError: If it fails in one of them.
-        """
+        """Calls "module.function", or a function of `calls`; all results."""
         found = self.attempt(function, *arguments, timeout=timeout)
         for process, result in zip(self.processes, found, strict=True):
             assert not isinstance(result, Failure), f"{result}\n{process.printed()}"

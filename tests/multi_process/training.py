@@ -34,64 +34,34 @@ FEATURES = ("ragged", "dense", "many", "sparse", "sequence")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is trained, and how.
-
-    Attributes:
-      optimizer: A key of `OPTIMIZERS`.
-      steps: Number of training steps.
-      version: 1 for TPUEmbedding, 2 for TPUEmbeddingV2, 3 for the Keras layer.
-      pipelined: As the constructors have it.
-      dtype: Of the tables.
-      weights: Whether features have weights.
-      graph: Whether a step is a tf.function.
-      invalid_ids: Policy; unless "error" some IDs are out of range.
-      evaluate: Whether each second step is followed by an evaluation.
-      empty: Whether batches may have no samples.
-      placement: Of the tables, see DistributedOptions.
-      wire: The dtype of float32 values that travel.
-      rows: Of the tables; the third has fewer rows than a job has processes.
-      dims: Of the tables.
-      combiners: Of the tables.
-      choices: For each table its own placement, or None.
-      tables: For each of `FEATURES` the index of its table.
-      features: Which of `FEATURES` there are.
-      length: Of the sequences.
-      output_shape: See FeatureConfig.
-      timeout_seconds: See DistributedOptions.
-      seed: Of the batches.
-      check_numerics: As the constructors have it.
-      sizes: Of the batches of each process; () for some of 1 to 8 samples.
-      ids_in: The processes whose samples have IDs; () for all.
-      default_start: Whether tables start as te's default initializer fills them.
-      growing: Of the tables that grow their vocabularies, or None.
-    """
+    """What is trained, and how; most options are those of the constructors."""
 
     optimizer: str = "adagrad"
     steps: int = 3
-    version: int = 1
+    version: int = 1  # 3: the Keras layer.
     pipelined: bool = False
     dtype: str = "float32"
     weights: bool = False
     graph: bool = False
-    invalid_ids: str = "error"
-    evaluate: bool = False
-    empty: bool = False
+    invalid_ids: str = "error"  # With others some IDs are out of range.
+    evaluate: bool = False  # After each second step.
+    empty: bool = False  # Some batches have no samples.
     placement: str = "auto"
     wire: str = "float32"
-    rows: tuple[int, int, int] = (101, 37, 2)
+    rows: tuple[int, int, int] = (101, 37, 2)  # Also fewer than there are processes.
     dims: tuple[int, int, int] = (8, 5, 16)
     combiners: tuple[str, str, str] = ("mean", "sum", "sqrtn")
     choices: tuple[str | None, str | None, str | None] = (None, None, None)
-    tables: tuple[int, int, int, int, int] = (0, 1, 0, 2, 1)
+    tables: tuple[int, int, int, int, int] = (0, 1, 0, 2, 1)  # Of each feature.
     features: tuple[str, ...] = FEATURES
     length: int = 3
     output_shape: Sequence[int] | None = None
     timeout_seconds: int = 60
     seed: int = 0
     check_numerics: bool = False
-    sizes: tuple[int, ...] = ()
-    ids_in: tuple[int, ...] = ()
-    default_start: bool = False
+    sizes: tuple[int, ...] = ()  # Of batches of each process; (): 1 to 8 samples.
+    ids_in: tuple[int, ...] = ()  # Processes whose samples have IDs; (): all.
+    default_start: bool = False  # Rows are those of the default initializer.
     growing: tuple[te.GrowingVocabulary | None, ...] = (None, None, None)
 
 
@@ -251,13 +221,7 @@ def train(
 ) -> list[Any]:
     """Trains; the activations of all steps, of all replicas of this process.
 
-    Args:
-      strategy: Its replicas take part.
-      case: What to train.
-      embedding: From `create`.
-      first: Number of the first step.
-      value: From a number of a step the features and weights, which may be
-        distributed values.
+    `value` gives of a step's number features and weights, which may be distributed.
     """
     found = []
     one = runner(strategy, case, lambda f, w: step(case, embedding, f, w))
@@ -328,13 +292,7 @@ def count_replicas(case: Case, number: int) -> dict[str, dict[str, te.Figure]]:
 def train_replicas(
     case: Case, number: int, parts: int = 1
 ) -> tuple[list[Any], dict[str, np.ndarray]]:
-    """The same in one process, with as many replicas.
-
-    Args:
-      case: What to train.
-      number: Of the replicas.
-      parts: After each of these parts of the steps no update is pending.
-    """
+    """The same in one process; no update is pending after each of `parts` of the steps."""
     strategy = tf.distribute.MirroredStrategy([f"CPU:{r}" for r in range(number)])
     embedding = create(strategy, case)
     value = of_replicas(strategy, case, number)

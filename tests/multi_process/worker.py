@@ -19,11 +19,7 @@ import tensorflow as tf
 
 
 def serve(call: Callable[..., Any]) -> None:
-    """Answers requests, on the pipes that are the arguments of this process.
-
-    Args:
-      call: Takes the name of a function, and its arguments.
-    """
+    """Answers requests, on the pipes that are the arguments of this process."""
     pipes = zip(sys.argv[1:3], ("rb", "wb"), strict=True)
     requests, replies = (os.fdopen(int(number), mode) for number, mode in pipes)
     while head := requests.read(8):

@@ -74,13 +74,7 @@ def losses(layer: Any, optimizer: Any, steps: list[Any]) -> list[float]:
 
 
 def of_this_package(package: Any, name: str, seed: int) -> list[float]:
-    """The losses of the layer of this package.
-
-    Args:
-      package: The optimizers of Keras 3 or of tf_keras.
-      name: A class of them.
-      seed: Of the batches.
-    """
+    """The losses of the layer of this package."""
     optimizer = getattr(package, name)(RATE)
     layer = TPUEmbedding(make_feature_config(), optimizer)
     return losses(layer, optimizer, batches(seed))

@@ -58,9 +58,6 @@ class _Update:
 class ReferenceEmbedding:
     """TPUEmbedding on paper.
 
-    embedding = ReferenceEmbedding({"films": Table(...)}, [Feature("films")])
-    activations = embedding.step([[ids]], [[None]], [[gradient]])
-
     Features, weights and gradients are given as [replica][feature]: TensorFlow
     tensors of the three kinds, such weights or None, and arrays or None.
     """

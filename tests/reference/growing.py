@@ -102,13 +102,7 @@ class Vocabulary:
     def look_up(
         self, ids: Sequence[int], *, training: bool, awaited: Sequence[Lookup] = ()
     ) -> Lookup:
-        """What a lookup gives.
-
-        Args:
-          ids: Of all entries, in order.
-          training: Whether an update will come.
-          awaited: Earlier lookups whose updates have not come.
-        """
+        """What a lookup of ids in order gives; updates of the `awaited` will come."""
         opts = self.options
         unknown = [i for i in dict.fromkeys(ids) if self.row_of(i) is None]
         declared = {"initializer": "first", "shared_row": "shared"}.get(
@@ -259,11 +253,7 @@ class Vocabulary:
             self._evict_first(held)
 
     def evict(self, awaited: Iterable[int] = ()) -> int:
-        """Evicts at once; the number of rows.
-
-        Args:
-          awaited: Ids of lookups whose updates will come.
-        """
+        """Evicts at once, but no `awaited` ids; the number of rows."""
         before, held = len(self.rows), {self.row_of(i) for i in awaited}
         if self.options.eviction == "age":
             self._search(0, held)

@@ -65,15 +65,7 @@ def exported_grid(
 def store(
     x: np.ndarray, grids: np.ndarray, rows: np.ndarray, seed: int, step: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Codes [n, D], and scales and offsets [n, 2], of rows that became x.
-
-    Args:
-      x: float32 [n, D].
-      grids: What their scales and offsets were.
-      rows: Their numbers, int64 [n].
-      seed: That of the table.
-      step: The number of the update.
-    """
+    """Codes [n, D], and scales and offsets [n, 2], of rows that became x."""
     dtype = grids.dtype
     x = np.where(np.abs(x) < np.finfo(np.float32).tiny, np.float32(0), x)
     low, high = x.min(1, keepdims=True), x.max(1, keepdims=True)

@@ -31,15 +31,7 @@ def sparse(indices: Any, values: Any, shape: Any, dtype: Any = tf.int64) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Bad:
-    """One bad input.
-
-    Attributes:
-      name: Of the case.
-      value: Of the feature "bad".
-      words: What the message must say, of the feature, what came and what is allowed.
-      weights: Of the feature.
-      error: The type.
-    """
+    """A bad input; `words` are what the message must say of it."""
 
     name: str
     value: Any

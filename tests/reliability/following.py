@@ -195,12 +195,6 @@ class Consumer:
     """A writer, and a model that follows it.
 
     Attributes:
-      name: Its name, the form of its tables unless it is given.
-      base: Its export.
-      writer: Its DeltaWriter.
-      model: The model.
-      applied: The deltas that the model has.
-      pending: Those that follow.
       touched: The rows by table that the next delta has; None where that is unknown.
         Of a growing table the ids that updates named.
       tags: The ids that the model will have after the last delta.
@@ -302,16 +296,7 @@ class Consumer:
 
 
 class Saved(NamedTuple):
-    """A checkpoint.
-
-    Attributes:
-      by_te: Whether te.checkpoint wrote the tables.
-      has_marks: Whether it has the writers.
-      path: Its path.
-      written: The number of the last delta of each writer.
-      touched: Of each consumer.
-      trainer: How often writers had resumed before.
-    """
+    """A checkpoint of te.checkpoint or of TensorFlow, with the writers or without."""
 
     by_te: bool
     has_marks: bool

@@ -27,8 +27,6 @@ class Figures:
     """What a run gave.
 
     Attributes:
-      steps: How many.
-      traces: How often the step was traced.
       differences: Values of the table that are not exactly as expected.
       growth: Bytes of resident memory from a tenth of the steps to the end.
     """

@@ -21,13 +21,7 @@ SHAPES = {"a/b.c": (40, 8), "users": (7, 3)}
 
 
 class Trainer:
-    """Tables, and the deltas of one consumer.
-
-    Attributes:
-      values: By name of the table.
-      base: The export that deltas follow.
-      model: What was loaded of it.
-    """
+    """Tables, and the deltas of one consumer: `model`, loaded of the export `base`."""
 
     def __init__(
         self,

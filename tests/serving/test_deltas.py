@@ -180,14 +180,9 @@ BAD: dict[str, tuple[Callable[[Blocks], Blocks], str]] = {
 
 
 class Written(NamedTuple):
-    """A trainer, two deltas, and a third one of several blocks.
+    """A trainer, two deltas, and a third one, `path`, of several blocks.
 
-    Attributes:
-      folder: It has the export "base", and the deltas "0" and "1".
-      trainer: Its model is never changed.
-      before: What is served after two deltas.
-      after: After the third one.
-      path: The third one.
+    `before` and `after` are what is served before and after the third.
     """
 
     folder: pathlib.Path

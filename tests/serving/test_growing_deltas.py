@@ -219,12 +219,7 @@ def test_all_ops_are_stock(rng: np.random.Generator, tmp_path: pathlib.Path) -> 
 
 
 class Publisher:
-    """Deltas of a growing table without a trainer: rows that say whose they are.
-
-    Attributes:
-      rows: By id.
-      model: It serves them.
-    """
+    """Deltas of a growing table without a trainer: rows that say whose they are."""
 
     def __init__(self, folder: pathlib.Path, max_rows: int) -> None:
         self._folder = folder

@@ -34,12 +34,7 @@ def _positions(entries: Sequence[Entry]) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class System:
-    """The devices, and what each replica brings.
-
-    Attributes:
-      num_samples: Of one replica.
-      num_rows: Of the whole table.
-    """
+    """The devices, and the samples that each replica brings."""
 
     num_devices: int
     sparse_cores: int

@@ -22,13 +22,10 @@ stock = tf.tpu.experimental.embedding
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A configuration; `make` gives the arguments of TPUEmbedding.
+    """A configuration; `make` gives new arguments of TPUEmbedding each time.
 
-    Attributes:
-      make: Gives (feature_config, optimizer), new objects each time.
-      shapes: per_replica_input_shapes in the structure of the features, or None.
-      pipelined: As the constructor takes it.
-      cores: Of each replica, by a device assignment; 0 for none.
+    `shapes` are per_replica_input_shapes in the structure of the features; `cores` are
+    those of each replica, by a device assignment, or 0.
     """
 
     make: Callable[[], tuple[Any, Any]]
