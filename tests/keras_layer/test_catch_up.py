@@ -122,6 +122,11 @@ def slots_of(optimizer: Any) -> list[Any]:
     return [v.numpy() for v in found if tuple(v.shape) == (V, D)]
 
 
+def check_slots(optimizer: Any, expected: list[Any], steps: int) -> None:
+    for own, other in zip(slots_of(optimizer), expected, strict=True):
+        np.testing.assert_allclose(own, other, rtol=0, atol=rounding(steps, other))
+
+
 def rate_at(step: int) -> float:
     return 1.0 if step < 150 else 0.25
 
@@ -199,8 +204,7 @@ def test_tables_and_slots_are_those_of_dense_gradients(name: str, way: str):
         ours.learning_rate = rate * rate_at(step)
         update(gradient)
     assert set(ours.updates_rows_by.values()) <= {"op", "rows"}
-    for own, other in zip(slots_of(ours), their_slots, strict=True):
-        np.testing.assert_allclose(own, other, rtol=0, atol=rounding(STEPS, other))
+    check_slots(ours, their_slots, STEPS)
     own, atol = layer.get_weights()[0], rounding(STEPS, theirs)
     np.testing.assert_allclose(own, theirs, rtol=0, atol=atol)
     np.testing.assert_allclose(own, exact, rtol=0, atol=atol + bias)
@@ -235,8 +239,7 @@ def test_replicas_have_the_numbers_of_dense_gradients(name: str, way: str):
     assert set(ours.updates_rows_by.values()) <= {"op", "rows"}
     atol = rounding(steps, theirs)
     np.testing.assert_allclose(layer.get_weights()[0], theirs, rtol=0, atol=atol)
-    for own, other in zip(slots_of(ours), their_slots, strict=True):
-        np.testing.assert_allclose(own, other, rtol=0, atol=rounding(steps, other))
+    check_slots(ours, their_slots, steps)
 
 
 @pytest.mark.parametrize("name", ["adam", "adam, large epsilon", "adagrad"])
@@ -364,8 +367,7 @@ def test_lookups_write_nothing(way: str):
 
 def test_slots_are_caught_up_when_they_are_read(way: str):
     _, optimizer, _, expected = trained()
-    for own, other in zip(slots_of(optimizer), expected, strict=True):
-        np.testing.assert_allclose(own, other, rtol=0, atol=rounding(50, other))
+    check_slots(optimizer, expected, 50)
 
 
 def test_a_slot_gathers_its_own_rows(way: str):
@@ -478,8 +480,7 @@ def test_values_that_are_assigned_are_up_to_date(way: str):
     value = np.full([V, D], 0.5, np.float32)
     layer.set_weights([value])
     np.testing.assert_array_equal(layer(tf.range(V)), value)
-    for own, other in zip(slots_of(optimizer), slots, strict=True):
-        np.testing.assert_allclose(own, other, rtol=0, atol=rounding(50, other))
+    check_slots(optimizer, slots, 50)
 
 
 @pytest.mark.parametrize("decay", [None, 0.05])

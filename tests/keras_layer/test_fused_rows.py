@@ -113,6 +113,21 @@ def without_the_op(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> A
         return run()
 
 
+def lazy(name: str, **options: Any) -> Any:
+    return RowSparseOptimizer(OPTIMIZERS[name](**options), lazy=True)
+
+
+def check_one_op(
+    name: str, calls: Calls, monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]
+) -> None:
+    """The op updates all tables in each of six steps, as TensorFlow's ops do."""
+    found = run()
+    assert calls.tables == (
+        [] if name == "sgd" and HAS_IDLE_SLOTS else [len(SHAPES)] * 6
+    )
+    assert_close(found, without_the_op(monkeypatch, run))
+
+
 def assert_close(found: list[Any], expected: list[Any]) -> None:
     for own, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(own, other, rtol=1e-6, atol=1e-6)
@@ -123,16 +138,7 @@ def assert_close(found: list[Any], expected: list[Any]) -> None:
 def test_one_op_has_the_numbers_of_keras(
     name: str, ids: str, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ):
-    make = OPTIMIZERS[name]
-
-    def run() -> Any:
-        return train(RowSparseOptimizer(make(), lazy=True), tables(), ids=ids)
-
-    found = run()
-    assert calls.tables == (
-        [] if name == "sgd" and HAS_IDLE_SLOTS else [len(SHAPES)] * 6
-    )
-    assert_close(found, without_the_op(monkeypatch, run))
+    check_one_op(name, calls, monkeypatch, lambda: train(lazy(name), tables(), ids=ids))
 
 
 @pytest.mark.parametrize("around", AROUND, ids=str)
@@ -140,16 +146,9 @@ def test_one_op_has_the_numbers_of_keras(
 def test_what_keras_does_around_the_rule(
     name: str, around: dict[str, Any], calls: Calls, monkeypatch: pytest.MonkeyPatch
 ):
-    def run() -> Any:
-        return train(
-            RowSparseOptimizer(OPTIMIZERS[name](**around), lazy=True), tables()
-        )
-
-    found = run()
-    assert calls.tables == (
-        [] if name == "sgd" and HAS_IDLE_SLOTS else [len(SHAPES)] * 6
+    check_one_op(
+        name, calls, monkeypatch, lambda: train(lazy(name, **around), tables())
     )
-    assert_close(found, without_the_op(monkeypatch, run))
 
 
 @pytest.mark.parametrize("name", NO_RULE)
@@ -165,8 +164,7 @@ def test_other_dtypes_ranks_and_dense_gradients_stand_beside(
         ours = tables()
         (cube,) = tables(shapes=[(4, 2, 3)])
         (dense,) = tables(shapes=[(2,)])
-        trained = [*ours, cube, dense]
-        optimizer = RowSparseOptimizer(OPTIMIZERS["adam"](), lazy=True)
+        trained, optimizer = [*ours, cube, dense], lazy("adam")
         rng = np.random.default_rng(7)
         slices = tf.IndexedSlices(tf.ones([3, 2, 3]), tf.constant([1, 1, 2]))
         for _ in range(3):
@@ -178,14 +176,8 @@ def test_other_dtypes_ranks_and_dense_gradients_stand_beside(
     found = run()
     assert calls.tables == [len(SHAPES)] * 3
     assert_close(found, without_the_op(monkeypatch, run))
-    train(
-        RowSparseOptimizer(OPTIMIZERS["adam"](), lazy=True), tables("float64"), steps=1
-    )
-    train(
-        RowSparseOptimizer(OPTIMIZERS["adam"](), lazy=True),
-        tables(shapes=[(4, 0)]),
-        steps=1,
-    )
+    train(lazy("adam"), tables("float64"), steps=1)
+    train(lazy("adam"), tables(shapes=[(4, 0)]), steps=1)
     assert calls.tables == [len(SHAPES)] * 3
 
 
@@ -234,8 +226,7 @@ def test_a_schedule_is_evaluated_as_often_as_by_keras(calls: Calls):
 
 def test_a_refused_step_changes_nothing():
     """Of an id beyond the last table, while the gradients of the others are right."""
-    trained = tables()
-    optimizer = RowSparseOptimizer(OPTIMIZERS["adam"](), lazy=True)
+    trained, optimizer = tables(), lazy("adam")
     before = train(optimizer, trained, steps=1)
     rng = np.random.default_rng(0)
     gradients = [gradient(table, rng) for table in trained]
@@ -257,7 +248,7 @@ def test_two_gradients_of_one_variable(
 
     def run() -> Any:
         table, other = tables(shapes=[(6, 4), (5, 2)])
-        optimizer = RowSparseOptimizer(OPTIMIZERS["adam"](), lazy=True)
+        optimizer = lazy("adam")
         optimizer.build([table, other])
         rng = np.random.default_rng(1)
         rows = gradient(table, rng)

@@ -49,6 +49,12 @@ def model(layer: Any, optimizer: Any) -> Any:
     return made
 
 
+def by_rows(rule: str, *arguments: Any, **options: Any) -> Any:
+    """`model` by rows, with a rule of Keras."""
+    optimizer = getattr(keras.optimizers, rule)(0.1, *arguments, **options)
+    return model(Embedding(V, D), RowSparseOptimizer(optimizer))
+
+
 def data(rng: np.random.Generator, n: int = 32) -> tuple[Any, Any]:
     ids = [rng.integers(0, 6, (n, 3)), rng.integers(0, 6, (n, 2))]
     return ids, rng.normal(size=(n, 1)).astype(np.float32)
@@ -78,7 +84,7 @@ def test_negative_ids_count_from_the_end_as_in_keras_3():
 
 
 def test_ids_beyond_the_table_are_an_error_that_changes_nothing():
-    made = model(Embedding(V, D), RowSparseOptimizer(keras.optimizers.Adam(0.1)))
+    made = by_rows("Adam")
     ids = [np.array([[1, 2, 3]]), np.array([[4, 5]])]
     made.train_on_batch(ids, np.ones([1, 1]))
     before = [*made.get_weights(), *slots(made)[1:]]  # Keras counts the step.
@@ -139,12 +145,11 @@ def test_training_has_the_numbers_of_dense_gradients(
     optimizer: str, rng: np.random.Generator
 ):
     batches = data(rng)
-    make = getattr(keras.optimizers, optimizer)
-    theirs = keras.layers.Embedding(
-        V, D, embeddings_regularizer=keras.regularizers.L2(0.0)
-    )
-    expected = model(theirs, make(0.1))  # A regularizer makes the gradient dense.
-    found = model(Embedding(V, D), RowSparseOptimizer(make(0.1)))
+    # A regularizer makes the gradient dense.
+    none = keras.regularizers.L2(0.0)
+    theirs = keras.layers.Embedding(V, D, embeddings_regularizer=none)
+    expected = model(theirs, getattr(keras.optimizers, optimizer)(0.1))
+    found = by_rows(optimizer)
     np.testing.assert_allclose(
         losses(found, batches, 50), losses(expected, batches, 50), rtol=1e-6
     )
@@ -210,13 +215,10 @@ def test_a_loss_scale_around_rows(rng: np.random.Generator):
     scaled = keras.mixed_precision.LossScaleOptimizer(
         RowSparseOptimizer(keras.optimizers.Adagrad(0.1))
     )
-    plain = RowSparseOptimizer(keras.optimizers.Adagrad(0.1))
     batches = data(rng)
-    np.testing.assert_allclose(
-        losses(model(Embedding(V, D), scaled), batches, 3),
-        losses(model(Embedding(V, D), plain), batches, 3),
-        rtol=1e-6,
-    )
+    found = losses(model(Embedding(V, D), scaled), batches, 3)
+    expected = losses(by_rows("Adagrad"), batches, 3)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -282,12 +284,7 @@ def test_several_steps_in_one_call_and_xla(
     jit_compile: bool, options: dict[str, float], rng: np.random.Generator
 ):
     batches = data(rng)
-    expected, found = (
-        model(
-            Embedding(V, D), RowSparseOptimizer(keras.optimizers.Adam(0.1, **options))
-        )
-        for _ in range(2)
-    )
+    expected, found = (by_rows("Adam", **options) for _ in range(2))
     found.compile(
         *(found.optimizer, "mse"), steps_per_execution=2, jit_compile=jit_compile
     )
@@ -341,9 +338,9 @@ def test_replicas_have_the_numbers_of_one(rng: np.random.Generator):
         ["/cpu:0", "/cpu:1"], cross_device_ops=tf.distribute.ReductionToOneDevice()
     )
     batches = data(rng)
-    one = model(Embedding(V, D), RowSparseOptimizer(keras.optimizers.Adam(0.1)))
+    one = by_rows("Adam")
     with strategy.scope():
-        two = model(Embedding(V, D), RowSparseOptimizer(keras.optimizers.Adam(0.1)))
+        two = by_rows("Adam")
     np.testing.assert_allclose(
         losses(two, batches, 3), losses(one, batches, 3), rtol=1e-5
     )
@@ -351,8 +348,15 @@ def test_replicas_have_the_numbers_of_one(rng: np.random.Generator):
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
 
 
+FROM_RAGGED: dict[str, Any] = {
+    "dense": lambda x: x.to_tensor(),
+    "ragged": lambda x: x,
+    "sparse": lambda x: x.to_sparse(),
+}
+
+
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
-@pytest.mark.parametrize("kind", ["dense", "ragged", "sparse"])
+@pytest.mark.parametrize("kind", FROM_RAGGED)
 @pytest.mark.parametrize("weighted", [False, True])
 def test_bags(combiner: str, kind: str, weighted: bool, rng: np.random.Generator):
     layer = Embedding(V, D, combiner=combiner)
@@ -362,11 +366,7 @@ def test_bags(combiner: str, kind: str, weighted: bool, rng: np.random.Generator
     ids = tf.ragged.constant(lists, tf.int64)
     weights = ids.with_values(tf.constant(rng.uniform(0.5, 2, ids.values.shape[0])))
     used = weights if weighted else tf.ones_like(weights)
-    convert = {
-        "dense": lambda x: x.to_tensor(),
-        "ragged": lambda x: x,
-        "sparse": lambda x: x.to_sparse(),
-    }[kind]
+    convert = FROM_RAGGED[kind]
     call = {"weights": convert(tf.cast(weights, tf.float32))} if weighted else {}
     found = layer(convert(ids), **call)
     for row, (bag, given) in enumerate(zip(lists, used.to_list(), strict=True)):
@@ -392,7 +392,7 @@ def test_bags_have_the_gains_of_other_classes(combiner: str):
     np.testing.assert_array_equal(found, np.array(expected, np.float32))
 
 
-@pytest.mark.parametrize("kind", ["dense", "ragged", "sparse"])
+@pytest.mark.parametrize("kind", FROM_RAGGED)
 def test_weighted_bags_of_a_functional_model(kind: str, tmp_path: pathlib.Path):
     options: Any = {kind: True} if kind != "dense" else {}
     inputs = [keras.Input([None], dtype=t, **options) for t in ("int64", "float32")]
@@ -402,12 +402,7 @@ def test_weighted_bags_of_a_functional_model(kind: str, tmp_path: pathlib.Path):
     made.compile(RowSparseOptimizer(keras.optimizers.Adagrad(0.1)), "mse")
     ids = tf.ragged.constant([[1, 2, 2], [4, 3, 3]], tf.int64)
     weights = tf.ragged.constant([[1.0, 2.0, 0.0], [3.0, 1.0, 1.0]])
-    convert = {
-        "dense": lambda x: x.to_tensor(),
-        "ragged": lambda x: x,
-        "sparse": lambda x: x.to_sparse(),
-    }[kind]
-    x = tuple(map(convert, (ids, weights)))
+    x = tuple(map(FROM_RAGGED[kind], (ids, weights)))
     batches = tf.data.Dataset.from_tensors((x, tf.ones([2, 1])))
     made.fit(batches, shuffle=False, verbose=0)
     made.save(path := str(tmp_path / "bags.keras"))
@@ -472,15 +467,9 @@ def slots(made: Any) -> list[Any]:
 def test_weight_files_pass_between_keras_and_rows(
     ours_first: bool, tmp_path: pathlib.Path, rng: np.random.Generator
 ):
-    kinds = [
-        (keras.layers.Embedding, lambda o: o),
-        (Embedding, RowSparseOptimizer),
-    ]
-    if ours_first:
-        kinds.reverse()
-    saved, loaded = (
-        model(cls(V, D), wrap(keras.optimizers.Adam(0.1))) for cls, wrap in kinds
-    )
+    plain = model(keras.layers.Embedding(V, D), keras.optimizers.Adam(0.1))
+    kinds = [plain, by_rows("Adam")]
+    saved, loaded = reversed(kinds) if ours_first else kinds
     losses(saved, data(rng))
     losses(loaded, data(rng))
     path = str(tmp_path / "model.weights.h5")
@@ -610,9 +599,10 @@ def test_a_file_of_rows_names_the_classes_of_keras(tmp_path: pathlib.Path):
 def test_a_file_of_rows_needs_no_package(
     tmp_path: pathlib.Path, rng: np.random.Generator
 ):
-    optimizer = RowSparseOptimizer(keras.optimizers.Adam(0.1))
-    made = model(Embedding(V, D), optimizer)
-    made.compile(optimizer, keras.losses.MeanSquaredError())  # Keras reads no "mse".
+    made = by_rows("Adam")
+    made.compile(
+        made.optimizer, keras.losses.MeanSquaredError()
+    )  # Keras reads no "mse".
     batches = data(rng)
     losses(made, batches)
     names = ["model.keras", "model.h5"]
@@ -711,7 +701,7 @@ def test_two_optimizers_of_a_custom_loop(rng: np.random.Generator):
 
 @keras_3
 def test_an_export_serves(tmp_path: pathlib.Path, rng: np.random.Generator):
-    made = model(Embedding(V, D), RowSparseOptimizer(keras.optimizers.Adam(0.1)))
+    made = by_rows("Adam")
     x, y = data(rng)
     losses(made, (x, y))
     made.export(str(tmp_path / "served"), verbose=False)
@@ -723,7 +713,7 @@ def test_an_export_serves(tmp_path: pathlib.Path, rng: np.random.Generator):
 def test_a_module_is_saved_with_a_function_that_looks_up(
     tmp_path: pathlib.Path, rng: np.random.Generator
 ):
-    made = model(Embedding(V, D), RowSparseOptimizer(keras.optimizers.Adam(0.1)))
+    made = by_rows("Adam")
     x, y = data(rng)
     module: Any = tf.Module()
     module.model, inputs = made, [tf.TensorSpec(ids.shape, ids.dtype) for ids in x]

@@ -292,7 +292,7 @@ def count_replicas(case: Case, number: int) -> dict[str, dict[str, te.Figure]]:
 def train_replicas(
     case: Case, number: int, parts: int = 1
 ) -> tuple[list[Any], dict[str, np.ndarray]]:
-    """The same in one process; no update is pending after each of `parts` of the steps."""
+    """The same in one process; after each of `parts` no update is pending."""
     strategy = tf.distribute.MirroredStrategy([f"CPU:{r}" for r in range(number)])
     embedding = create(strategy, case)
     value = of_replicas(strategy, case, number)

@@ -109,75 +109,44 @@ def test_what_a_function_returns(function: Any, error: Any, text: str) -> None:
     compute(tf.zeros([1, 2]))
 
 
+def rule(*arguments: Any, **options: Any) -> Any:
+    return lambda: te.CustomOptimizer(*(arguments or (captures,)), **options)
+
+
+def combiner(*arguments: Any, **options: Any) -> Any:
+    return lambda: te.CustomCombiner(*(arguments or (captures, 2)), **options)
+
+
+RATE = "combiner_weights_learning_rate"
+
+
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
-        (lambda: te.CustomOptimizer(3), TypeError, "custom_computation"),
-        (
-            lambda: te.CustomOptimizer(captures, 1.0, ["a"]),
-            ValueError,
-            "`slot_initializers` has 0",
-        ),
-        (
-            lambda: te.CustomOptimizer(captures, 1.0, ["a"], [0.0], None, [3]),
-            ValueError,
-            "`slot_dims` is",
-        ),
-        (
-            lambda: te.CustomOptimizer(captures, 1.0, ["a", "a"], [0.0, 1.0]),
-            ValueError,
-            "`slot_names` is",
-        ),
-        (
-            lambda: te.CustomOptimizer(captures, hyperparameters=["a"]),
-            TypeError,
-            "hyperparameters",
-        ),
-        *(
-            (lambda given=given: te.CustomOptimizer(captures, **given), error, text)
-            for given, error, text in (
-                ({"hyperparameters": 0.9}, TypeError, "`hyperparameters` must be a"),
-                ({"hyperparameters": 0}, TypeError, "`hyperparameters` must be a"),
-                ({"slot_names": "ab"}, TypeError, "`slot_names` must be a list"),
-                ({**SLOT, "slot_names": [""]}, TypeError, "at least one character"),
-                ({**SLOT, "slot_names": [1]}, TypeError, "must be a string"),
-                ({**SLOT, "slot_names": ["parameters"]}, ValueError, "are reserved"),
-                ({**SLOT, "slot_names": [WEIGHTS_NAME]}, ValueError, "are reserved"),
-                ({**SLOT, "slot_dims": 1}, TypeError, "`slot_dims` must be a list"),
-                ({**SLOT, "slot_dims": [True]}, ValueError, "`slot_dims` is"),
-            )
-        ),
-        *(
-            (
-                lambda rate=rate: te.CustomCombiner(
-                    captures, 2, combiner_weights_learning_rate=rate
-                ),
-                error,
-                "combiner_weights_learning_rate",
-            )
-            for rate, error in (
-                (True, TypeError),
-                (math.nan, ValueError),
-                (1e39, ValueError),
-                (10**400, ValueError),
-            )
-        ),
-        (lambda: te.CustomCombiner(captures, 0), ValueError, "max_valency"),
-        (lambda: te.CustomCombiner(captures, 2.0), TypeError, "max_valency"),
-        (lambda: te.CustomCombiner(None, 2), TypeError, "combiner_computation"),
-        (lambda: te.CustomCombiner(captures, 2, 1), ValueError, "needs an `initial"),
-        (
-            lambda: te.CustomCombiner(captures, 2, 1, "zeros"),
-            TypeError,
-            "initializer",
-        ),
-        (
-            lambda: te.CustomCombiner(
-                captures, 2, combiner_weights_learning_rate="fast"
-            ),
-            TypeError,
-            "combiner_weights_learning_rate",
-        ),
+        (rule(3), TypeError, "custom_computation"),
+        (rule(captures, 1.0, ["a"]), ValueError, "`slot_initializers` has 0"),
+        (rule(captures, 1.0, ["a"], [0.0], None, [3]), ValueError, "`slot_dims` is"),
+        (rule(captures, 1.0, ["a", "a"], [0.0, 1.0]), ValueError, "`slot_names` is"),
+        (rule(hyperparameters=["a"]), TypeError, "hyperparameters"),
+        (rule(hyperparameters=0.9), TypeError, "`hyperparameters` must be a"),
+        (rule(hyperparameters=0), TypeError, "`hyperparameters` must be a"),
+        (rule(slot_names="ab"), TypeError, "`slot_names` must be a list"),
+        (rule(**{**SLOT, "slot_names": [""]}), TypeError, "at least one character"),
+        (rule(**{**SLOT, "slot_names": [1]}), TypeError, "must be a string"),
+        (rule(**{**SLOT, "slot_names": ["parameters"]}), ValueError, "are reserved"),
+        (rule(**{**SLOT, "slot_names": [WEIGHTS_NAME]}), ValueError, "are reserved"),
+        (rule(**SLOT, slot_dims=1), TypeError, "`slot_dims` must be a list"),
+        (rule(**SLOT, slot_dims=[True]), ValueError, "`slot_dims` is"),
+        (combiner(**{RATE: True}), TypeError, RATE),
+        (combiner(**{RATE: math.nan}), ValueError, RATE),
+        (combiner(**{RATE: 1e39}), ValueError, RATE),
+        (combiner(**{RATE: 10**400}), ValueError, RATE),
+        (combiner(**{RATE: "fast"}), TypeError, RATE),
+        (combiner(captures, 0), ValueError, "max_valency"),
+        (combiner(captures, 2.0), TypeError, "max_valency"),
+        (combiner(None, 2), TypeError, "combiner_computation"),
+        (combiner(captures, 2, 1), ValueError, "needs an `initial"),
+        (combiner(captures, 2, 1, "zeros"), TypeError, "initializer"),
     ],
     ids=range(24),
 )
