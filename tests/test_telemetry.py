@@ -13,7 +13,7 @@ import tensorflow as tf
 from reference.lookup import gains as reference_gains
 from reference.lookup import samples_of
 from replica_values import of_replicas
-from steps import evaluate_on, train_on
+from steps import evaluate_on, look_up, train_on
 
 import tpu_embedding as te
 import tpu_embedding.keras
@@ -162,14 +162,10 @@ class Trained:
                 for name, a in activations.items()
             }
 
-        if self.kind == "queue":
-            self.embedding.enqueue(features, weights)
-            gradients = draw(self.embedding.dequeue())
-            self.embedding.apply_gradients(gradients)
-        elif self.kind == "lookup":
-            activations, preserved = self.embedding(features, weights)
+        if self.kind != "layer":
+            activations, preserved = look_up(self.embedding, features, weights)
             gradients = draw(activations)
-            self.embedding.apply_gradients(gradients, preserved)
+            self.embedding.apply_gradients(gradients, *preserved)
         else:
             with tf.GradientTape() as tape:
                 activations = self.embedding(features, weights)
@@ -181,13 +177,16 @@ class Trained:
         return {name: g.numpy().astype(np.float64) for name, g in gradients.items()}
 
 
-@pytest.mark.parametrize("kind", CLASSES)
-def test_every_figure_of_fuzzed_batches(kind: str):
-    random = np.random.default_rng([BATCHES, CLASSES.index(kind)])
-    configs = make_configs()
+@pytest.mark.parametrize(
+    ("kind", "dtype", "batches"),
+    [*((kind, "float32", BATCHES) for kind in CLASSES), ("queue", "bfloat16", 5)],
+)
+def test_every_figure_of_fuzzed_batches(kind: str, dtype: str, batches: int):
+    random = np.random.default_rng([batches, CLASSES.index(kind)])
+    configs = make_configs(dtype)
     trained, counted = Trained(kind, configs), Counted(configs)
     telemetry = te.Telemetry(trained.embedding, every=1, hottest=4)
-    for step in range(BATCHES):
+    for step in range(batches):
         features, weights = make_batch(random)
         before = trained.tables()
         gradients = trained.step(features, weights, random)
@@ -209,19 +208,6 @@ def test_counting_changes_no_bit():
     tables = [each.tables() for each in trained]
     for name, values in tables[0].items():
         assert (values == tables[1][name]).all(), name
-
-
-def test_bfloat16_tables():
-    random = np.random.default_rng(5)
-    configs = make_configs("bfloat16")
-    trained, counted = Trained("queue", configs), Counted(configs)
-    telemetry = te.Telemetry(trained.embedding, every=1, hottest=4)
-    for _ in range(5):
-        features, weights = make_batch(random)
-        before = trained.tables()
-        gradients = trained.step(features, weights, random)
-        counted.add([(features, weights, gradients)])
-        counted.check(telemetry.read(), before, trained.tables(), invalid=True)
 
 
 def test_only_every_nth_update_is_counted():
@@ -551,14 +537,21 @@ def test_summaries(tmp_path: pathlib.Path):
     assert buckets[:, 2].sum() == 2
 
 
+def keras_model(**options: Any) -> Any:
+    import keras
+
+    films = te.FeatureConfig(te.TableConfig(8, 2, name="films"))
+    layer = te.keras.TPUEmbedding(films, te.SGD(0.5), name="tables")
+    ids = keras.Input((), dtype="int64")
+    model = keras.Sequential([ids, layer, keras.layers.Dense(1)])
+    model.compile("sgd", "mse", **options)
+    return model
+
+
 def test_callback(tmp_path: pathlib.Path):
     import keras
 
-    films = te.TableConfig(8, 2, name="films")
-    layer = te.keras.TPUEmbedding(te.FeatureConfig(films), te.SGD(0.5), name="tables")
-    ids = keras.Input((), dtype="int64")
-    model = keras.Sequential([ids, layer, keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
+    model = keras_model()
     callback = te.keras.TelemetryCallback(tmp_path, every=1)
     for _ in range(2):
         model.fit(
@@ -586,13 +579,7 @@ def test_callback(tmp_path: pathlib.Path):
 
 
 def test_callback_with_several_steps_in_an_execution(tmp_path: pathlib.Path):
-    import keras
-
-    films = te.FeatureConfig(te.TableConfig(8, 2, name="films"))
-    layer = te.keras.TPUEmbedding(films, te.SGD(0.5), name="tables")
-    ids = keras.Input((), dtype="int64")
-    model = keras.Sequential([ids, layer, keras.layers.Dense(1)])
-    model.compile("sgd", "mse", steps_per_execution=4)
+    model = keras_model(steps_per_execution=4)
     callback = te.keras.TelemetryCallback(tmp_path, every=1, write_every=3)
     batches = tf.zeros([10], tf.int64), tf.ones([10, 1])
     model.fit(*batches, batch_size=1, epochs=2, verbose=0, callbacks=[callback])
@@ -605,13 +592,8 @@ def test_callback_with_several_steps_in_an_execution(tmp_path: pathlib.Path):
 def test_two_callbacks_in_one_fit_are_refused_before_the_first_step(
     tmp_path: pathlib.Path,
 ):
-    import keras
-
-    films = te.FeatureConfig(te.TableConfig(8, 2, name="films"))
-    layer = te.keras.TPUEmbedding(films, te.SGD(0.5), name="tables")
-    model = keras.Sequential([keras.Input((), dtype="int64"), layer])
-    model.compile("sgd", "mse")
-    batch = tf.constant([1]), tf.ones([1, 2])
+    model = keras_model()
+    batch = tf.constant([1]), tf.ones([1, 1])
     before = model.predict(batch[0], verbose=0)
     callbacks = [te.keras.TelemetryCallback(tmp_path / part) for part in "ab"]
     with pytest.raises(RuntimeError, match="Pass one TelemetryCallback"):

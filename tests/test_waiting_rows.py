@@ -6,6 +6,7 @@ The definition is a step over all rows in float64, with the betas in float32.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -155,14 +156,34 @@ class Trained:
         variables = self.embedding.variables[self.tables[table]]
         return {name: variable.numpy() for name, variable in variables.items()}
 
-    def stored(self, table: int = 0) -> np.ndarray:
-        """What is in memory."""
+    def stored(self) -> np.ndarray:
+        """The rows of the first table in memory."""
         engine: Any = self.embedding.core.create_engine()
-        part = engine._parts[0]
-        variable: Any = part.variables[table].parameters
+        variable: Any = engine._parts[0].variables[0].parameters
+        rows = tf.range(tf.raw_ops.VariableShape(input=variable.handle)[0])
         return tf.raw_ops.ResourceGather(
-            resource=variable.handle, indices=tf.range(V), dtype=variable.dtype
+            resource=variable.handle, indices=rows, dtype=variable.dtype
         ).numpy()
+
+
+def train_both(trained: Trained, twin: Dense, steps: Any) -> None:
+    for ids, values in steps:
+        trained.step(ids, values)
+        twin.step(dense(ids, values))
+
+
+def writer_of(trained: Trained, base: pathlib.Path) -> Any:
+    te.serving.export(trained.embedding, base, signatures=["dense"], deltas=True)
+    return te.serving.DeltaWriter(trained.embedding, base, "test")
+
+
+def served(folder: pathlib.Path, ids: Any, *deltas: pathlib.Path) -> Any:
+    """What an export answers after some deltas."""
+    model = tf.saved_model.load(str(folder))
+    for delta in deltas:
+        te.serving.apply_delta(model, delta)
+    (found,) = model.signatures["dense"](tf.constant(ids, tf.int64)).values()
+    return found
 
 
 def step_both(
@@ -232,9 +253,7 @@ def _saved(trained: Trained, folder: pathlib.Path) -> Any:
 
 def _exported(trained: Trained, folder: pathlib.Path) -> Any:
     te.serving.export(trained.embedding, folder / "export", signatures=["dense"])
-    model = tf.saved_model.load(str(folder / "export"))
-    (found,) = model.signatures["dense"](tf.range(V, dtype=tf.int64)).values()
-    return found
+    return served(folder / "export", range(V))
 
 
 READERS: dict[str, Callable[[Any, Any, pathlib.Path], Any]] = {
@@ -263,10 +282,7 @@ def test_all_readers_see_rows_caught_up(tmp_path: pathlib.Path) -> None:
     table = trained.embedding.embedding_tables[trained.tables[0]]
     found = batches()
     for reader, read in READERS.items():
-        for _ in range(8):
-            ids, values = next(found)
-            trained.step(ids, values)
-            twin.step(dense(ids, values))
+        train_both(trained, twin, itertools.islice(found, 8))
         assert waits(trained), reader
         seen = np.asarray(read(trained, table, tmp_path)).reshape([V, D])
         atol = 2 * twin.steps * EPSILON * V / 4
@@ -316,9 +332,7 @@ def test_a_resumed_run_has_the_bits_of_the_run_that_saved(
 def test_a_full_history_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(idle_module, "_LONGEST_HISTORY", 7)
     trained, twin = Trained(make_tables()), Dense(OPTIMIZERS["adam"]())
-    for ids, values in batches(40):
-        trained.step(ids, values)
-        twin.step(dense(ids, values))
+    train_both(trained, twin, batches(40))
     assert waits(trained)
     atol = 80 * EPSILON * V / 4
     np.testing.assert_allclose(trained.arrays()["parameters"], twin.row, 0, atol)
@@ -360,13 +374,8 @@ def test_pending_and_forgotten_updates(replicas: int) -> None:
         def run() -> None:
             context: Any = tf.distribute.get_replica_context()
             own = context.replica_id_in_sync_group
-            train_on(
-                embedding,
-                tf.split(ids, replicas)[0]
-                if replicas == 1
-                else tf.gather(tf.split(ids, 2), own),
-                values if replicas == 1 else tf.gather(tf.split(values, 2), own),
-            )
+            batch = (tf.gather(tf.split(x, replicas), own) for x in (ids, values))
+            train_on(embedding, *batch)
 
         strategy.run(run)
 
@@ -383,18 +392,11 @@ def test_pending_and_forgotten_updates(replicas: int) -> None:
 
 def test_a_delta_has_every_row_that_moved(tmp_path: pathlib.Path) -> None:
     trained = Trained(make_tables())
-    te.serving.export(
-        trained.embedding, tmp_path / "base", signatures=["dense"], deltas=True
-    )
-    writer = te.serving.DeltaWriter(trained.embedding, tmp_path / "base", "test")
-    for number, (ids, values) in enumerate(batches(3)):
-        trained.step(ids, values)
-        assert writer.export_delta(tmp_path / f"{number}.delta") == {"adam": V}
-        model = tf.saved_model.load(str(tmp_path / "base"))
-        te.serving.apply_delta(model, tmp_path / f"{number}.delta")
-        (found,) = model.signatures["dense"](tf.range(V, dtype=tf.int64)).values()
-        np.testing.assert_array_equal(found, trained.stored())
-        break
+    writer = writer_of(trained, tmp_path / "base")
+    trained.step(*next(batches()))
+    assert writer.export_delta(tmp_path / "0.delta") == {"adam": V}
+    found = served(tmp_path / "base", range(V), tmp_path / "0.delta")
+    np.testing.assert_array_equal(found, trained.stored())
     assert writer.export_delta(tmp_path / "none.delta") == {"adam": 0}
 
 
@@ -574,22 +576,12 @@ def test_growing_tables_have_the_numbers_of_steps_over_all_rows(
         require_rows(trained, twin, table)
 
 
-def stored_rows(trained: Trained) -> np.ndarray:
-    """The rows of a growing table in memory."""
-    engine: Any = trained.embedding.core.create_engine()
-    variable: Any = engine._parts[0].variables[0].parameters
-    shape = tf.raw_ops.VariableShape(input=variable.handle)
-    return tf.raw_ops.ResourceGather(
-        resource=variable.handle, indices=tf.range(shape[0]), dtype=variable.dtype
-    ).numpy()
-
-
 def test_a_step_of_a_growing_table_writes_the_rows_of_its_batch() -> None:
     trained = Trained([growing_table(GROWING["all_fit"], "adam")])
     for ids, values in growing_batches(30):
-        before = stored_rows(trained)
+        before = trained.stored()
         trained.step(ids, values)
-        after = stored_rows(trained)
+        after = trained.stored()
         written = (before != after[: len(before)]).any(1).sum()
         assert written <= len(np.unique(ids))
 
@@ -624,10 +616,8 @@ def _growing_saved_by_tensorflow(trained: Trained, folder: pathlib.Path) -> Any:
 
 def _growing_exported(trained: Trained, folder: pathlib.Path) -> Any:
     te.serving.export(trained.embedding, folder / "export", signatures=["dense"])
-    model = tf.saved_model.load(str(folder / "export"))
     ids = trained.embedding.vocabularies[trained.tables[0]].ids
-    (found,) = model.signatures["dense"](tf.constant(ids)).values()
-    return found
+    return served(folder / "export", ids)
 
 
 def _growing_gathered(trained: Trained, folder: pathlib.Path) -> Any:
@@ -674,7 +664,7 @@ def test_all_readers_of_growing_tables_see_rows_caught_up(
             trained.step(ids, values)
             twin.train(twin.vocabulary.look_up(ids.tolist(), training=True), values)
         expected = [twin.row[twin.known[id_]] for id_ in sorted(twin.known)]
-        stale = stored_rows(trained)[[twin.known[id_] for id_ in sorted(twin.known)]]
+        stale = trained.stored()[[twin.known[id_] for id_ in sorted(twin.known)]]
         assert np.abs(stale - expected).max() > 1e-3, reader
         atol = 2 * twin.steps * EPSILON * V / 4
         np.testing.assert_allclose(
@@ -723,20 +713,16 @@ def test_a_delta_of_a_growing_table_has_every_row_that_moved(
     found = growing_batches()
     for _ in range(20):
         trained.step(*next(found))
-    te.serving.export(
-        trained.embedding, tmp_path / "base", signatures=["dense"], deltas=True
-    )
-    writer = te.serving.DeltaWriter(trained.embedding, tmp_path / "base", "test")
+    writer = writer_of(trained, tmp_path / "base")
+    deltas = []
     for number in range(2):
         for _ in range(4):
             trained.step(*next(found))
-        writer.export_delta(tmp_path / f"{number}.delta")
-        model = tf.saved_model.load(str(tmp_path / "base"))
-        for k in range(number + 1):
-            te.serving.apply_delta(model, tmp_path / f"{k}.delta")
+        deltas.append(tmp_path / f"{number}.delta")
+        writer.export_delta(deltas[-1])
         ids = np.append(trained.embedding.vocabularies[trained.tables[0]].ids, 5)
-        (served,) = model.signatures["dense"](tf.constant(ids)).values()
-        np.testing.assert_array_equal(served, trained.evaluate(tf.constant(ids))[0])
+        found_rows = served(tmp_path / "base", ids, *deltas)
+        np.testing.assert_array_equal(found_rows, trained.evaluate(tf.constant(ids))[0])
 
 
 def test_gradients_of_weights_see_rows_of_growing_tables_caught_up() -> None:

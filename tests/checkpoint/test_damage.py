@@ -66,6 +66,17 @@ DAMAGE: dict[str, Callable[[pathlib.Path], None]] = {
 }
 
 
+def check_restore(
+    embedding: te.TPUEmbedding, path: Any, error: type[Exception], named: Any
+) -> None:
+    """The file that the error names is not restored, and nothing changes."""
+    before = models.values(embedding)
+    with pytest.raises(error) as raised:
+        checkpoint.restore(embedding, path)
+    assert str(named) in str(raised.value)
+    models.assert_same(models.values(embedding), before)
+
+
 @pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize("file", [INDEX, DATA])
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -76,15 +87,11 @@ def test_damaged_files(
     models.scramble(embedding, rng)
     path = checkpoint.save(embedding, tmp_path / "saved")
     models.scramble(embedding, rng)
-    before = models.values(embedding)
     DAMAGE[damage](tmp_path / file)
     lost = (damage, file) == ("lost", INDEX)
     error = tf.errors.NotFoundError if lost else tf.errors.DataLossError
-    named = str(tmp_path / file) if file == INDEX and not lost else path
-    with pytest.raises(error) as raised:
-        checkpoint.restore(embedding, path)
-    assert named in str(raised.value)
-    models.assert_same(models.values(embedding), before)
+    named = tmp_path / file if file == INDEX and not lost else path
+    check_restore(embedding, path, error, named)
 
 
 @pytest.mark.parametrize("name", ["tables.npz", "films.npy"])
@@ -97,11 +104,7 @@ def test_damaged_arrays(damage: str, name: str, tmp_path: pathlib.Path) -> None:
     else:
         np.save(file, np.ones((9, 2)))
     DAMAGE[damage](file)
-    before = models.values(embedding)
-    with pytest.raises(tf.errors.DataLossError) as raised:
-        checkpoint.restore(embedding, file)
-    assert str(file) in str(raised.value)
-    models.assert_same(models.values(embedding), before)
+    check_restore(embedding, file, tf.errors.DataLossError, file)
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -120,10 +123,7 @@ def test_damaged_arrays_that_were_converted(
     models.assert_same(models.values(embedding), before)
     file = folder / "films.npy"
     DAMAGE[damage](file)
-    with pytest.raises(tf.errors.DataLossError) as raised:
-        checkpoint.restore(embedding, folder)
-    assert str(file) in str(raised.value)
-    models.assert_same(models.values(embedding), before)
+    check_restore(embedding, folder, tf.errors.DataLossError, file)
     if damage == "last byte":
         with pytest.raises(tf.errors.DataLossError, match="its checksum differs"):
             checkpoint.read(folder)["films"].parameters.numpy()
@@ -193,11 +193,7 @@ def assert_refused(
 ) -> None:
     """No command reads a file; all of them name it."""
     embedding = models.make(te.Adagrad(0.1), sizes or {"films": (9, 2)})
-    before = models.values(embedding)
-    with pytest.raises(error) as raised:
-        checkpoint.restore(embedding, file)
-    assert file in str(raised.value)
-    models.assert_same(models.values(embedding), before)
+    check_restore(embedding, file, error, file)
     commands = (["checkpoint", "inspect"], ["checkpoint", "convert"], ["report"])
     for command in commands:
         output = [file + "_converted"] if "convert" in command else []
@@ -358,34 +354,40 @@ def test_a_conversion_to_arrays_that_fails_leaves_nothing(
     assert sorted(tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize("kind", ["tensorflow", "numpy"])
+@pytest.fixture
+def saved(tmp_path: pathlib.Path) -> str:
+    source = models.make(te.SGD(0.1), {"films": (9, 2)})
+    return checkpoint.save(source, tmp_path / "saved")
+
+
+NUL, BELOW = "a NUL character", "cannot be a file below"
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        ("checkpoint convert SAVED FOLDER/a\0b --to=tensorflow", NUL),
+        ("checkpoint convert SAVED FOLDER/a\0b --to=numpy", NUL),
+        ("checkpoint convert SAVED FOLDER/x --to=numpy --rename=films=a\0b", NUL),
+        ("report SAVED --output FOLDER/r\0.html", NUL),
+        *(
+            (f"checkpoint convert SAVED FOLDER/x --to=numpy --rename=films={n}", BELOW)
+            for n in ("../films", "FOLDER/films", "a//b", ".")
+        ),
+    ],
+)
 def test_names_that_no_file_can_have(
-    kind: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+    command: str,
+    text: str,
+    saved: str,
+    tmp_path: pathlib.Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    source = models.make(te.SGD(0.1), {"films": (9, 2)})
-    path = checkpoint.save(source, tmp_path / "first")
-    before = sorted(tmp_path.iterdir())
-    arguments = ["convert", path, str(tmp_path / "a\0b"), "--to", kind]
-    assert main(["checkpoint", *arguments]) == 2
-    assert "a NUL character" in capsys.readouterr().err
-    assert sorted(tmp_path.iterdir()) == before
-
-
-@pytest.mark.parametrize("command", ["convert", "report"])
-def test_files_whose_names_have_a_nul(
-    command: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = models.make(te.SGD(0.1), {"films": (9, 2)})
-    path = checkpoint.save(source, tmp_path / "first")
-    before = sorted(tmp_path.iterdir())
-    arguments = {
-        "convert": [str(tmp_path / "arrays"), "--to=numpy", "--rename=films=a\0b"],
-        "report": ["--output", str(tmp_path / "r\0.html")],
-    }
-    start = ["checkpoint", "convert"] if command == "convert" else ["report"]
-    assert main([*start, path, *arguments[command]]) == 2
-    assert "a NUL character" in capsys.readouterr().err
-    assert sorted(tmp_path.iterdir()) == before
+    before = sorted(tmp_path.rglob("*"))
+    command = command.replace("SAVED", saved).replace("FOLDER", str(tmp_path))
+    assert main(command.split()) == 2
+    assert text in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize(
@@ -403,15 +405,13 @@ def test_damaged_checksums(content: str, tmp_path: pathlib.Path) -> None:
 
 
 def test_arrays_of_an_interrupted_conversion_are_cleared(
-    tmp_path: pathlib.Path,
+    saved: str, tmp_path: pathlib.Path
 ) -> None:
-    embedding = models.make(te.SGD(0.1), {"films": (9, 2)})
-    path = checkpoint.save(embedding, tmp_path / "saved")
     left = tmp_path / ("arrays" + SCRATCH)
     left.mkdir()
     np.save(left / "books.npy", np.ones((9, 2)))
-    convert = ["checkpoint", "convert", path, str(tmp_path / "arrays"), "--to", "numpy"]
-    assert main(convert) == 0
+    arrays = str(tmp_path / "arrays")
+    assert main(["checkpoint", "convert", saved, arrays, "--to", "numpy"]) == 0
     assert list(checkpoint.read(tmp_path / "arrays")) == ["films"]
     assert not left.exists()
 
@@ -482,26 +482,12 @@ def test_a_killed_save(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tensorflow", "numpy"])
-def test_other_folders_are_left_alone(kind: str, tmp_path: pathlib.Path) -> None:
-    source = models.make(te.SGD(0.1), {"films": (9, 2)})
-    path = checkpoint.save(source, tmp_path / "first")
+def test_other_folders_are_left_alone(
+    kind: str, saved: str, tmp_path: pathlib.Path
+) -> None:
     mine = tmp_path / "second_parts" / "mine"
     mine.parent.mkdir()
     mine.touch()
-    arguments = ["convert", path, str(tmp_path / "second"), "--to", kind]
+    arguments = ["convert", saved, str(tmp_path / "second"), "--to", kind]
     assert main(["checkpoint", *arguments]) == 0
     assert mine.exists()
-
-
-@pytest.mark.parametrize("name", ["../films", "{folder}/films", "a//b", "."])
-def test_names_that_lead_out_of_the_folder(
-    name: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = models.make(te.SGD(0.1), {"films": (9, 2)})
-    path = checkpoint.save(source, tmp_path / "plain")
-    before = sorted(tmp_path.rglob("*"))
-    rename = "films=" + name.format(folder=tmp_path)
-    arguments = [path, str(tmp_path / "arrays"), "--to", "numpy", "--rename", rename]
-    assert main(["checkpoint", "convert", *arguments]) == 2
-    assert "cannot be a file below" in capsys.readouterr().err
-    assert sorted(tmp_path.rglob("*")) == before
