@@ -68,7 +68,6 @@ def test_all_measures_are_written(
     asked = []
 
     def in_process(function: str, *arguments: object, python: str = "") -> dict:
-        del python
         asked.append((function, *arguments))
         return found.get(function, {"seconds": 1.0})
 

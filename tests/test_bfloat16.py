@@ -40,7 +40,6 @@ def slot_of(embedding: Any) -> np.ndarray:
 
 
 def test_halves_the_bytes_of_the_table_alone(engine: str) -> None:
-    del engine
     embedding = make(tf.bfloat16)  # A dtype object is as good as its name.
     (variables,) = embedding.variables.values()
     assert variables["parameters"].dtype == tf.bfloat16
@@ -51,7 +50,6 @@ def test_halves_the_bytes_of_the_table_alone(engine: str) -> None:
 
 
 def test_initializers_may_give_float32(engine: str) -> None:
-    del engine
     asked = []
 
     def numpy_values(shape: Any, dtype: Any) -> np.ndarray:
@@ -79,7 +77,6 @@ def test_both_engines_give_the_same_table(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_seeds(engine: str) -> None:
-    del engine
 
     def trained(**options: Any) -> np.ndarray:
         embedding = make(**options)
@@ -103,7 +100,6 @@ def test_small_steps_are_not_lost(engine: str) -> None:
     a quarter of its square; those of different elements and steps are independent.
     The bound is five standard deviations of the mean of all elements.
     """
-    del engine
     rows, dim, steps, rate = 64, 256, 16, 2.0**-12
     table = te.TableConfig(
         rows, dim, keras.initializers.Constant(0.75), name="t", dtype="bfloat16"
@@ -123,7 +119,6 @@ def test_small_steps_are_not_lost(engine: str) -> None:
 
 def test_float32_is_followed_within_the_spacings(engine: str) -> None:
     """Adagrad's step does not depend on the table: only roundings set them apart."""
-    del engine
     half, whole = make(), make("float32")
     train(half)
     train(whole)
@@ -139,7 +134,6 @@ def test_float32_is_followed_within_the_spacings(engine: str) -> None:
 
 @pytest.mark.parametrize("engine", ["host"], indirect=True)
 def test_pipelining_does_not_change_the_bits(engine: str) -> None:
-    del engine
     plain = make()
     train(plain)
     pipelined = te.TPUEmbedding(
@@ -150,7 +144,6 @@ def test_pipelining_does_not_change_the_bits(engine: str) -> None:
 
 
 def test_v2_and_the_layer_give_the_same_bits(engine: str) -> None:
-    del engine
     embedding = make()
     train(embedding)
     second = te.TPUEmbeddingV2(feature(), te.Adagrad(0.01))
@@ -168,7 +161,6 @@ def test_v2_and_the_layer_give_the_same_bits(engine: str) -> None:
 
 
 def test_the_layer_is_saved(engine: str, tmp_path: pathlib.Path) -> None:
-    del engine
     config = feature(initializer=None, rounding_seed=7)
     inputs = {"seen": keras.Input([2], dtype="int64", name="seen")}
     layer = TPUEmbedding(config, te.Adagrad(0.01))
@@ -187,7 +179,6 @@ def test_the_layer_is_saved(engine: str, tmp_path: pathlib.Path) -> None:
 def test_a_resumed_training_has_the_bits_of_an_unbroken_one(
     save: Callable[..., str], engine: str, tmp_path: pathlib.Path
 ) -> None:
-    del engine
     unbroken = make()
     train(unbroken, range(4))
     first = make()
@@ -208,7 +199,6 @@ def test_a_resumed_training_has_the_bits_of_an_unbroken_one(
 def test_checkpoints_go_from_one_dtype_to_the_other(
     save: Callable[..., str], engine: str, tmp_path: pathlib.Path
 ) -> None:
-    del engine
     (tmp_path / "half").mkdir()
     (tmp_path / "whole").mkdir()
     half, whole = make(), make("float32")
@@ -283,7 +273,6 @@ def test_refused_at_construction(what: str) -> None:
 
 def test_a_slot_of_bfloat16_is_refused() -> None:
     def halves(table: Any, names: list[str], initializers: list[Any]) -> Any:
-        del initializers
         zeros = tf.zeros(table.shape, tf.bfloat16)
         return {name: tf.Variable(zeros, trainable=False) for name in names}
 

@@ -40,7 +40,6 @@ def test_the_positional_combiner_of_tensorflow_is_refused_by_name() -> None:
 
 def test_a_custom_combiner_is_a_word_as_tensorflows_is() -> None:
     def first(valency: Any, vectors: Any) -> Any:
-        del valency
         return vectors[0]
 
     # Without an address: what processes compare, and as TensorFlow's words begin.

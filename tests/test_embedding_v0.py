@@ -36,7 +36,6 @@ KINDS = {
 
 
 def initializer(shape: Any, dtype: Any) -> Any:
-    del dtype
     return cases.named_values(*shape)
 
 

@@ -19,7 +19,6 @@ stock = tf.tpu.experimental.embedding
 
 
 def _all(valency: Any, vectors: Any) -> Any:
-    del valency
     return vectors
 
 

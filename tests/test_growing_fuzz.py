@@ -106,7 +106,6 @@ class Twins(RandomHistory):
 
     @staticmethod
     def draw_strategy(rng: np.random.Generator) -> tf.distribute.Strategy:
-        del rng
         return tf.distribute.get_strategy()
 
     def embed(

@@ -489,7 +489,6 @@ def test_the_plan_counts_its_bytes() -> None:
 
 
 def custom(gradient: Any, table: Any, slots: Any, rate: Any, numbers: Any) -> Any:
-    del slots, numbers
     return table - rate * gradient
 
 

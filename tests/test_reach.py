@@ -44,7 +44,6 @@ class Group:
     def all_to_all(
         self, phase: str, contents: Sequence[bytes], call: str = ""
     ) -> list[bytes]:
-        del phase, call
         self._board[self.rank] = contents
         self._barrier.wait()
         received = [sent[self.rank] for sent in self._board]
@@ -91,7 +90,6 @@ def test_both_processes_read_and_write_a_whole_table(owner: int) -> None:
 
 def test_both_processes_get_the_arrays_of_the_owner() -> None:
     def call(rows: ReachedRows, reach: InJob) -> tuple[bool, list[Any]]:
-        del rows
         local = {"a": np.full([2, 1], reach.rank), "b": np.array(reach.rank + 0.5)}
         return reach.has(0), reach.from_owners(0, [local], "reading")
 
@@ -104,7 +102,6 @@ def test_both_processes_get_the_arrays_of_the_owner() -> None:
 
 def test_parts_of_a_growing_table_come_by_process() -> None:
     def call(rows: ReachedRows, reach: InJob) -> list[Any]:
-        del rows
         assert reach.has(0)
         return reach.from_owners(0, [{"a": np.full([2], reach.rank)}], "reading")
 

@@ -621,20 +621,17 @@ def _growing_exported(trained: Trained, folder: pathlib.Path) -> Any:
 
 
 def _growing_gathered(trained: Trained, folder: pathlib.Path) -> Any:
-    del folder
     table = trained.embedding.embedding_tables[trained.tables[0]]
     return _by_id(trained, tf.gather(table, tf.range(tf.shape(table)[0])))
 
 
 def _growing_looked_up(trained: Trained, folder: pathlib.Path) -> Any:
-    del folder
     engine: Any = trained.embedding.core.create_engine()  # Catches no row up.
     ids = engine._parts[0].vocabularies["adam"].read([])["ids"]
     return trained.evaluate(tf.constant(ids))[0]
 
 
 def _growing_frozen(trained: Trained, folder: pathlib.Path) -> Any:
-    del folder
     frozen = trained.embedding.freeze_vocabulary(trained.tables[0])
     static = te.TPUEmbedding(te.FeatureConfig(frozen.config), None)
     return static.embedding_tables[frozen.config].numpy()[: len(frozen.ids)]

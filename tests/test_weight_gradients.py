@@ -132,6 +132,17 @@ def dense_gradients(combiner: str, weights: dict[str, Any]) -> dict[str, np.ndar
     return found
 
 
+def loss_of(activations: dict[str, tf.Tensor]) -> tf.Tensor:
+    """A loss whose gradients are those of `upstream`."""
+    scale = upstream()
+    return tf.add_n([tf.reduce_sum(a * scale[n]) for n, a in activations.items()])
+
+
+def check_dense(found: Any, combiner: str, weights: dict[str, Any]) -> None:
+    for name, expected in dense_gradients(combiner, weights).items():
+        np.testing.assert_allclose(found[name], expected, 1e-5, 1e-6, err_msg=name)
+
+
 def flat(value: Any) -> np.ndarray:
     return getattr(value, "values", value).numpy()
 
@@ -148,12 +159,11 @@ def make(kind: str, configs: Any, **options: Any) -> Any:
 def gradients_of(kind: str, embedding: Any, weights: dict[str, Any]) -> Any:
     """Trains one step; the gradients of the weights, by feature."""
     given = {name: tf.constant(value) for name, value in weights.items()}
-    scale = upstream()
     if kind == "queue":
         features, formed = features_and_weights(given)
         embedding.enqueue(features, formed)
         embedding.dequeue()
-        gradients = {name: tf.constant(g) for name, g in scale.items()}
+        gradients = {name: tf.constant(g) for name, g in upstream().items()}
         found = embedding.weight_gradients(gradients, features, formed)
         embedding.apply_gradients(gradients)
         return {name: flat(value) for name, value in found.items()}
@@ -166,7 +176,7 @@ def gradients_of(kind: str, embedding: Any, weights: dict[str, Any]) -> Any:
             activations, preserved = embedding(features, formed)
         else:
             activations = embedding(features, formed)
-        loss = tf.add_n([tf.reduce_sum(activations[n] * scale[n]) for n in activations])
+        loss = loss_of(activations)
     if kind == "lookup":
         found, gradients = tape.gradient(loss, [given, activations])
         embedding.apply_gradients(gradients, preserved)
@@ -187,15 +197,12 @@ def test_a_layer_whose_tables_are_frozen(engine: str, combiner: str, graph: bool
         with tf.GradientTape() as tape:
             given = {name: 1.0 * variable for name, variable in variables.items()}
             activations = layer(*features_and_weights(given))
-            loss = tf.add_n(
-                [tf.reduce_sum(a * upstream()[n]) for n, a in activations.items()]
-            )
+            loss = loss_of(activations)
         return tape.gradient(loss, variables)
 
     before = {k: v.numpy() for k, v in layer.embedding_tables.items()}
     found = (tf.function(gradients) if graph else gradients)()
-    for name, expected in dense_gradients(combiner, weights).items():
-        np.testing.assert_allclose(found[name], expected, 1e-5, 1e-6, err_msg=name)
+    check_dense(found, combiner, weights)
     for key, table in layer.embedding_tables.items():
         assert (table.numpy() == before[key]).all()
 
@@ -206,8 +213,7 @@ def test_dense_autodiff_and_training(engine: str, kind: str, combiner: str):
     weights = random_weights()
     embedding, plain = (make(kind, make_configs(combiner)) for _ in range(2))
     found = gradients_of(kind, embedding, weights)
-    for name, expected in dense_gradients(combiner, weights).items():
-        np.testing.assert_allclose(found[name], expected, 1e-5, 1e-6, err_msg=name)
+    check_dense(found, combiner, weights)
     # The tables are trained as without these gradients.
     features, formed = features_and_weights(
         {name: tf.constant(value) for name, value in weights.items()}
@@ -215,9 +221,7 @@ def test_dense_autodiff_and_training(engine: str, kind: str, combiner: str):
     if kind == "layer":
         with tf.GradientTape() as tape:
             activations = plain(features, formed)
-            loss = tf.add_n(
-                [tf.reduce_sum(a * upstream()[n]) for n, a in activations.items()]
-            )
+            loss = loss_of(activations)
         tape.gradient(loss, plain.trainable_variables)
     else:
         gradients = {name: tf.constant(g) for name, g in upstream().items()}

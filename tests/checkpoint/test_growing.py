@@ -167,7 +167,6 @@ def test_a_save_notices_training(
             del task, total
 
         def advance(self, count: int) -> None:
-            del count
             batch = {"film": tf.constant([7], tf.int64), "user": tf.range(2)}
             train_on(trained, batch, {"film": tf.zeros([1, 2]), "user": None})
 

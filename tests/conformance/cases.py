@@ -90,7 +90,6 @@ class Input:
 
 
 def _dense(rng: np.random.Generator, ids: np.ndarray, dtype: tf.DType) -> Any:
-    del rng
     return tf.constant(ids, dtype)
 
 

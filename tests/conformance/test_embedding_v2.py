@@ -30,7 +30,6 @@ class Stepwise:
         self._preserved: Any = None
 
     def enqueue(self, values: Any, weights: Any, training: bool = True) -> None:
-        del training
         self._batch = self._embedding.enqueue(values, weights)
 
     def dequeue(self) -> Any:

@@ -87,7 +87,6 @@ proximal_adagrad = op("ProximalAdagrad", {"accum": "accumulators"}, l1=0.125, l2
 
 
 def sgd(table: Any, slots: Any, gradient: tf.Tensor, rows: tf.Tensor) -> None:
-    del slots
     raw.ResourceScatterSub(resource=table, indices=rows, updates=RATE * gradient)
 
 

@@ -100,7 +100,6 @@ def linear_model(columns: list[Any], layer: Any = None, bias: str = "bias") -> A
     """A model_fn that sums activations and a variable `bias`: each gradient is 1."""
 
     def model_fn(features: Any, labels: Any, mode: str) -> Any:
-        del labels
         if columns:
             out = (layer or estimator.dense_features)(features, columns)
         else:

@@ -85,7 +85,6 @@ def step_of(embedding: Any, strategy: Any) -> Any:
     """A step of one class: gradients of 1, summed over the replicas, a rate of 1."""
 
     def of_queue(ids: tf.Tensor) -> None:
-        del ids
         embedding.apply_gradients(tf.ones_like(embedding.dequeue()))
 
     def of_lookups(ids: tf.Tensor) -> None:

@@ -60,7 +60,6 @@ class Lookups(_Readable, te.TPUEmbeddingV2):
     """te.TPUEmbeddingV2 with the calls of te.TPUEmbedding, inside of strategy.run."""
 
     def enqueue(self, features: Any, weights: Any = None, training: bool = True) -> Any:
-        del training
         self._batch = features, weights
 
     def dequeue(self, *_: Any) -> Any:

@@ -34,7 +34,6 @@ class TableInitializer:
     table: str
 
     def __call__(self, shape: Any, dtype: Any = tf.float32) -> tf.Tensor:
-        del shape
         return tf.constant(initial_table(self.table), dtype)
 
     def get_config(self) -> dict[str, Any]:

@@ -297,10 +297,6 @@ def _saved(layer: Any) -> Any:
         return reader.get_tensor(name)
 
 
-def _sum_of_rows(table: Any) -> Any:
-    return tf.linalg.diag(tf.reduce_sum(tf.convert_to_tensor(table), 0))
-
-
 READERS: dict[str, Callable[[Any], Any]] = {
     "get_weights": lambda layer: layer.get_weights()[0],
     "numpy": lambda layer: layer.embeddings.numpy(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -36,21 +37,28 @@ def table_of(layer: Any) -> np.ndarray:
     return table.numpy()
 
 
-def gradient(layer: Any, ids: Any = IDS) -> Any:
+def train(layer: Any, loss_of: Callable[[], Any]) -> Any:
     with tf.GradientTape() as tape:
-        loss = tf.reduce_sum(layer(ids))
+        loss = loss_of()
     return tape.gradient(loss, layer.trainable_variables)
 
 
+def gradient(layer: Any, ids: Any = IDS) -> Any:
+    return train(layer, lambda: tf.reduce_sum(layer(ids)))
+
+
+each_way = pytest.mark.parametrize(
+    "wrap", [lambda call: call, tf.function], ids=["eager", "graph"]
+)
 ONCE = np.array([[0, 0], [-1, -1], [1, 1], [3, 3]], np.float32)
 
 
 @on_both_engines
-@pytest.mark.parametrize("graph", [False, True])
-def test_one_gradient_is_one_update(graph: bool):
+@each_way
+def test_one_gradient_is_one_update(wrap: Any):
     layer = make_layer()
     assert [v.shape for v in layer.trainable_variables] == [()]
-    step = tf.function(gradient) if graph else gradient
+    step = wrap(gradient)
     (of_virtual,) = step(layer)
     assert of_virtual == 0
     np.testing.assert_array_equal(table_of(layer), ONCE)
@@ -63,9 +71,7 @@ def test_a_traced_forward_pass_under_an_outer_tape_updates_once():
     forward = tf.function(layer)
     for _ in range(2):
         layer.update_embedding_table(*_initial(layer))
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(forward(IDS))
-        tape.gradient(loss, layer.trainable_variables)
+        train(layer, lambda: tf.reduce_sum(forward(IDS)))
         np.testing.assert_array_equal(table_of(layer), ONCE)
 
 
@@ -77,30 +83,18 @@ def test_a_function_within_a_function_needs_its_tape_in_one_of_them():
     def outer(ids: Any) -> Any:
         return inner(ids)
 
-    with (
-        tf.GradientTape(),
-        pytest.raises(
-            tf.errors.InternalError,
-            match="No unary variant unary_op function found for op ZEROS_LIKE",
-        ),
-    ):
+    text = "No unary variant unary_op function found for op ZEROS_LIKE"
+    with tf.GradientTape(), pytest.raises(tf.errors.InternalError, match=text):
         outer(IDS)
-
-    @tf.function
-    def step() -> Any:
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(inner(IDS))
-        return tape.gradient(loss, layer.trainable_variables)
-
-    step()
+    tf.function(lambda: train(layer, lambda: tf.reduce_sum(inner(IDS))))()
     np.testing.assert_array_equal(table_of(layer), ONCE)
 
 
 @on_both_engines
 @pytest.mark.parametrize("trainable_tables", [False, True])
-@pytest.mark.parametrize("graph", [False, True])
+@each_way
 def test_a_scalar_id_is_a_sample_without_a_batch_axis(
-    graph: bool, trainable_tables: bool
+    wrap: Any, trainable_tables: bool
 ):
     rows = te.initializers.RowIdInitializer()
     table = te.TableConfig(4, 2, rows, combiner="sum", name="t")
@@ -119,8 +113,7 @@ def test_a_scalar_id_is_a_sample_without_a_batch_axis(
         )
         return found
 
-    run = tf.function(step) if graph else step
-    found = run(tf.constant(3), tf.constant(0.5))
+    found = wrap(step)(tf.constant(3), tf.constant(0.5))
     assert found["many"].shape == (3, 2)
     np.testing.assert_array_equal(found["one"], [1.5, 1.5])
     expected = ONCE - [[0, 0], [0, 0], [0, 0], [0.5, 0.5]]
@@ -211,8 +204,8 @@ def test_calls_without_a_tape_change_nothing_and_owe_nothing():
 
 
 @on_both_engines
-@pytest.mark.parametrize("graph", [False, True])
-def test_two_towers_are_two_updates_that_saw_the_same_tables(graph: bool):
+@each_way
+def test_two_towers_are_two_updates_that_saw_the_same_tables(wrap: Any):
     layer = make_layer(te.Adagrad(1.0, initial_accumulator_value=1.0))
 
     def step() -> Any:
@@ -222,7 +215,7 @@ def test_two_towers_are_two_updates_that_saw_the_same_tables(graph: bool):
         tape.gradient(loss, layer.trainable_variables)
         return first, second
 
-    first, second = tf.function(step)() if graph else step()
+    first, second = wrap(step)()
     np.testing.assert_array_equal(first, second)
     # The backward pass happens to reach the first call first.
     for row, gradients in ((1, (2.0, 4.0)), (2, (1.0, 2.0))):
@@ -285,17 +278,11 @@ def test_a_gradient_may_be_computed_in_a_graph_within_that_of_the_call():
     np.testing.assert_array_equal(table_of(layer), ONCE)
 
 
-@pytest.mark.parametrize("graph", [False, True])
-def test_what_is_computed_again_in_the_backward_pass_updates_once(graph: bool):
+@each_way
+def test_what_is_computed_again_in_the_backward_pass_updates_once(wrap: Any):
     layer = make_layer()
     again = tf.recompute_grad(lambda scale: scale * layer(IDS))
-
-    def step() -> None:
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(again(tf.constant(1.0)))
-        tape.gradient(loss, layer.trainable_variables)
-
-    (tf.function(step) if graph else step)()
+    wrap(lambda: train(layer, lambda: tf.reduce_sum(again(tf.constant(1.0)))))()
     np.testing.assert_array_equal(table_of(layer), ONCE)
 
 
@@ -319,12 +306,7 @@ def test_a_tape_around_control_flow_is_refused(kind: str):
         ),
     }[kind]
 
-    @tf.function
-    def step() -> None:
-        with tf.GradientTape() as tape:
-            loss = loss_of()
-        tape.gradient(loss, layer.trainable_variables)
-
+    step = tf.function(lambda: train(layer, loss_of))
     with pytest.raises(NotImplementedError, match=r"opened outside of it\. Call the"):
         step()
     np.testing.assert_array_equal(table_of(layer)[1], [1, 1])
@@ -340,16 +322,10 @@ def test_a_persistent_tape_serves_several_calls():
     np.testing.assert_array_equal(table_of(layer)[1], [-3, -3])
 
 
-@pytest.mark.parametrize("graph", [False, True])
-def test_activations_may_be_gathered(graph: bool):
+@each_way
+def test_activations_may_be_gathered(wrap: Any):
     layer = make_layer()
-
-    def step() -> None:
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(tf.gather(layer(IDS), [0, 0]))
-        tape.gradient(loss, layer.trainable_variables)
-
-    (tf.function(step) if graph else step)()
+    wrap(lambda: train(layer, lambda: tf.reduce_sum(tf.gather(layer(IDS), [0, 0]))))()
     np.testing.assert_array_equal(table_of(layer)[1:3], [[-1, -1], [2, 2]])
 
 
@@ -384,8 +360,8 @@ def test_nested_tapes_update_once():
     np.testing.assert_allclose(table_of(layer)[1], 1 - 2 * of_sample, rtol=1e-6)
 
 
-@pytest.mark.parametrize("graph", [False, True])
-def test_a_frozen_layer_is_not_updated(graph: bool):
+@each_way
+def test_a_frozen_layer_is_not_updated(wrap: Any):
     layer = make_layer()
     layer.trainable = False
 
@@ -394,15 +370,15 @@ def test_a_frozen_layer_is_not_updated(graph: bool):
             loss = tf.reduce_sum(layer(IDS))
         assert set(tape.gradient(loss, layer.variables)) == {None}
 
-    (tf.function(step) if graph else step)()
+    wrap(step)()
     np.testing.assert_array_equal(table_of(layer)[1], [1, 1])
     layer.trainable = True
     gradient(layer)
     np.testing.assert_array_equal(table_of(layer), ONCE)
 
 
-@pytest.mark.parametrize("graph", [False, True])
-def test_gradients_with_respect_to_other_things_train_nothing(graph: bool):
+@each_way
+def test_gradients_with_respect_to_other_things_train_nothing(wrap: Any):
     layer = make_layer()
     kernel = tf.Variable([[1.0], [2.0]])
 
@@ -412,7 +388,7 @@ def test_gradients_with_respect_to_other_things_train_nothing(graph: bool):
             loss = tf.reduce_sum(activations @ kernel)
         return tape.gradient(loss, kernel), tape.gradient(loss, {"a": activations})
 
-    of_kernel, of_activations = (tf.function(step) if graph else step)()
+    of_kernel, of_activations = wrap(step)()
     np.testing.assert_array_equal(of_kernel, [[4], [4]])
     np.testing.assert_array_equal(of_activations["a"][0], [1, 2])
     np.testing.assert_array_equal(table_of(layer)[1], [1, 1])
@@ -438,15 +414,13 @@ def test_only_the_tapes_that_record_count():
     np.testing.assert_array_equal(table_of(layer), ONCE)
 
 
-@pytest.mark.parametrize("graph", [False, True])
-def test_without_an_optimizer_there_are_lookups_only(graph: bool):
+@each_way
+def test_without_an_optimizer_there_are_lookups_only(wrap: Any):
     layer = make_layer(None)
     assert layer(IDS).numpy()[0].tolist() == [1, 1]
-    step = tf.function(gradient) if graph else gradient
-    with pytest.raises(
-        RuntimeError, match=r"the tables t: .* or set `layer.trainable = F"
-    ):
-        step(layer)
+    text = r"the tables t: .* or set `layer.trainable = F"
+    with pytest.raises(RuntimeError, match=text):
+        wrap(gradient)(layer)
     layer.trainable = False
     assert layer(IDS).numpy()[0].tolist() == [1, 1]
 
@@ -456,50 +430,44 @@ def test_a_feature_without_a_part_in_the_loss_touches_its_rows():
     config = (te.FeatureConfig(table), te.FeatureConfig(table))
     adam = te.Adam(0.5, beta_1=0.5, epsilon=1.0)
     layer = TPUEmbedding(config, adam)
-    for loss_of in (lambda a, b: tf.reduce_sum(a + b), lambda a, b: tf.reduce_sum(a)):
-        with tf.GradientTape() as tape:
-            loss = loss_of(*layer((tf.constant([1]), tf.constant([2]))))
-        tape.gradient(loss, layer.trainable_variables)
+    ids = tf.constant([1]), tf.constant([2])
+    train(layer, lambda: tf.reduce_sum(tf.add(*layer(ids))))
+    train(layer, lambda: tf.reduce_sum(layer(ids)[0]))
     momenta = models.state(layer)["t%2Fmomenta"]
     np.testing.assert_allclose(momenta[1:3, 0], [0.75, 0.25])
 
 
 def test_gradients_may_stop():
     layer = make_layer()
-    with tf.GradientTape() as tape:
-        loss = tf.reduce_sum(tf.stop_gradient(layer(IDS)))
-    assert tape.gradient(loss, layer.trainable_variables) == [None]
+    stopped = train(layer, lambda: tf.reduce_sum(tf.stop_gradient(layer(IDS))))
+    assert stopped == [None]
     np.testing.assert_array_equal(table_of(layer)[1], [1, 1])
 
 
 @on_both_engines
 def test_an_infinite_gradient_is_an_error_where_asked():
     layer = make_layer(check_numerics=True)
-    with tf.GradientTape() as tape:
-        loss = tf.reduce_sum(layer(IDS)) * float("inf")
     with pytest.raises(tf.errors.InvalidArgumentError, match="not finite"):
-        tape.gradient(loss, layer.trainable_variables)
+        train(layer, lambda: tf.reduce_sum(layer(IDS)) * float("inf"))
     gradient(layer)
     np.testing.assert_array_equal(table_of(layer), ONCE)
 
 
 @on_both_engines
-@pytest.mark.parametrize("graph", [False, True])
-def test_bad_ids_fail_in_training_and_evaluation(graph: bool):
+@each_way
+def test_bad_ids_fail_in_training_and_evaluation(wrap: Any):
     layer = make_layer()
     bad = tf.constant([1, 4])
-    step = tf.function(gradient) if graph else gradient
-    call = tf.function(layer) if graph else layer
     text = r"sample 1 has id 4, but ids must be in \[0, 4\)"
     with pytest.raises(tf.errors.InvalidArgumentError, match=text):
-        step(layer, bad)
+        wrap(gradient)(layer, bad)
     with pytest.raises(tf.errors.InvalidArgumentError, match=text):
-        call(bad)
+        wrap(layer)(bad)
     np.testing.assert_array_equal(table_of(layer)[1], [1, 1])
 
 
-@pytest.mark.parametrize("graph", [False, True])
-def test_the_step_after_a_refused_batch_trains(graph: bool):
+@each_way
+def test_the_step_after_a_refused_batch_trains(wrap: Any):
     """A replica whose own batch was good gives the refused step up, too."""
     strategy = models.mirrored(2)
     with strategy.scope():
@@ -513,7 +481,7 @@ def test_the_step_after_a_refused_batch_trains(graph: bool):
     def step(parts: Any) -> None:
         strategy.run(lambda ids: gradient(layer, ids), (parts,))
 
-    call = tf.function(step) if graph else step
+    call = wrap(step)
     for refused in ([[1], [9]], [[9], [1]]):
         with pytest.raises(tf.errors.InvalidArgumentError, match="has id 9"):
             call(distribute(refused))

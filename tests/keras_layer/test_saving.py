@@ -81,7 +81,6 @@ def test_an_interrupted_fit_is_resumed_to_the_same_bits(
         model.fit(data, epochs=3, shuffle=False, verbose=0, callbacks=[backup, *more])
 
     def interrupt(batch: int, logs: Any) -> None:
-        del logs
         if batch == 1 and (tmp_path / "backup").exists():
             raise KeyboardInterrupt  # In the second epoch.
 

@@ -92,7 +92,6 @@ def test_what_a_program_cannot_do_changes_nothing(generation: str):
         layer(ids, serving_config=te.FeatureConfig(next(iter(layer.embedding_tables))))
 
     def table(ids: Any) -> Any:
-        del ids
         return next(iter(layer.embedding_tables.values())).read_value()
 
     for call, error, text in (

@@ -112,7 +112,6 @@ def by_weights(path: pathlib.Path) -> Callable[[Any, Any], None]:
 
 
 def by_arrays(path: pathlib.Path) -> Callable[[Any, Any], None]:
-    del path
     return lambda source, target: target.set_weights(source.get_weights())
 
 

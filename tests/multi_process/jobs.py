@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
@@ -170,11 +170,3 @@ class Job:
     ) -> None:
         for process in self.processes:
             process.close()
-
-
-@contextlib.contextmanager
-def ended_after(job: Job, *processes: int) -> Iterator[None]:
-    """Kills processes at the end, without a word to the others."""
-    yield
-    for process in processes:
-        job.processes[process].signal(signal.SIGKILL)

@@ -78,7 +78,6 @@ class JobEpisode(Episode):
 
     def _refused(self, kind: str, bad: int) -> None:
         """All processes had looked up, and none has to reset."""
-        del bad
         traced = self.graph and kind == "shape"
         if self.name == "queue" and kind in ("nan", "shape") and not traced:
             self.reference.flush()

@@ -33,12 +33,10 @@ class At:
         self._task = ""
 
     def start(self, task: str, total: int) -> None:
-        del total
         self._task = task
         self._reach(task)
 
     def advance(self, count: int) -> None:
-        del count
         self._reach(f"{self._task} on")
 
     def _reach(self, moment: str) -> None:
@@ -159,16 +157,3 @@ def restore_damaged(
     after = training.tables_of(embedding)
     same = all(np.array_equal(after[name], before[name]) for name in before)
     return *found, same
-
-
-def restore_on(strategy: Any, path: str, folder: str) -> tuple[str, str, float]:
-    """Restores again and again until that fails; see `calls.train_with_fault`."""
-    embedding = training.create(strategy, CASE)
-    embedding.build()
-
-    def restore() -> None:
-        while True:
-            te.checkpoint.restore(embedding, path)
-            pathlib.Path(folder, f"restored{calls.rank(strategy)}").touch()
-
-    return *calls.failure(restore), time.monotonic()

@@ -86,7 +86,6 @@ def exported(tmp_path: pathlib.Path) -> Trainer:
 
 @pytest.fixture(name="client")
 def served(trainer: Trainer, tmp_path: pathlib.Path) -> Iterator[Client]:
-    del trainer
     server = grpc.server(futures.ThreadPoolExecutor(4))
     prediction_service_pb2_grpc.add_PredictionServiceServicer_to_server(
         Server(str(tmp_path / "base")), server

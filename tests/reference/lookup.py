@@ -111,7 +111,6 @@ def to_samples(
 
 
 def _dense_rows(ids: np.ndarray, structure: None, weights: np.ndarray) -> Any:
-    del structure
     shape = np.shape(ids)
     if len(shape) == 1:
         ids, weights = ids[:, np.newaxis], weights[:, np.newaxis]

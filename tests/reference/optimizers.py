@@ -188,13 +188,11 @@ def _one_minus(share: float) -> float:
 
 
 def _sgd(h: dict, g: np.ndarray, t: np.ndarray, slots: list, lr: float) -> None:
-    del h, slots
     for d in range(len(t)):
         t[d] -= lr * g[d]
 
 
 def _adagrad(h: dict, g: np.ndarray, t: np.ndarray, slots: list, lr: float) -> None:
-    del h
     (a,) = slots
     for d in range(len(t)):
         a[d] += g[d] ** 2
@@ -203,7 +201,6 @@ def _adagrad(h: dict, g: np.ndarray, t: np.ndarray, slots: list, lr: float) -> N
 
 
 def _rowwise(h: dict, g: np.ndarray, t: np.ndarray, slots: list, lr: float) -> None:
-    del h
     (a,) = slots
     a[0] += sum(x**2 for x in g) / len(g)
     if a[0] == 0:
@@ -344,7 +341,6 @@ def _proximal_yogi(
 def _frequency_estimator(
     h: dict, g: np.ndarray, t: np.ndarray, slots: list, step: float
 ) -> None:
-    del g
     (last,) = slots
     delta = min(step - last[0], h["max_delta"])
     outlier = delta >= h["outlier_threshold"] * t[0]

@@ -91,7 +91,6 @@ class Queue(V2):
             return self.embedding.dequeue()["film"], None
 
     def update(self, gradient: tf.Tensor, looked_up: Any) -> None:
-        del looked_up
         self.embedding.apply_gradients({"film": gradient})
 
 
@@ -295,7 +294,6 @@ class SparseCoreEpisode(Episode):
         )
 
     def _step(self, kind: str) -> Callable[..., tf.Tensor]:
-        del kind
 
         def step(ids: Any, gradients: Any, fails: Any) -> tf.Tensor:
             activations, looked_up = self.user.look_up(ids)
@@ -329,7 +327,6 @@ class HardwareQueueEpisode(SparseCoreEpisode):
         return self._splitting(tf.function(run, autograph=False) if self.graph else run)
 
     def _step(self, kind: str) -> Callable[..., tf.Tensor]:
-        del kind
 
         def step(gradients: Any, fails: Any) -> tf.Tensor:
             films = self.user.embedding.dequeue()["film"]

@@ -68,7 +68,6 @@ class OnV4(OnTPU):
         self.embedding.apply_gradients(ONES)
 
     def call(self, entry: str, features: Any, weights: Any) -> Any:
-        del entry
         self.embedding.enqueue(features, weights)
 
     def check_queue(self) -> None:

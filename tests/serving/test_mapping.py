@@ -30,6 +30,23 @@ def answers(path: pathlib.Path) -> dict[str, np.ndarray]:
     return {name: value.numpy() for name, value in found.items()}
 
 
+def export_films(path: pathlib.Path, values: tf.Tensor) -> te.TableConfig:
+    films = te.TableConfig(*values.shape, name="films")
+    te.serving.export(
+        {films: values},
+        path,
+        feature_config={"film": te.FeatureConfig(films)},
+        signatures=["dense"],
+        mapped=True,
+    )
+    return films
+
+
+def numbered(rows: int) -> tf.Tensor:
+    """Rows of 128 columns, each with its number."""
+    return tf.repeat(tf.range(rows, dtype=tf.float32)[:, tf.newaxis], 128, 1)
+
+
 @pytest.mark.parametrize("storage", STORAGES)
 def test_answers_as_an_export_that_is_loaded(
     storage: str, trained: Trained, tmp_path: pathlib.Path
@@ -80,17 +97,8 @@ print(*found["film"].numpy()[:, 0].tolist(), peak() - before)
 
 
 def test_the_first_call_does_not_read_the_file(tmp_path: pathlib.Path) -> None:
-    rows, dim = 1 << 17, 128  # 64 MiB.
-    for name, size in (("large", rows), ("small", 8)):
-        films = te.TableConfig(size, dim, name="films")
-        values = tf.repeat(tf.range(size, dtype=tf.float32)[:, tf.newaxis], dim, 1)
-        te.serving.export(
-            {films: values},
-            tmp_path / name,
-            feature_config={"film": te.FeatureConfig(films)},
-            signatures=["dense"],
-            mapped=True,
-        )
+    export_films(tmp_path / "large", numbered(1 << 17))  # 64 MiB.
+    export_films(tmp_path / "small", numbered(8))
     ran = subprocess.run(
         [sys.executable, "-c", FIRST_CALL, tmp_path / "large", tmp_path / "small"],
         check=True,
@@ -146,14 +154,7 @@ def test_a_wrong_file_is_named_and_nothing_changes(
 @pytest.fixture(name="damaged")
 def make_damaged(tmp_path: pathlib.Path) -> tuple[pathlib.Path, te.TableConfig]:
     """An export of 2.5 MiB, of whose file one bit in the second MiB is flipped."""
-    films = te.TableConfig(5 << 10, 128, name="films")
-    te.serving.export(
-        {films: tf.ones([5 << 10, 128])},
-        tmp_path / "model",
-        feature_config={"film": te.FeatureConfig(films)},
-        signatures=["dense"],
-        mapped=True,
-    )
+    films = export_films(tmp_path / "model", tf.ones([5 << 10, 128]))
     with open(tmp_path / "model" / "mapped" / "0.table", "r+b") as file:
         file.seek((1 << 20) + 12345)
         octet = file.read(1)[0]
@@ -215,14 +216,7 @@ def test_an_export_without_checksums_is_read(
 def test_a_description_that_was_cut_or_changed_is_refused(
     change: Callable[[str], str], message: str, tmp_path: pathlib.Path
 ) -> None:
-    films = te.TableConfig(5 << 10, 128, name="films")
-    te.serving.export(
-        {films: tf.ones([5 << 10, 128])},
-        tmp_path,
-        feature_config={"film": te.FeatureConfig(films)},
-        signatures=["dense"],
-        mapped=True,
-    )
+    films = export_films(tmp_path, tf.ones([5 << 10, 128]))
     described = tmp_path / "mapped" / "tables.json"
     changed = change(described.read_text())
     assert changed != described.read_text()
@@ -286,17 +280,9 @@ def test_our_programs_read_the_same_files(
 
 def test_our_programs_keep_nothing_resident(tmp_path: pathlib.Path) -> None:
     """Every row of 32 MiB is read, by three threads, in any order."""
-    rows, dim = 1 << 16, 128
-    films = te.TableConfig(rows, dim, name="films")
-    config = {"film": te.FeatureConfig(films)}
-    te.serving.export(
-        {films: tf.repeat(tf.range(rows, dtype=tf.float32)[:, tf.newaxis], dim, 1)},
-        tmp_path / "model",
-        feature_config=config,
-        signatures=["dense"],
-        mapped=True,
-    )
-    serving = te.TPUEmbeddingForServing(config, None, mapped=tmp_path / "model")
+    rows = 1 << 16
+    films = export_films(tmp_path / "model", numbered(rows))
+    serving = _serve(tmp_path / "model", films)
     wrong = [0] * 3
 
     def read(thread: int) -> None:

@@ -36,14 +36,12 @@ def combine(valency, vectors, weights) -> tf.Tensor:
 
 @tf.function(input_signature=[VALENCIES, VECTORS, WEIGHT, GRADIENT])
 def table_vjp(valency, vectors, weights, gradient) -> tf.Tensor:
-    del vectors
     scaled = gradient / counts(valency)
     return weights[:, :, None] * scaled[:, None, :]
 
 
 @tf.function(input_signature=[VALENCIES, VECTORS, WEIGHT, GRADIENT])
 def weights_vjp(valency, vectors, weights, gradient) -> tf.Tensor:
-    del weights
     return tf.linalg.matvec(vectors, gradient) / counts(valency)
 
 

@@ -92,7 +92,6 @@ def test_a_rule_of_ones_own(rng: np.random.Generator):
 
 @tf.function(input_signature=[row(1, D), row(1, D), row(1, D), row(), row()])
 def forgets_its_slot(gradient, table, slot, rate, power) -> tf.Tensor:
-    del slot, power
     return table - rate * gradient
 
 
@@ -103,7 +102,6 @@ def returns_another_shape(gradient, table, rate, power) -> tf.Tensor:
 
 @tf.function(input_signature=[row(1, D), row(1, D), row(), row()])
 def fails(gradient, table, rate, power) -> tf.Tensor:
-    del rate, power
     with tf.control_dependencies(
         [tf.debugging.Assert(False, ["an error of the rule"])]
     ):

@@ -25,7 +25,6 @@ RATINGS = RANDOM.standard_normal([64, 1]).astype(np.float32)
 
 
 def samples(context: Any = None) -> tf.data.Dataset:
-    del context
     return tf.data.Dataset.from_tensor_slices((IDS, RATINGS)).repeat().batch(16)
 
 
