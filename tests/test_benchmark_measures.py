@@ -1,15 +1,18 @@
-"""The measures that are no race of steps, and the growing table: tests on tiny ones."""
+"""The benchmarks that are no race of steps, and the growing table: tiny ones."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
 import json
+import os
 import pathlib
 from typing import Any
 
 import numpy as np
 import pytest
+
+from tpu_embedding.testing import library as software_tpu
 
 CHECKOUT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -19,6 +22,7 @@ def root(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder on the path with `benchmarks`, but not the checkout's package."""
     (tmp_path / "benchmarks").symlink_to(CHECKOUT / "benchmarks")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # A peer adds to it.
 
 
 def test_tables_of_bfloat16_are_measured_beside_ours() -> None:
@@ -210,3 +214,100 @@ def test_the_cost_of_tracking_is_printed(capsys: pytest.CaptureFixture[str]) -> 
     assert "ms for a step; one consumer" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         deltas.main(["--only", "publishing"])
+
+
+def test_the_stock_ops_get_the_same_batch_and_give_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    software_tpu.load()
+    scenario = importlib.import_module("benchmarks.scenarios").SCENARIOS["tiny"]
+    one_stack = importlib.import_module("benchmarks.one_stack")
+    # As many devices as the tests have.
+    monkeypatch.setattr(one_stack, "DEVICES", {"one_device": 1, "more_devices": 4})
+    feed = importlib.import_module("benchmarks.feed")
+    ours, stock = (
+        importlib.import_module(f"benchmarks.peers.{name}")
+        for name in ("tpu_embedding_v2", "tensorflow_tpu_host_ops")
+    )
+    for devices in one_stack.DEVICES.values():
+        stack = one_stack.Stack.of(scenario, devices)
+        batches = scenario.batches(1)
+        embedding = ours.embedding(scenario, devices)
+        own = ours.step(embedding, feed.dense(batches))()
+        other = stock.step(scenario, stack, batches)()
+        ((name, table),) = own.tables.items()
+        size = int(own.sizes[name].ids)
+        assert size == other.ids_unpadded_size > 0
+        for key in ("sorted_sample_ids", "sorted_token_ids", "sorted_gains"):
+            found = getattr(table, key)[:size]
+            np.testing.assert_array_equal(found, getattr(other, key)[:size])
+    functions = ours.prepare(scenario, "none")
+    expected = [f"{name}{end}" for name in one_stack.DEVICES for end in ("", "_cpu")]
+    assert list(functions) == expected
+    assert all(function() > 0 for function in functions.values())
+
+
+def test_the_table_of_preprocessing(tmp_path: pathlib.Path) -> None:
+    benchmark = importlib.import_module("benchmarks.preprocessing")
+    names = ["one_device", "eight_devices"]
+    names += [f"{name}_cpu" for name in names]
+    results = {"other": {"missing": "No module named 'other'"}}
+    results["peer"] = {
+        "missing": None,
+        "rule": "r",
+        "milliseconds": {n: {"median": 6.0, "min": 5.0, "max": 9.0} for n in names},
+        "ours": {n: {"median": 2.0, "min": 1.0, "max": 3.0} for n in names},
+    }
+    table = benchmark.markdown("dlrm", results)
+    assert "| other | not measured: No module named 'other' |" in table
+    row = "| peer | r | 8 | 6.00 (5.00-9.00) | 2.00 (1.00-3.00) | 3.00 x | 3.00 x | "
+    assert f"{row}219.1 M |" in table
+    slow = {n: {"median": 3.9, "min": 3.0, "max": 4.0} for n in names}
+    results["peer"] |= {"milliseconds": slow}
+    assert "| 1.95 x, **missed** | 1.95 x |" in benchmark.markdown("dlrm", results)
+    assert "**missed**" not in benchmark.markdown("tiny", results)
+    benchmark._write(tmp_path, "dlrm", results)
+    assert (tmp_path / "dlrm-preprocessing.png").stat().st_size > 0
+
+
+@pytest.fixture
+def serving(monkeypatch: pytest.MonkeyPatch) -> Any:
+    module = importlib.import_module("benchmarks.serving")
+    monkeypatch.setattr(module, "ROWS", 50)
+    return module
+
+
+@pytest.mark.parametrize("features", [1, 4])
+def test_runs_no_more_ops_than_the_peer(
+    features: int, serving: Any, tmp_path: pathlib.Path
+) -> None:
+    scenario = serving.Scenario("few", features=features, ids=2, other="ragged")
+    sessions = serving.export(scenario, tmp_path)
+    inputs = serving.make_inputs(scenario, 3)["sparse"]
+    ours, most = (sessions[side].num_ops("sparse", inputs) for side in ("ours", "peer"))
+    assert 0 < ours <= most
+
+
+def test_times_ours_and_the_peer_in_turn(
+    serving: Any,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(serving, "BATCHES", (1, 4))
+    serving.main(
+        ["--scenarios", "one_feature", "--rounds", "2", "--out", str(tmp_path)]
+    )
+    found = json.loads((tmp_path / "serving.json").read_text())["one_feature"]
+    names = ["tf.nn.safe_embedding_lookup_sparse", "ours, sparse", "ours, dense"]
+    assert {size: list(times) for size, times in found.items()} == {
+        "1": names,
+        "4": names,
+    }
+    table = (tmp_path / "serving.md").read_text()
+    assert capsys.readouterr().out.endswith(f"{table}\n")
+    assert "| one_feature, 1 x 1 ids, microseconds | batch 1 | batch 4 |" in table
+    assert (tmp_path / "serving.png").stat().st_size > 0
+    times = {serving.PEER: 100.0, "ours, sparse": 101.0, "ours, dense": 99.0}
+    assert serving._cell("ours, sparse", times) == "101 (1.010, aim 1 **missed**)"
+    assert serving._cell("ours, dense", times) == "99 (0.990)"

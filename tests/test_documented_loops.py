@@ -1,14 +1,24 @@
-"""TensorFlow's documented loops on the host engine."""
+"""TensorFlow's documented loops: only the strategy differs."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from documented_loops import BATCH, assert_same, dataset, feature_config, loops, stock
 
 import tpu_embedding as te
+from tpu_embedding.testing import SoftwareTPUStrategy
+
+
+def two_replicas() -> tf.distribute.Strategy:
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+def two_cores() -> tf.distribute.Strategy:
+    return SoftwareTPUStrategy("v4", 2)
 
 
 def test_loops() -> None:
@@ -16,6 +26,7 @@ def test_loops() -> None:
     for make in (
         lambda: tf.distribute.OneDeviceStrategy("CPU:0"),
         lambda: tf.distribute.MirroredStrategy(["CPU:0", "CPU:1", "CPU:2"]),
+        two_cores,
     ):
         strategy = make()
         with strategy.scope():
@@ -26,9 +37,10 @@ def test_loops() -> None:
     assert_same(results)
 
 
-def test_constructor_of_2_3() -> None:
+@pytest.mark.parametrize("make", [two_replicas, two_cores])
+def test_constructor_of_2_3(make: Any) -> None:
     """(feature_config, batch_size, optimizer), as the page of TensorFlow 2.3 has it."""
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    strategy = make()
     with strategy.scope():
         embedding = te.TPUEmbedding(
             feature_config=feature_config(), batch_size=BATCH, optimizer=stock.SGD(0.1)
@@ -38,7 +50,7 @@ def test_constructor_of_2_3() -> None:
 
 def test_enqueue_core_by_core() -> None:
     """The finer grained form: each replica enqueues its own part in strategy.run."""
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    strategy = two_replicas()
     with strategy.scope():
         embedding = te.TPUEmbedding(feature_config(), stock.SGD(0.1))
     iterator = iter(strategy.distribute_datasets_from_function(dataset))
@@ -54,4 +66,35 @@ def test_enqueue_core_by_core() -> None:
     features, _ = next(iterator)
     activations = step(features)["bought"]
     for ids, found in zip(features["bought"].values, activations.values, strict=True):
+        np.testing.assert_array_equal(found[:, 0], tf.cast(ids, tf.float32))
+
+
+def test_enqueue_core_by_core_with_the_device() -> None:
+    """The finer grained form that the documentation prints, with `device`."""
+    strategy = two_cores()
+    with strategy.scope():
+        embedding = te.TPUEmbedding(feature_config(), stock.SGD(0.1))
+    iterator = iter(
+        strategy.distribute_datasets_from_function(
+            dataset, tf.distribute.InputOptions(experimental_fetch_to_device=False)
+        )
+    )
+    features, _ = next(iterator)
+    per_core = {
+        name: strategy.experimental_local_results(value)
+        for name, value in features.items()
+    }
+
+    def per_core_enqueue(ctx: Any) -> tf.Tensor:
+        core_id = ctx.replica_id_in_sync_group
+        device = strategy.extended.worker_devices[core_id]
+        own = {name: values[core_id] for name, values in per_core.items()}
+        embedding.enqueue(own, training=False, device=device)
+        return tf.constant(core_id)
+
+    with pytest.raises(ValueError, match=r"of the strategy, .*CPU:0, .*CPU:1\. Rec.*7"):
+        embedding.enqueue(features, device="/CPU:7")
+    strategy.experimental_distribute_values_from_function(per_core_enqueue)
+    activations = strategy.run(embedding.dequeue)["bought"]
+    for ids, found in zip(per_core["bought"], activations.values, strict=True):
         np.testing.assert_array_equal(found[:, 0], tf.cast(ids, tf.float32))

@@ -6,6 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 import tensorflow as tf
+from absl import logging
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The warnings of the test."""
+    found: list[str] = []
+    monkeypatch.setattr(logging, "warning", lambda text, *a: found.append(text % a))
+    return found
 
 
 @pytest.fixture(autouse=True)

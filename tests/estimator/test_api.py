@@ -351,11 +351,7 @@ def no_scopes(features: Any, made: list[Any]) -> Any:
     return tf.concat(tensors, axis=1)
 
 
-def test_tables_without_scopes_keep_apart(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-):
-    said: list[str] = []
-    monkeypatch.setattr(logging, "warning", lambda text, *a: said.append(text % a))
+def test_tables_without_scopes_keep_apart(tmp_path: pathlib.Path, said: list[str]):
     made = [embedding("a", 1, initializer=ROWS), embedding("b", 1, initializer=ROWS)]
     spec = interop.EmbeddingConfigSpec(made, SGD)
     trained = make_estimator(linear_model(made, no_scopes), tmp_path, spec)
@@ -367,10 +363,8 @@ def test_tables_without_scopes_keep_apart(
 
 
 def test_a_feature_without_gradient_counts_as_zeros(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: pathlib.Path, said: list[str]
 ):
-    said: list[str] = []
-    monkeypatch.setattr(logging, "warning", lambda text, *a: said.append(text % a))
 
     def layer(features: Any, made: list[Any]) -> Any:
         estimator.dense_features(features, made[:1])

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from absl import logging
 from estimator.estimator_models import (
     batches,
     linear_model,
@@ -34,6 +33,12 @@ Options = estimator.ProfileOptions
 def profiler(folder: pathlib.Path, options: Any = ALL, **more: Any) -> Any:
     made = dict_spec(profile_data_directory=str(folder), **more)
     return estimator.EmbeddingProfiler(made, options)
+
+
+def observe(run: Any) -> None:
+    """One example, and writes it."""
+    run.observe("f", [1], [0], 1)
+    run.flush()
 
 
 def test_statistics_of_one_batch(tmp_path: pathlib.Path):
@@ -130,11 +135,9 @@ def test_three_percent_by_a_hash(tmp_path: pathlib.Path):
 
 def test_few_samples_leave_the_file(tmp_path: pathlib.Path):
     run = profiler(tmp_path, Options(sample_fraction=1.0, min_samples=2))
-    run.observe("f", [1], [0], 1)
-    run.flush()
+    observe(run)
     assert run.load() == {}
-    run.observe("f", [1], [0], 1)
-    run.flush()
+    observe(run)
     assert run.load()["t"].examples == 2
 
 
@@ -147,21 +150,17 @@ def test_other_parameters_have_other_files(tmp_path: pathlib.Path, change: str):
         "strategy": lambda: profiler(tmp_path, partition_strategy="mod"),
     }[change]()
     for run in (profiler(tmp_path), other):
-        run.observe("f", [1], [0], 1)
-        run.flush()
+        observe(run)
         assert run.load()["t"].examples == 1
 
 
 @pytest.mark.parametrize("content", ["{", "{}", '{"version": 0}'])
 def test_other_files_are_begun_anew(
-    tmp_path: pathlib.Path, content: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: pathlib.Path, content: str, said: list[str]
 ):
-    said: list[str] = []
-    monkeypatch.setattr(logging, "warning", lambda text, *a: said.append(text % a))
     run = profiler(tmp_path)
     pathlib.Path(run._paths["t"]).write_text(content)
-    run.observe("f", [1], [0], 1)
-    run.flush()
+    observe(run)
     assert run.load()["t"].examples == 1
     assert "is no profile, and is begun anew" in said[0]
 
@@ -181,16 +180,13 @@ def test_other_files_are_begun_anew(
     ids=repr,
 )
 def test_damaged_statistics_are_begun_anew(
-    tmp_path: pathlib.Path, change: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: pathlib.Path, change: Any, said: list[str]
 ):
     """Training that lasted for hours must not end in an error over its profile."""
-    said: list[str] = []
-    monkeypatch.setattr(logging, "warning", lambda text, *a: said.append(text % a))
     run = profiler(tmp_path)
     file = pathlib.Path(run._paths["t"])
     for _ in range(2):
-        run.observe("f", [1], [0], 1)
-        run.flush()
+        observe(run)
         assert run.load()["t"] == estimator.TableStatistics(1, 1, 1, (1, 0))
         content = json.loads(file.read_text())
         content["statistics"] = change and {**content["statistics"], **change}
@@ -205,8 +201,7 @@ def test_statistics_of_another_version_or_table_are_not_merged(
     run = profiler(tmp_path)
     file = pathlib.Path(run._paths["t"])
     for _ in range(2):
-        run.observe("f", [1], [0], 1)
-        run.flush()
+        observe(run)
         assert run.load()["t"].examples == 1
         content = json.loads(file.read_text())
         file.write_text(json.dumps({**content, key: 0}))
@@ -226,8 +221,7 @@ def test_runs_that_write_at_once_lose_nothing(
 
     def run() -> None:
         own = profiler(tmp_path)
-        own.observe("f", [1], [0], 1)
-        own.flush()
+        observe(own)
 
     threads = [threading.Thread(target=run) for _ in range(4)]
     for thread in threads:
@@ -238,10 +232,8 @@ def test_runs_that_write_at_once_lose_nothing(
 
 
 def test_a_folder_that_fails_is_a_warning(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
 ):
-    said: list[str] = []
-    monkeypatch.setattr(logging, "warning", lambda text, *a: said.append(text % a))
 
     def full(*_: Any) -> None:
         raise OSError("no space left")

@@ -373,3 +373,16 @@ def test_a_killed_process_fails_the_others_in_seconds() -> None:
     kind, text, _ = found[0]
     assert kind == "UnavailableError"
     assert "Process 1" in text
+
+
+@pytest.mark.second_tier
+@pytest.mark.parametrize(("version", "placement"), [(1, "rows"), (2, "whole")])
+def test_hashed_tables_have_the_bits_of_static_ones(
+    two: Job, version: int, placement: str, tmp_path: pathlib.Path
+) -> None:
+    path = str(tmp_path / "saved")
+    for tables, refused in two.run("hashed.train", version, placement, path):
+        assert {table.tobytes() for table in tables} == {tables[0].tobytes()}
+        assert refused[0] == "ValueError"
+        assert "salt=6" in refused[1]
+        assert "salt=5" in refused[1]

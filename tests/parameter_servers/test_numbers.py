@@ -249,3 +249,23 @@ def test_the_keras_layer_trains_in_a_loop_of_ones_own() -> None:
     )
     for value, other in pairs:
         np.testing.assert_array_equal(other.numpy(), value.numpy())
+
+
+def hashed(**options: Any) -> dict[str, te.FeatureConfig]:
+    """The first and the last of three tables are hashed."""
+    found = features(**options)
+    hashings = {
+        "t0": te.Hashing(20, hashes=2, salt=5),
+        "t2": te.Hashing(20, hashes=3, combine="sum"),
+    }
+    for table in {id(c.table): c.table for c in found.values()}.values():
+        if table.name in hashings:
+            table.vocabulary_size = hashings[table.name]
+            table.initializer = te.RowIdInitializer()
+    return found
+
+
+@pytest.mark.second_tier
+def test_hashed_tables_have_the_bits_of_one_process() -> None:
+    for kind, options in classes():
+        require_bits_of_one_process(kind, hashed(placements=MIXED), **options)

@@ -1,14 +1,21 @@
-"""Model.fit of tf_keras under MultiWorkerMirroredStrategy."""
+"""Model.fit of tf_keras under the strategies of several machines."""
 
 from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
 
 import numpy as np
 import tensorflow as tf
 from multi_process import tf_keras_fit
 from multi_process.jobs import Job
 
+import tpu_embedding as te
 
-def test_fit_trains_as_with_two_replicas_of_one_process() -> None:
+
+def test_workers_train_as_two_replicas_of_one_process() -> None:
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     losses, loss, tables = tf_keras_fit.fit(strategy)
     with Job(2) as job:
@@ -17,3 +24,20 @@ def test_fit_trains_as_with_two_replicas_of_one_process() -> None:
             np.testing.assert_allclose(own_loss, loss, rtol=1e-5)
             for name, values in own_tables.items():
                 np.testing.assert_allclose(values, tables[name], rtol=1e-5, atol=1e-6)
+
+
+SCRIPT = pathlib.Path(__file__).with_name("parameter_server_fit.py")
+
+
+def test_servers_have_the_bits_of_one_process() -> None:
+    """In a process of its own: a cluster belongs to an eager context."""
+    paths = [pathlib.Path(te.__file__).parents[1], SCRIPT.parents[1], *sys.path]
+    done = subprocess.run(
+        [sys.executable, "-P", str(SCRIPT)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.stdout.splitlines()[-1:] == ["passed"], done.stderr[-4000:]
