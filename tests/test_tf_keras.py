@@ -14,7 +14,17 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 FOLDER = "tests/tf_keras"
 FIRST_TIER = [f"{FOLDER}/test_models.py"]
 # Those of tf_keras alone, and those that each Keras runs.
-SECOND_TIER = [FOLDER, f"--ignore={FIRST_TIER[0]}"]
+SECOND_TIER = [
+    *(FOLDER, f"--ignore={FIRST_TIER[0]}"),
+    *(
+        f"tests/keras_layer/test_checkpoints.py::test_{name}"
+        for name in (
+            "names_in_checkpoints",
+            "checkpoints_of_the_layer_and_of_tpu_embedding_fit",
+            "clones_are_new_models_of_the_same_kind",
+        )
+    ),
+]
 THIRD_TIER = [
     "tests/keras_layer/test_catch_up.py",
     "tests/keras_layer/test_fused_rows.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import optimizer_cases
 import pytest
 import tensorflow as tf
 from conformance import cases
-from conformance.twin import Feature, Table, Twin
+from conformance.test_training import two_features
 
 import tpu_embedding as te
 
@@ -17,17 +18,7 @@ RATE = 0.25
 pytestmark = pytest.mark.parametrize("engine", ["host"], indirect=True)
 
 
-def pipelined(optimizer: Any, **arguments: Any) -> Twin:
-    return Twin(
-        {"table": Table(combiner="mean")},
-        {
-            "dense": Feature("table", cases.INPUT_BY_NAME["dense2"], weighted=True),
-            "ragged": Feature("table", cases.INPUT_BY_NAME["ragged"]),
-        },
-        optimizer,
-        pipeline_execution_with_tensor_core=True,
-        **arguments,
-    )
+pipelined = functools.partial(two_features, pipeline_execution_with_tensor_core=True)
 
 
 @pytest.mark.parametrize("case", optimizer_cases.OPTIMIZERS, ids=lambda case: case.name)

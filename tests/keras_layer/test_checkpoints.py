@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras_layer import models
-from keras_layer.trained import ALL_SLOTS, assert_same_bits, make_model
+from keras_layer.trained import ALL_SLOTS, assert_same_bits, everything, make_model
 from keras_layer.version import keras
 
 import tpu_embedding as te
@@ -139,3 +139,13 @@ def test_a_checkpoint_restored_before_the_layer_is_built(tmp_path: pathlib.Path)
     other = TPUEmbedding(models.feature_config(tables), "adagrad")
     tf.train.Checkpoint(layer=other).restore(path)
     assert other.embedding_tables[tables["films"]].numpy()[10, 2] == 7.0
+
+
+def test_clones_are_new_models_of_the_same_kind():
+    model = make_model()
+    clone = keras.models.clone_model(model)
+    before = everything(model)
+    assert everything(clone).keys() == before.keys()
+    for variable in clone.variables:
+        variable.assign(np.ones(variable.shape))
+    assert_same_bits(model, before)

@@ -111,16 +111,6 @@ def test_the_portable_engine_continues_to_the_same_bits(
     assert_goes_on(model, before, steps, after)
 
 
-def test_clones_are_new_models_of_the_same_kind():
-    model = make_model()
-    clone = keras.models.clone_model(model)
-    before = everything(model)
-    assert everything(clone).keys() == before.keys()
-    for variable in clone.variables:
-        variable.assign(keras.ops.ones_like(variable))
-    assert_same_bits(model, before)
-
-
 # Keras 3.15.1 warns of what it skips, before the layer says what is missing.
 @pytest.mark.filterwarnings("ignore:Skipping nested container:UserWarning")
 def test_a_file_that_does_not_fit_changes_nothing(tmp_path: pathlib.Path, seed: int):

@@ -58,26 +58,29 @@ def small_files(is_culprit: bool) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+def saved_first(strategy: Any, folder: str) -> tuple[Any, dict[str, np.ndarray]]:
+    embedding = training.create(strategy, CASE)
+    embedding.build()
+    te.checkpoint.save(embedding, f"{folder}/first")
+    return embedding, training.tables_of(embedding)
+
+
+def is_same(embedding: Any, before: dict[str, np.ndarray]) -> bool:
+    after = training.tables_of(embedding)
+    return all(np.array_equal(after[name], before[name]) for name in before)
+
+
 def fail_to_save(
     strategy: Any, folder: str, kind: str, culprit: int
 ) -> tuple[str, str, float]:
     """Saves, and once more where the storage fails; then checks that all goes on.
 
-    Args:
-      strategy: The strategy.
-      folder: Empty.
-      kind: "full", "a file", or a moment of `At` at which the folder vanishes.
-      culprit: The process that meets it.
-
-    Returns:
-      Type and text of the error of the second save, and its seconds.
+    The kind is "full", "a file", or a moment of `At` at which the folder vanishes.
+    Returns the error of the second save, and its seconds.
     """
     is_culprit = calls.rank(strategy) == culprit
     place = pathlib.Path(folder, "place")
-    embedding = training.create(strategy, CASE)
-    embedding.build()
-    before = training.tables_of(embedding)
-    te.checkpoint.save(embedding, f"{folder}/first")
+    embedding, before = saved_first(strategy, folder)
     if kind == "a file":
         place.touch()
     else:
@@ -100,8 +103,7 @@ def fail_to_save(
         if path == "third":
             te.checkpoint.save(embedding, f"{folder}/third")
         te.checkpoint.restore(embedding, f"{folder}/{path}")
-        after = training.tables_of(embedding)
-        assert all(np.array_equal(after[name], before[name]) for name in before)
+        assert is_same(embedding, before)
     return *found, seconds
 
 
@@ -113,10 +115,7 @@ def fail_to_restore(
     At "Restoring on" it does not vanish: the culprit fails to read it.
     """
     place = pathlib.Path(folder, "place")
-    embedding = training.create(strategy, CASE)
-    embedding.build()
-    before = training.tables_of(embedding)
-    te.checkpoint.save(embedding, f"{folder}/first")
+    embedding, before = saved_first(strategy, folder)
     te.checkpoint.save(embedding, f"{place}/second")
 
     def act() -> None:
@@ -134,8 +133,7 @@ def fail_to_restore(
     )
     seconds = time.monotonic() - begin
     te.checkpoint.restore(embedding, f"{folder}/first")
-    after = training.tables_of(embedding)
-    assert all(np.array_equal(after[name], before[name]) for name in before)
+    assert is_same(embedding, before)
     return *found, seconds
 
 
@@ -153,7 +151,4 @@ def restore_damaged(
         else:
             te.checkpoint.restore(embedding, path)
 
-    found = calls.failure(restore)
-    after = training.tables_of(embedding)
-    same = all(np.array_equal(after[name], before[name]) for name in before)
-    return *found, same
+    return *calls.failure(restore), is_same(embedding, before)
