@@ -1,4 +1,4 @@
-"""The benchmarks that are no race of steps, and the growing table: tiny ones."""
+"""The benchmarks of other things than steps, with tiny tables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ def root(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder on the path with `benchmarks`, but not the checkout's package."""
     (tmp_path / "benchmarks").symlink_to(CHECKOUT / "benchmarks")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(os, "environ", os.environ.copy())  # A peer adds to it.
 
 
 def test_tables_of_bfloat16_are_measured_beside_ours() -> None:
@@ -219,6 +218,7 @@ def test_the_cost_of_tracking_is_printed(capsys: pytest.CaptureFixture[str]) -> 
 def test_the_stock_ops_get_the_same_batch_and_give_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # The peer adds to it.
     software_tpu.load()
     scenario = importlib.import_module("benchmarks.scenarios").SCENARIOS["tiny"]
     one_stack = importlib.import_module("benchmarks.one_stack")

@@ -13,22 +13,26 @@ import tpu_embedding as te
 from tpu_embedding.testing import SoftwareTPUStrategy
 
 
+def one_device() -> tf.distribute.Strategy:
+    return tf.distribute.OneDeviceStrategy("CPU:0")
+
+
 def two_replicas() -> tf.distribute.Strategy:
     return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+def three_replicas() -> tf.distribute.Strategy:
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1", "CPU:2"])
 
 
 def two_cores() -> tf.distribute.Strategy:
     return SoftwareTPUStrategy("v4", 2)
 
 
-def test_loops() -> None:
+@pytest.mark.parametrize("make", [three_replicas, two_cores])
+def test_loops(make: Any) -> None:
     results = []
-    for make in (
-        lambda: tf.distribute.OneDeviceStrategy("CPU:0"),
-        lambda: tf.distribute.MirroredStrategy(["CPU:0", "CPU:1", "CPU:2"]),
-        two_cores,
-    ):
-        strategy = make()
+    for strategy in (one_device(), make()):
         with strategy.scope():
             embedding = te.TPUEmbedding(
                 feature_config=feature_config(), optimizer=stock.Adagrad(0.1)

@@ -524,8 +524,8 @@ def test_batches_of_tpus_are_counted(topology: str) -> None:
     """Rows of 8 columns are stored as 128."""
 
     def planned(samples: int) -> Any:
-        feature = te.FeatureConfig(table(1000, 8), output_shape=[samples])
-        return on_tpus(topology, feature)
+        feature = te.FeatureConfig(table(1000, 8))
+        return on_tpus(topology, feature, batch_size=samples)
 
     assert planned(2**16).fits
     assert planned(2**22).device_bytes[0] >= 2**20 * 128 * 4

@@ -20,6 +20,7 @@ SECOND_TIER = [
         f"tests/keras_layer/test_checkpoints.py::test_{name}"
         for name in (
             "names_in_checkpoints",
+            "a_checkpoint_restored_before_the_layer_is_built",
             "checkpoints_of_the_layer_and_of_tpu_embedding_fit",
             "clones_are_new_models_of_the_same_kind",
         )
@@ -46,7 +47,7 @@ THIRD_TIER = [
         pytest.param(SECOND_TIER, marks=pytest.mark.second_tier),
         pytest.param(THIRD_TIER, marks=pytest.mark.third_tier),
     ],
-    ids=["models", "of tf_keras alone", "of each Keras"],
+    ids=["first tier", "second tier", "third tier"],
 )
 def test_the_layer_of_tf_keras(files: list[str]):
     run = subprocess.run(

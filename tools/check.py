@@ -37,6 +37,9 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 # How the paths of a package's tests start, if not with its own name under tests.
 TEST_FOLDERS = {
+    "tpu_embedding/commands": "tests/serving/test_delta",
+    "tpu_embedding/compat/estimator": "tests/estimator",
+    "tpu_embedding/compat/interop": "tests/interop",
     "tpu_embedding/engines": "tests/conformance",
     "tpu_embedding/engines/portable": "tests/test_portable",
     "tpu_embedding/layout": "tests/test_plan",
@@ -46,8 +49,9 @@ TEST_FOLDERS = {
     "tpu_embedding/engines/sparse_core": "tests/sparse_core",
     "tpu_embedding/engines/tpu_v2_v4": "tests/tpu_v2_v4",
     "tpu_embedding/optimizers": "tests/conformance",
+    "tpu_embedding/tables": "tests/keras_layer/test_row_tables",
     "examples": "tests/test_examples.py",
-    "benchmarks": "tests/test_benchmarks.py",
+    "benchmarks": "tests/test_benchmark",
 }
 # What runs tests that need a process of their own; `make test-peers` runs the others.
 RUN_BY = {"tests/tf_keras/": "tests/test_tf_keras.py", "tests/peers/": ""}

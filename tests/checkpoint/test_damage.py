@@ -384,8 +384,11 @@ def test_names_that_no_file_can_have(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     before = sorted(tmp_path.rglob("*"))
-    command = command.replace("SAVED", saved).replace("FOLDER", str(tmp_path))
-    assert main(command.split()) == 2
+    words = [
+        word.replace("SAVED", saved).replace("FOLDER", str(tmp_path))
+        for word in command.split()
+    ]
+    assert main(words) == 2
     assert text in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before
 

@@ -18,7 +18,9 @@ RATE = 0.25
 pytestmark = pytest.mark.parametrize("engine", ["host"], indirect=True)
 
 
-pipelined = functools.partial(two_features, pipeline_execution_with_tensor_core=True)
+pipelined = functools.partial(
+    two_features, combiner="mean", pipeline_execution_with_tensor_core=True
+)
 
 
 @pytest.mark.parametrize("case", optimizer_cases.OPTIMIZERS, ids=lambda case: case.name)

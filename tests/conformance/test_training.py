@@ -76,10 +76,10 @@ def test_clipping_and_decay(
     twin.run(rng, 3, without=["weighted"])
 
 
-def two_features(optimizer: Any, **arguments: Any) -> Twin:
+def two_features(optimizer: Any, combiner: str = "sqrtn", **arguments: Any) -> Twin:
     """One table shared by two features of different kinds."""
     return Twin(
-        {"table": Table(combiner="sqrtn")},
+        {"table": Table(combiner=combiner)},
         {
             "dense": Feature("table", cases.INPUT_BY_NAME["dense2"], weighted=True),
             "ragged": Feature("table", cases.INPUT_BY_NAME["ragged"]),

@@ -54,7 +54,7 @@ CALLS: ErrorTable = {
             lambda e: e.train(lambda: (1, 2, 3), steps=1)
         ),
         "There is no checkpoint in ": lambda e: e.get_variable_names(),
-        "There is no checkpoint in": (
+        " to export. Call `train` first, or pass `checkpoint_path`.": (
             lambda e: e.export_saved_model("unused", input_fn)
         ),
     },
@@ -115,39 +115,57 @@ FEATURES: ErrorTable = {
         "Feature 'a': ids must be of shape [batch] or [batch, n]. Received shape "
         "(1, 1, 1).": (SPEC, {"a": dense([[[1]]])}, model_fn),
         "Only sequence columns take ids of rank 3.": (
-            (SPEC, {"a": sparse([[[1]]])}, model_fn)
+            SPEC,
+            {"a": sparse([[[1]]])},
+            model_fn,
         ),
         "Feature 'a' holds strings.": (SPEC, {"a": sparse([["x"]], object)}, model_fn),
         "Cannot find the weights 'wt' of feature 'w' among the features.": (
-            (SPEC_W, {"w": sparse([[1]])}, model_fn)
+            SPEC_W,
+            {"w": sparse([[1]])},
+            model_fn,
         ),
         "Cannot find the weights 'wt' of feature 'w'": (
-            (SHARED_W, {**WEIGHTS, "v": sparse([[1]])}, model_fn)
+            SHARED_W,
+            {**WEIGHTS, "v": sparse([[1]])},
+            model_fn,
         ),
         "Feature 'w' and its weights 'wt' must both be SparseTensors": (
-            (SPEC_W, {"w": sparse([[1]]), "wt": np.float32([[1.0]])}, model_fn)
+            SPEC_W,
+            {"w": sparse([[1]]), "wt": np.float32([[1.0]])},
+            model_fn,
         ),
         "Sequence feature 's' must be of rank 2": (
-            (SEQUENCE, {"s": sparse([[[[1]]]])}, model_fn)
+            SEQUENCE,
+            {"s": sparse([[[[1]]]])},
+            model_fn,
         ),
         "Feature 'f': a table without combiner takes one id for each sample": (
-            (NO_COMBINER, {"f": dense([[1, 2]])}, model_fn)
+            NO_COMBINER,
+            {"f": dense([[1, 2]])},
+            model_fn,
         ),
         "The model_fn must return a TPUEstimatorSpec. Received: 3 of type int.": (
-            (SPEC, A, returning(3))
+            SPEC,
+            A,
+            returning(3),
         ),
         "The model_fn must return a spec of mode 'train'. Received: 'infer'": (
-            (SPEC, A, returning(estimator.TPUEstimatorSpec("infer", predictions=1)))
+            SPEC,
+            A,
+            returning(estimator.TPUEstimatorSpec("infer", predictions=1)),
         ),
     },
     RuntimeError: {
         "The gradients of feature 'a' were computed twice.": (SPEC, A, twice),
         "The model_fn did not use column 'a_embedding' of the EmbeddingConfigSpec.": (
-            (SPEC, A, unused)
+            SPEC,
+            A,
+            unused,
         ),
     },
     tf.errors.InvalidArgumentError: {
-        "8": (SPEC, {"a": sparse([[8]])}, model_fn),
+        "id 8": (SPEC, {"a": sparse([[8]])}, model_fn),
     },
 }
 

@@ -49,9 +49,9 @@ def model(layer: Any, optimizer: Any) -> Any:
     return made
 
 
-def by_rows(rule: str, *arguments: Any, **options: Any) -> Any:
+def by_rows(rule: str, **options: Any) -> Any:
     """`model` by rows, with a rule of Keras."""
-    optimizer = getattr(keras.optimizers, rule)(0.1, *arguments, **options)
+    optimizer = getattr(keras.optimizers, rule)(0.1, **options)
     return model(Embedding(V, D), RowSparseOptimizer(optimizer))
 
 
@@ -600,9 +600,8 @@ def test_a_file_of_rows_needs_no_package(
     tmp_path: pathlib.Path, rng: np.random.Generator
 ):
     made = by_rows("Adam")
-    made.compile(
-        made.optimizer, keras.losses.MeanSquaredError()
-    )  # Keras reads no "mse".
+    # Keras reads no "mse".
+    made.compile(made.optimizer, keras.losses.MeanSquaredError())
     batches = data(rng)
     losses(made, batches)
     names = ["model.keras", "model.h5"]

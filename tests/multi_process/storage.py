@@ -61,8 +61,9 @@ def small_files(is_culprit: bool) -> Iterator[None]:
 def saved_first(strategy: Any, folder: str) -> tuple[Any, dict[str, np.ndarray]]:
     embedding = training.create(strategy, CASE)
     embedding.build()
+    before = training.tables_of(embedding)
     te.checkpoint.save(embedding, f"{folder}/first")
-    return embedding, training.tables_of(embedding)
+    return embedding, before
 
 
 def is_same(embedding: Any, before: dict[str, np.ndarray]) -> bool:

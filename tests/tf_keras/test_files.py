@@ -1,4 +1,4 @@
-"""Files of tf_keras and checkpoints of TensorFlow, TFRS and the Keras 3 layer."""
+"""Files of tf_keras."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from tpu_embedding.keras import TPUEmbedding
 
 # `.h5` is "considered legacy" by tf_keras.
 pytestmark = pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5")
-
-GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "checkpoints"
 
 
 def assert_goes_on(model: Any, loaded: Any, steps: list[Any]) -> None:
