@@ -306,13 +306,14 @@ struct RowLoop {
     if (all_rows) {
       group = std::lower_bound(rows, rows + num_groups, begin) - rows;
     }
+    const int64_t first = group;
     const auto prefetch = [&](int64_t ahead) {
       if (ahead >= num_groups) return;
       PrefetchRowAndSlots(parameters.data(), update, dim, rows[ahead]);
-      const int64_t near = std::max<int64_t>(ahead - distance / 2, 0);
+      const int64_t near = std::max(ahead - distance / 2, first);
       if (table.waiting) PrefetchWait(table, rows[ahead], rows[near]);
     };
-    for (int64_t k = group; k < group + distance; ++k) prefetch(k);
+    for (int64_t k = first; k < first + distance; ++k) prefetch(k);
     for (int64_t i = begin; i < end; i += block.size) {
       block.size = std::min<int64_t>(kRowsOfBlock, end - i);
       for (int k = 0; k < block.size; ++k) {
