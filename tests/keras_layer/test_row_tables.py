@@ -552,6 +552,32 @@ def test_a_plan_has_the_tables_and_slots_of_a_model():
         te.plan(plain, batch_size=8)
 
 
+class Tied(keras.layers.Layer):
+    """Scores all rows of a table."""
+
+    def __init__(self, table: Any) -> None:
+        super().__init__()
+        self.table = table
+
+    def call(self, found: Any) -> Any:
+        return tf.matmul(found, self.table.embeddings, transpose_b=True)
+
+
+def test_what_deltas_refuse(tmp_path: pathlib.Path):
+    followed = Followed(tmp_path, RowSparseOptimizer(keras.optimizers.Adam(0.1)))
+    followed.serve("float32")
+    base = tmp_path / "base"
+    with pytest.raises(ValueError, match=r"has a DeltaWriter for 'replicas'"):
+        te.serving.DeltaWriter(followed.model, base, "replicas")
+    followed.writer.stop()
+    te.serving.DeltaWriter(followed.model, base, "replicas").stop()
+    logits = Tied(followed.layer)(followed.model.output)
+    tied = keras.Model(followed.model.input, logits)
+    with pytest.raises(NotImplementedError, match=r"the whole table 'films' \(as tied"):
+        te.serving.export(tied, tmp_path / "tied", deltas=True)
+    te.serving.export(tied, tmp_path / "tied")
+
+
 @keras_3
 def test_tables_in_several_weights_are_refused(tmp_path: pathlib.Path):
     model, path = make(), tmp_path / "base"

@@ -24,7 +24,7 @@ from tpu_embedding.tables.rows import (
 )
 from tpu_embedding.vocabulary import COMBINES, PARTS, Hashing
 
-VALUE_KEY: str = vars(base)["VARIABLE_VALUE_KEY"]  # It does not see exported names.
+VALUE_KEY: str = vars(base)["VARIABLE_VALUE_KEY"]  # pyright sees none of its names.
 _SUFFIX = f"/{PARAMETERS}"
 _DTYPES = {
     np.dtype(dtype.as_numpy_dtype)

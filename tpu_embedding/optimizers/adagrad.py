@@ -195,7 +195,8 @@ class FTRL(base.Optimizer):
       T = 0 if |linear| <= l1 or quadratic == 0, else
         (sign(linear) * l1 - linear) / quadratic;  a = a'
 
-    McMahan et al., 2013, "Ad click prediction: a view from the trenches".
+    McMahan et al., 2013, "Ad click prediction: a view from the trenches"
+    (https://doi.org/10.1145/2487575.2488200).
     `optimizers.base.Optimizer` describes the other attributes. Arguments, their order
     and defaults are those of tf.tpu.experimental.embedding.FTRL.
 

@@ -101,7 +101,8 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
           tf.errors.NotFoundError: If there is no export.
           NotImplementedError: If the engine of the embedding does not track changes: on
             TPUs and on the portable engine, and in a Keras layer with
-            `trainable_tables=True`.
+            `trainable_tables=True`; or if the model has weights beside its tables
+            (LoRA, quantization), or slots of an unknown optimizer.
           tf.errors.InvalidArgumentError: If a row cannot be stored as in the export.
           tf.errors.AbortedError: If another process of the job raises an error.
         """
@@ -109,7 +110,10 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
         core = getattr(embedding, "core", None) or tables_of_weights(embedding)
         if not isinstance(core, StoredTables):
             raise errors.argument_type(
-                "embedding", embedding, "a TPUEmbedding, TPUEmbeddingV2 or Keras layer"
+                "embedding",
+                embedding,
+                "a TPUEmbedding, TPUEmbeddingV2, Keras layer or model with "
+                "te.keras.Embedding",
             )
         if not isinstance(consumer, str) or not consumer:
             raise errors.argument_type("consumer", consumer, "a name")
@@ -247,7 +251,8 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
     def mark_all_rows(self) -> None:
         """Makes the next delta have all rows, for values that you assigned yourself.
 
-        Restoring a checkpoint or weights does it by itself.
+        Restoring a checkpoint or weights does it by itself. A te.keras.Embedding does
+        not need it: its rows are compared.
         """
         self._require_active()
         tables = self._core.tables()

@@ -113,12 +113,14 @@ def export(
     Raises:
       TypeError: If `source` or the model's result is of the wrong type.
       ValueError: If an argument is not as above.
+      NotImplementedError: If a model with te.keras.Embedding and `deltas` reads a
+        whole table.
       tf.errors.InvalidArgumentError: If a table has values that the storage cannot
         hold.
     """
     share = _share(deltas)
     options = ModelOptions(
-        model, signatures, weighted, dense_inputs or {}, most_samples, share
+        model, signatures, weighted, dense_inputs or {}, most_samples
     )
     options.check()
     _check_mapped(mapped, share, os.fspath(path))
@@ -138,6 +140,7 @@ def export(
     functions = {name: _function(s, compute) for name, s in named.items()}
     functions.setdefault(SERVING_DEFAULT, functions[next(iter(named))])
     if follower is not None:
+        exported.require_lookups(v for f in functions.values() for v in f.variables)
         _add_functions(functions, follower)
     reads = [signature.read for signature in named.values()]
     users = exported.users(options)

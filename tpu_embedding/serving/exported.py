@@ -51,7 +51,6 @@ class ModelOptions:
       weighted: Paths of the features with weights.
       dense_inputs: The further inputs of `model`.
       most_samples: The largest number of samples in sparse input.
-      share: The largest share of rows that a delta may change, or None.
     """
 
     model: Callable[..., Any] | None
@@ -59,7 +58,6 @@ class ModelOptions:
     weighted: Collection[str]
     dense_inputs: Mapping[str, tf.TensorSpec]
     most_samples: int
-    share: float | None
 
     def check(self) -> None:
         """Checks what does not depend on the tables.
@@ -114,6 +112,10 @@ class Exported(abc.ABC):
     @abc.abstractmethod
     def users(self, options: ModelOptions) -> Any:
         """Returns the model or layers whose variables the outputs depend on."""
+
+    def require_lookups(self, variables: Iterable[tf.Variable]) -> None:
+        """Refuses deltas if functions that read these variables read whole tables."""
+        del variables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,6 +232,16 @@ class _WholeModel(Exported):
 
     def users(self, options: ModelOptions) -> Any:
         return self.model.other_layers()
+
+    def require_lookups(self, variables: Iterable[tf.Variable]) -> None:
+        read = {id(variable) for variable in variables}
+        for table in self.model.tables().values():
+            if any(id(variable) in read for variable in table.variables()):
+                raise NotImplementedError(
+                    f"The model reads the whole table {table.spec.name!r} (as tied "
+                    "logits do), and deltas change only what lookups read. Leave "
+                    "`deltas` out, and export the model again."
+                )
 
 
 def read_source(source: Any, feature_config: Any, invalid_ids: Any) -> Exported:

@@ -22,16 +22,15 @@ class ComparedRows:
 
     group = None
 
-    def __init__(
-        self, tables: Callable[[], Mapping[str, Table]], consumer: str
-    ) -> None:
+    def __init__(self, tables: Callable[[], Mapping[str, Table]]) -> None:
         self._tables = tables
-        self._call = f"the DeltaWriter of {consumer}"
-        self._taken = [_fingerprints(table) for table in tables().values()]
-        self.commit()
+        self.commit(end=True)
 
     def mark(self, rows: Sequence[Any]) -> None:
-        """See `RowChanges.mark`."""
+        """See `RowChanges.mark`. Changes count from the first call on."""
+        if not self._marked:
+            self._taken = [_fingerprints(table) for table in self._tables().values()]
+            self.commit()
         for marked, some in zip(self._marked, rows, strict=True):
             marked[some] = True
 
@@ -42,17 +41,19 @@ class ComparedRows:
         columns = zip(self._taken, self._committed, self._marked, strict=True)
         rows = [np.flatnonzero((now != before) | m) for now, before, m in columns]
         return [
-            Changed(own, table.matrix(own, self._call))
+            Changed(own, table.matrix(own, "export_delta"))
             for table, own in zip(tables, rows, strict=True)
         ]
 
     def matrix(self, table: int, rows: np.ndarray) -> TableRows:
         """See `RowChanges.matrix`."""
-        return list(self._tables().values())[table].matrix(rows, self._call)
+        return list(self._tables().values())[table].matrix(rows, "export_delta")
 
     def commit(self, *, end: bool = False) -> None:
         """See `RowChanges.commit`."""
-        self._committed = [] if end else self._taken
+        if end:
+            self._taken: list[np.ndarray] = []
+        self._committed = self._taken
         self._marked = [np.zeros(len(each), bool) for each in self._committed]
 
 

@@ -12,6 +12,8 @@ import tensorflow as tf
 
 from tpu_embedding import errors
 
+_v1 = tf.compat.v1
+
 
 class InputPipelineConfig(enum.Enum):
     """Says how the input_fn is called; here it is called once."""
@@ -205,9 +207,6 @@ def is_warm_started(settings: WarmStartSettings, name: str) -> bool:
     wanted = settings.vars_to_warm_start
     patterns = [wanted] if isinstance(wanted, str) else wanted or []
     return any(re.match(pattern, name) for pattern in patterns)
-
-
-_v1 = tf.compat.v1
 
 
 class ModeKeys:

@@ -23,6 +23,14 @@ from tpu_embedding.compat.interop.parameters import (
 
 COMBINERS = ("mean", "sum", "sqrtn", None)
 
+TABLE_PREFIX = "tbl_"
+SEQUENCE_LENGTH_SUFFIX = "_seq_length_"
+
+# The fields of columns without a TPU table that a spec may hold beside others.
+_NUMERIC_FIELDS = ("key", "shape", "default_value", "normalizer_fn")
+_EMBEDDING_FIELDS = ("categorical_column", "dimension", "combiner", "initializer")
+_LOST = "use_safe_embedding_lookup"
+
 
 @dataclasses.dataclass(frozen=True)
 class TableConfig:
@@ -112,15 +120,6 @@ class FeatureConfig:
             raise errors.argument_type("table_id", self.table_id, "a str")
         if not isinstance(self.weight_key, str | None):
             raise errors.argument_type("weight_key", self.weight_key, "a str or None")
-
-
-TABLE_PREFIX = "tbl_"
-SEQUENCE_LENGTH_SUFFIX = "_seq_length_"
-
-# The fields of columns without a TPU table that a spec may hold beside others.
-_NUMERIC_FIELDS = ("key", "shape", "default_value", "normalizer_fn")
-_EMBEDDING_FIELDS = ("categorical_column", "dimension", "combiner", "initializer")
-_LOST = "use_safe_embedding_lookup"
 
 
 @runtime_checkable

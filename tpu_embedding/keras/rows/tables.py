@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -34,6 +35,8 @@ from tpu_embedding.tables.variables import VariableRows
 from tpu_embedding.tf_configs import convert_features
 
 _LAYER = "te.keras.Embedding"
+# Of each model by consumer.
+_DELTA_WRITERS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 class ModelTables(WeightTables):
@@ -47,7 +50,9 @@ class ModelTables(WeightTables):
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self.delta_writers: dict[str, Any] = {}
+        self.delta_writers = _DELTA_WRITERS.setdefault(
+            model, weakref.WeakValueDictionary()
+        )
         layers = [x for x in model._flatten_layers() if isinstance(x, WeightTable)]
         self.layers: list[Any] = list({id(layer): layer for layer in layers}.values())
         for layer in self.layers:
@@ -207,7 +212,8 @@ class ModelTables(WeightTables):
 
     def changes(self, consumer: str) -> ComparedRows:
         """See `StoredTables.changes`: Keras, too, writes tables."""
-        return ComparedRows(self.tables, consumer)
+        del consumer
+        return ComparedRows(self.tables)
 
     @property
     def telemetry(self) -> Any:
@@ -304,7 +310,7 @@ def _check(layer: Any) -> None:
         if getattr(layer, option, None):
             raise NotImplementedError(
                 f"The table of the {_LAYER} {layer.name!r} is in several weights "
-                f"(`{option}`). Save it as Keras does: `model.save(...)`."
+                f"(`{option}`), which only `model.save(...)` of Keras can write."
             )
 
 
