@@ -12,7 +12,7 @@ import numpy as np
 
 import tpu_embedding as te
 from tpu_embedding.engines.host.servers import places_on_servers
-from tpu_embedding.layout.placing import place_on_servers, place_tables
+from tpu_embedding.layout.balancing import place_on_servers, place_tables
 from tpu_embedding.layout.plan import Plan, make_plan
 from tpu_embedding.tables.variables import TableVariables, create_parts
 from tpu_embedding.tf_configs import convert_features, convert_optimizer

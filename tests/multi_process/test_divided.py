@@ -14,8 +14,8 @@ from multi_process import divided
 from multi_process.jobs import PACKAGE, TESTS, Failure, Job, Process
 
 import tpu_embedding as te
+from tpu_embedding.layout.balancing import place_on_servers, place_tables
 from tpu_embedding.layout.placement import BY_ID
-from tpu_embedding.layout.placing import place_on_servers, place_tables
 
 
 @pytest.mark.second_tier

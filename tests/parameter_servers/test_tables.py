@@ -21,8 +21,8 @@ from parameter_servers.cluster import (
 )
 
 import tpu_embedding as te
+from tpu_embedding.layout.balancing import place_on_servers
 from tpu_embedding.layout.placement import ALL_PROCESSES
-from tpu_embedding.layout.placing import place_on_servers
 from tpu_embedding.tables import variables
 
 pytestmark = pytest.mark.second_tier

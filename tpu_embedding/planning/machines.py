@@ -11,8 +11,8 @@ from typing import Any
 from tpu_embedding.config import STORAGES, DistributedOptions
 from tpu_embedding.engines.host.waiting import waiting_bytes
 from tpu_embedding.layout import limits
+from tpu_embedding.layout.balancing import place_on_servers, place_tables
 from tpu_embedding.layout.placement import Placement
-from tpu_embedding.layout.placing import place_on_servers, place_tables
 from tpu_embedding.layout.plan import Plan, TableSpec, require_options
 from tpu_embedding.planning.report import PlannedPlacement, table_arrays
 from tpu_embedding.planning.sample import Traffic

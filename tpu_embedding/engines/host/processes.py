@@ -17,8 +17,8 @@ from tpu_embedding.engines.host.part import TablePart
 from tpu_embedding.engines.host.transport import Processes
 from tpu_embedding.engines.process_group import Channel, calling, connect
 from tpu_embedding.engines.telemetry import Counts
+from tpu_embedding.layout.balancing import place_tables, rows_of_plan
 from tpu_embedding.layout.placement import Placement
-from tpu_embedding.layout.placing import place_tables, rows_of_plan
 from tpu_embedding.tables.reach import InJob
 from tpu_embedding.tables.variables import Place, TableVariables, create_parts
 

@@ -22,10 +22,10 @@ from tpu_embedding.engines.host.part import TablePart
 from tpu_embedding.engines.host.queue import ServerQueue
 from tpu_embedding.engines.host.transport import Servers
 from tpu_embedding.engines.telemetry import Counts
+from tpu_embedding.layout.balancing import part_of_plan, place_on_servers, rows_of_plan
 from tpu_embedding.layout.csr import PreprocessedFeatures
 from tpu_embedding.layout.partition import Partition
 from tpu_embedding.layout.placement import Placement
-from tpu_embedding.layout.placing import part_of_plan, place_on_servers, rows_of_plan
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.layout.stacking import Layout
 from tpu_embedding.ops import library
