@@ -195,12 +195,15 @@ class CaughtUpRowsOp : public WaitingOp {
       waiting.PrefetchSince(rows[i]);
       distinct.push_back(i);
     }
-    ReadDistinct(
-        parallel_for, view, waiting, distinct.size(),
-        [&](int64_t i) { return rows[distinct[i]]; },
-        [&](int64_t i) {
-          ReadRow(view, waiting, rows[distinct[i]], distinct[i], outputs);
-        });
+    const Work work = WorkToCatchUp(view, distinct.size());
+    ForEachPiece(parallel_for, {work}, [&](const Piece& piece) {
+      ReadInTurn(
+          view, waiting, piece.begin, piece.end,
+          [&](int64_t i) { return rows[distinct[i]]; },
+          [&](int64_t i) {
+            ReadRow(view, waiting, rows[distinct[i]], distinct[i], outputs);
+          });
+    });
     for (int64_t i = 0; i < count; ++i) {
       if (first[i] == i) continue;
       for (float* const output : outputs) {
@@ -455,10 +458,9 @@ void AdvanceTable(const ParallelFor& parallel_for, const Tensor& steps,
 
 void CatchUpAll(const ParallelFor& parallel_for, const TableView& view,
                 WaitingRows* waiting, const Rounding& rounding) {
-  const int64_t width = view.dim * (1 + view.slots.size());
-  const int64_t cycles = view.num_rows * (kCyclesPerWait + width);
-  ForEachPiece(parallel_for, {{view.num_rows, cycles}}, [&](const Piece& p) {
-    CatchUpRows(view, *waiting, rounding, p.begin, p.end);
+  const Work work = WorkToCatchUp(view, view.num_rows);
+  ForEachPiece(parallel_for, {work}, [&](const Piece& piece) {
+    CatchUpRows(view, *waiting, rounding, piece.begin, piece.end);
   });
   waiting->Restart();
 }

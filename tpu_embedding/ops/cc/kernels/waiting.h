@@ -82,26 +82,26 @@ TPU_EMBEDDING_INLINE void PrefetchRow(const TableView& view,
   }
 }
 
-// Runs read(i) for each i below `count`, which reads the row row_of(i) of a
-// table, caught up. These rows must be distinct.
-template <class RowOf, class Read>
-void ReadDistinct(const ParallelFor& parallel_for, const TableView& view,
-                  const WaitingRows& waiting, int64_t count,
-                  const RowOf& row_of, const Read& read) {
+// Returns the work to catch up `count` rows of a table.
+inline Work WorkToCatchUp(const TableView& view, int64_t count) {
   const int64_t width = view.dim * (1 + view.slots.size());
-  const int64_t ahead = RowsAhead(4 * width);
-  ForEachPiece(parallel_for, {{count, count * (kCyclesPerWait + width)}},
-               [&](const Piece& piece) {
-                 for (int64_t i = piece.begin - 2 * ahead; i < piece.end; ++i) {
-                   if (i + 2 * ahead < piece.end) {
-                     waiting.PrefetchSince(row_of(i + 2 * ahead));
-                   }
-                   if (i + ahead >= piece.begin && i + ahead < piece.end) {
-                     PrefetchRow(view, waiting, row_of(i + ahead));
-                   }
-                   if (i >= piece.begin) read(i);
-                 }
-               });
+  return {count, count * (kCyclesPerWait + width)};
+}
+
+// Runs read(i) for each i in [begin, end), which reads the row row_of(i) of a
+// table, caught up.
+template <class RowOf, class Read>
+void ReadInTurn(const TableView& view, const WaitingRows& waiting,
+                int64_t begin, int64_t end, const RowOf& row_of,
+                const Read& read) {
+  const int64_t ahead = RowsAhead(4 * view.dim * (1 + view.slots.size()));
+  for (int64_t i = begin - 2 * ahead; i < end; ++i) {
+    if (i + 2 * ahead < end) waiting.PrefetchSince(row_of(i + 2 * ahead));
+    if (i + ahead >= begin && i + ahead < end) {
+      PrefetchRow(view, waiting, row_of(i + ahead));
+    }
+    if (i >= begin) read(i);
+  }
 }
 
 }  // namespace tpu_embedding

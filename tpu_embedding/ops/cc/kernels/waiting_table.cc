@@ -233,28 +233,33 @@ void ReadCaughtUp(const ParallelFor& parallel_for,
                 FindDistinct(resource.waiting[own[i]->table]->rows(),
                              *own[i]->rows, own[i]->found.get());
               });
+  std::vector<Work> works;
   for (CaughtUp* copy : own) {
     const TableView& view = views[copy->table];
-    const GrowingTable* const growing = resource.growing[copy->table].get();
-    const WaitingRows& waiting = resource.waiting[copy->table]->rows();
-    const int32_t* const rows = copy->distinct();
-    Buffer<float>& copied = copy->found->values;
-    copied.Resize(copy->num_distinct() * view.dim);
+    copy->found->values.Resize(copy->num_distinct() * view.dim);
+    works.push_back(WorkToCatchUp(view, copy->num_distinct()));
+  }
+  ForEachPiece(parallel_for, works, [&](const Piece& piece) {
+    const CaughtUp& copy = *own[piece.owner];
+    const TableView& view = views[copy.table];
+    const GrowingTable* const growing = resource.growing[copy.table].get();
+    const WaitingRows& waiting = resource.waiting[copy.table]->rows();
+    const int32_t* const rows = copy.distinct();
     const auto waits = [&](int64_t i) {
       return !growing || (rows[i] >= 0 && rows[i] < view.num_rows);
     };
-    ReadDistinct(
-        parallel_for, view, waiting, copy->num_distinct(),
+    ReadInTurn(
+        view, waiting, piece.begin, piece.end,
         [&](int64_t i) { return waits(i) ? rows[i] : 0; },
         [&](int64_t i) {
-          float* const values = copied.data() + i * view.dim;
+          float* const values = copy.found->values.data() + i * view.dim;
           if (waits(i)) {
             ReadCaughtUp(view, waiting, rows[i], values);
           } else {
             ReadRow(growing->rows(), rows[i], view.dim, values);
           }
         });
-  }
+  });
 }
 
 }  // namespace tpu_embedding
