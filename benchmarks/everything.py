@@ -68,7 +68,7 @@ def commands(*, quick: bool) -> list[tuple[str, list[str]]]:
     one_table = ["--tables", "1", "--dim", "16"]
     result.append(("distributed", [*rounds, *rows, *one_table]))
     result.append(("preprocessing", rounds))
-    result.append(("measures", ["--steps", "500"] if quick else []))
+    result.append(("measures", ["--steps", "500" if quick else "3000"]))
     result.append(("serving", ["--rounds", "50"] if quick else []))
     return result
 

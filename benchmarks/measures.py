@@ -249,7 +249,7 @@ def widths(
     measures = []
     for odd, even in pairs:
         seconds = {dim: [] for dim in (odd, even)}
-        for _ in range(3):  # A B A B
+        for _ in range(2):  # A B A B
             for dim, times in seconds.items():
                 child = _in_process("width", scenario, dim, dtype)
                 times.append(child["seconds"] / dim)

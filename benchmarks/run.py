@@ -14,6 +14,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ OURS_BESIDE = {  # Other forms of ours, by peer.
 _VENVS = {"model_fbgemm": "fbgemm", "model_torch_dense": "fbgemm"}
 # By how much losses of the same model may differ: sums in other orders.
 _LOSSES_DIFFER = 1e-4
+_FEWEST_ROUNDS, _SECONDS = 3, 30.0
 PEERS = (
     "machine_limits",
     "fbgemm",
@@ -164,8 +166,14 @@ def beside(peer: str, scenario: str, optimizer: str, rounds: int) -> dict:
 
 
 def take_turns(ours: Worker, theirs: Worker, rounds: int) -> None:
-    """Runs all functions of both in turn, until one of them fails."""
+    """Runs all functions of both in turn, until one of them fails.
+
+    After _FEWEST_ROUNDS it stops if they took _SECONDS: `make bench` takes an hour.
+    """
+    start = time.monotonic()
     for index in range(rounds):
+        if index >= _FEWEST_ROUNDS and time.monotonic() - start > _SECONDS:
+            break
         print(f"\r  {theirs.peer}: round {index + 1} of {rounds}", end="", flush=True)
         for worker in (ours, theirs):
             for function in list(worker.seconds):
