@@ -168,7 +168,7 @@ def beside(peer: str, scenario: str, optimizer: str, rounds: int) -> dict:
 def take_turns(ours: Worker, theirs: Worker, rounds: int) -> None:
     """Runs all functions of both in turn, until one of them fails.
 
-    After _FEWEST_ROUNDS it stops if they took _SECONDS: `make bench` takes an hour.
+    After _FEWEST_ROUNDS it stops if they took _SECONDS, to keep `make bench` short.
     """
     start = time.monotonic()
     for index in range(rounds):
