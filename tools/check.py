@@ -49,7 +49,6 @@ TEST_FOLDERS = {
     "tpu_embedding/engines/sparse_core": "tests/sparse_core",
     "tpu_embedding/engines/tpu_v2_v4": "tests/tpu_v2_v4",
     "tpu_embedding/optimizers": "tests/conformance",
-    "tpu_embedding/tables": "tests/keras_layer/test_row_tables",
     "examples": "tests/test_examples.py",
     "benchmarks": "tests/test_benchmark",
 }
