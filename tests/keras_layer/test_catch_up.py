@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import tempfile
@@ -510,7 +509,6 @@ def test_a_decay_that_leaves_nothing_is_refused(way: str):
         (lambda: O.Adam(0.01, beta_1=0.9, beta_2=0.5), "for more than 4096 steps"),
         (lambda: O.SGD(0.01, momentum=0.9999), "for more than 4096 steps"),
         (lambda: O.Ftrl(0.1, l2_shrinkage_regularization_strength=0.1), "l2_shrink"),
-        (lambda: O.Adam(0.01, use_ema=True, ema_overwrite_frequency=7), "`use_ema` av"),
         pytest.param(
             lambda: O.AdamW(0.01, gradient_accumulation_steps=3),
             "`gradient_accumulation_steps` sums dense gradients",
@@ -564,23 +562,42 @@ def test_what_keras_does_around_a_step(around: str):
     pair.check(12)
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_a_constraint_makes_steps_dense_where_rows_wait(waits: bool):
-    layer = te_keras.Embedding(
-        V, D, embeddings_constraint=keras.constraints.MaxNorm(1.0, axis=1)
-    )
-    layer.build(None)
-    layer.set_weights([first_table()])
-    pair = Pair() if waits else Pair(lambda: O.Adagrad(0.3))
-    pair.layer, table = layer, pair.table
-    says: Any = pytest.warns(UserWarning, match=r"MaxNorm.* constrains all of them")
-    with says if waits else contextlib.nullcontext():
-        pair.ours.build([layer.embeddings])
-    for gradient in gradients(4):
+@pytest.mark.parametrize("how", ["constraint", "use_ema"])
+@pytest.mark.parametrize(("name", "by"), [("Adam", "op"), ("Nadam", "rows")])
+def test_what_computes_on_all_rows_catches_them_up_after_each_step(
+    name: str, by: str, how: str, way: str
+):
+    """Only ops of the library do that faster than dense steps."""
+    ema = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 7}
+    says = "MaxNorm constrains" if how == "constraint" else "`use_ema` averages"
+    pair = Pair(lambda: getattr(O, name)(0.01, **(ema if how == "use_ema" else {})))
+    with pytest.warns(UserWarning, match=rf"all rows of .*{says} all of them"):
+        train_constrained(pair, how == "constraint")
+    ways = set(pair.ours.updates_rows_by.values())
+    assert ways == {by if way == "kernels" else "dense"}
+
+
+@pytest.mark.parametrize("name", ["Adagrad", "SGD"])
+def test_rows_that_do_not_move_are_constrained_without_a_warning(name: str, way: str):
+    pair = Pair(lambda: getattr(O, name)(0.3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train_constrained(pair)
+    assert "dense" not in pair.ours.updates_rows_by.values()
+
+
+def train_constrained(pair: Pair, constrained: bool = True) -> None:
+    """Trains a pair for 40 steps, and compares the tables and slots."""
+    norm: Any = keras.constraints.MaxNorm(1.0, axis=1) if constrained else None
+    pair.layer = te_keras.Embedding(V, D, embeddings_constraint=norm)
+    pair.layer.build(None)
+    pair.layer.set_weights([first_table()])
+    for gradient in gradients(40):
         pair.step(gradient)
-        table.assign(keras.constraints.MaxNorm(1.0, axis=1)(table))
-    assert ("dense" in pair.ours.updates_rows_by.values()) is waits
-    pair.check(4)
+        if constrained:
+            pair.table.assign(norm(pair.table))
+    pair.check(40)
+    check_slots(pair.ours, slots_of(pair.theirs), 40)
 
 
 def test_steps_without_a_gradient_are_no_steps(way: str):

@@ -155,9 +155,9 @@ class UpdatesRows:
     def _idle(
         self: Any, decays: bool, constraint: Any = None
     ) -> tuple[Idle | None, str]:
-        """Returns what a step does to rows without a gradient; None for nothing.
+        """Returns what a step does to rows without a gradient; None if none may wait.
 
-        The second result says why rows cannot be caught up on such steps, or is "".
+        The second result says why a step computes on all rows, or is "".
         """
         if self.lazy:
             return None, ""
@@ -170,9 +170,9 @@ class UpdatesRows:
         if idle.changes_nothing and not decays:
             return None, ""  # Keras constrains and averages rows after each step.
         if self.use_ema:
-            return None, "`use_ema` averages all of them"
+            return idle, "`use_ema` averages all of them"
         if constraint is not None:
-            return None, f"its {type(constraint).__name__} constrains all of them"
+            return idle, f"its {type(constraint).__name__} constrains all of them"
         return idle, ""
 
     def _decays(self: Any, variable: Any) -> bool:
@@ -233,7 +233,9 @@ class UpdatesRows:
     def _steps_by_rows(self: Any, variable: Any, waiting: Waiting | None) -> bool:
         """Returns whether the rows of a gradient are all that a step has to update."""
         if variable.name in self._dense_tables:
-            return False
+            # After each step Keras reads the whole table, which catches up all rows:
+            # one op of the library does that faster than Keras's ops update them.
+            return waiting is not None and waiting.has_kernels()
         if waiting is not None:
             return True
         idle, why = self._idle(self._decays(variable))
@@ -459,11 +461,11 @@ def RowSparseOptimizer(inner: Any, lazy: bool = False) -> Any:  # noqa: N802
     slot first catches all rows up.
 
     `inner` stays the same object, of a subclass of its class, so slots, learning rates,
-    callbacks and files are those of Keras. Clipping sees the summed gradients. Where
-    rows cannot be caught up, a step updates all rows as in Keras, with one warning:
-    for tables of other layers than `te.keras.Embedding`, with a `beta_2` that is
-    small beside `beta_1` (such as 0.9 for both), with `gradient_accumulation_steps` and
-    Ftrl's l2 shrinkage, and where rows that wait move with `use_ema` and constraints.
+    callbacks and files are those of Keras. Clipping sees the summed gradients. Some
+    steps compute on all rows as in Keras, with one warning: those of tables of other
+    layers than `te.keras.Embedding`, with a `beta_2` that is small beside `beta_1`
+    (such as 0.9 for both), with `gradient_accumulation_steps` and Ftrl's l2 shrinkage,
+    and, where rows that wait move, with `use_ema` and constraints.
 
     >>> import keras
     >>> optimizer = RowSparseOptimizer(keras.optimizers.Adagrad(0.1))

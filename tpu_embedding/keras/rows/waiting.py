@@ -139,6 +139,10 @@ class Waiting:
             "histories": self.history.handle,
         }
 
+    def has_kernels(self) -> bool:
+        """Returns whether ops of the library do the work now, and not TensorFlow's."""
+        return kernels_for(self.variables) is not None
+
     def read(self, rows: tf.Tensor) -> tf.Tensor:
         """Reads rows of the table, caught up; their gradient is that of a gather."""
         table, kernels = self.variables[0], kernels_for(self.variables)
