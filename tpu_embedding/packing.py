@@ -135,7 +135,7 @@ def _unpacked(
     number = len(structure.paths)
     if weights is not None:
         raise ValueError(
-            "`weights` cannot be given beside a packed batch: pass them to te.pack."
+            "`weights` cannot be passed with a packed batch: pass them to te.pack."
         )
     _require_usable(features, structure.paths)
     splits = tf.unstack(features.row_splits, number)

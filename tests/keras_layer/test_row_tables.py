@@ -638,7 +638,7 @@ def test_a_subclassed_model_is_exported_by_its_signatures(tmp_path: pathlib.Path
     with pytest.raises(ValueError, match=r"Embedding 'words' is not built\. Call the"):
         te.serving.export(model, path)
     expected = model(ids)
-    with pytest.raises(ValueError, match=r"says nothing of its inputs.*`signatures`"):
+    with pytest.raises(ValueError, match=r"does not know its inputs.*`signatures`"):
         te.serving.export(model, path)
     inputs = {"ids": tf.TensorSpec([None, 2], tf.int64)}
     signature = te.serving.Signature(

@@ -382,7 +382,7 @@ REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (KEPT, {"storage": "int2"}, ValueError, "Unknown storage 'int2'. Use one of fl"),
     (KEPT, {"storage": {FILMS: "f"}}, ValueError, "Unknown storage 'f'. Use one of"),
     (KEPT, {"storage": {"movies": "int8"}}, ValueError, "`storage` names 'movies'; k"),
-    (KEPT, {"weighted": ["x"]}, ValueError, "`weighted` names x; known are film."),
+    (KEPT, {"weighted": ["x"]}, ValueError, "`weighted` names x. Known names: film."),
     (
         KEPT,
         {"model": max, "dense_inputs": {"n": tf.TensorSpec([None, None])}},

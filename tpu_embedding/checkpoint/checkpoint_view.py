@@ -323,7 +323,7 @@ def differs(
     here = "is not hashed" if own is None else f"has {own}"
     there = "it is not hashed" if stored is None else f"it has {stored}"
     return ValueError(
-        f"{table} {here}, but in {path} {there}: its rows are those of other ids. "
+        f"{table} {here}, but in {path} {there}, so its rows belong to other ids. "
         "Use the Hashing of the file, or none if it has none."
     )
 

@@ -41,7 +41,7 @@ def of_other_keras(value: object) -> str:
     packages = {base.__module__.partition(".")[0] for base in type(value).__mro__}
     used = keras_api.Layer.__mro__[1].__module__.partition(".")[0]
     if "tf_keras" in packages and used == "keras":
-        return " It is of tf_keras: set TF_USE_LEGACY_KERAS=1 before Python starts."
+        return " It is from tf_keras: set TF_USE_LEGACY_KERAS=1 before Python starts."
     if "keras" in packages and used == "tf_keras":
-        return " It is of Keras 3: unset TF_USE_LEGACY_KERAS before Python starts."
+        return " It is from Keras 3: unset TF_USE_LEGACY_KERAS before Python starts."
     return ""

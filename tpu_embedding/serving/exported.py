@@ -374,5 +374,5 @@ def unknown_names(
 ) -> ValueError:
     """Returns the error of an argument that names what is not there."""
     return ValueError(
-        f"`{argument}` names {', '.join(names)}; known are {', '.join(known)}."
+        f"`{argument}` names {', '.join(names)}. Known names: {', '.join(known)}."
     )

@@ -237,7 +237,7 @@ class Follower:
                 tf.equal(follows, names["run"]),
                 "Delta {sequence} is foreign: it follows a delta of run {before}, and "
                 "the last one here is of run {run}. The trainer went back to a "
-                "checkpoint before it. Export anew.",
+                "checkpoint before it. Write a new export.",
                 **names,
             ),
         ]
@@ -276,7 +276,7 @@ class Follower:
                 _check(
                     ~too_many,
                     "Delta {sequence} changes {rows} rows of table {table}, and this "
-                    "export takes {most} at a time. Export anew.",
+                    "export takes at most {most}. Write a new export.",
                     sequence=sequence,
                     rows=tf.gather(bad, first),
                     table=tf.gather(names, first),

@@ -105,8 +105,7 @@ def fitted_parts(
     if len(whole[PLACES]) != len(whole["ids"]) + shared:
         raise ValueError(
             f"Table {spec.name!r} has unknown={vocabulary.unknown!r}, but "
-            "only one of it and the table that was saved shares a row. Use the "
-            "same `unknown`."
+            "was saved with another value. Use that one."
         )
     if not total[UPDATES_BEGUN]:
         states[:, CLOCK] = vocabulary.clock
@@ -115,8 +114,8 @@ def fitted_parts(
         return parts
     if (_total(states)[CLOCK] > 0) != vocabulary.clock:
         raise ValueError(
-            f"Table {spec.name!r} has clock={vocabulary.clock}, but only one "
-            "of it and the table that was saved has a clock. Use the same `clock`."
+            f"Table {spec.name!r} has clock={vocabulary.clock}, but was "
+            f"saved with clock={not vocabulary.clock}. Use that value."
         )
     for number, part in enumerate(parts):
         name, own = spec.name, vocabulary.part(num_parts)

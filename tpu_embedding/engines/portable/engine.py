@@ -361,7 +361,7 @@ def _read_stack(
             tf.reduce_all(tf.concat(shapes, 0) >= 0)
             & tf.reduce_all(sizes <= tf.int32.max)
         ),
-        "it needs one of its row_pointers more than samples": tf.equal(
+        "the number of row_pointers must be 1 plus the number of samples": tf.equal(
             tf.size(pointers, tf.int64), tf.reduce_sum(counts) + 1
         ),
         "row_pointers must rise from 0 to the number of sorted_token_ids, which is "

@@ -170,8 +170,8 @@ class ModelTables(WeightTables):
             structure = self._model.input
         except (AttributeError, ValueError) as error:
             raise ValueError(
-                f"The model {self._model.name!r} says nothing of its inputs, as it is "
-                "subclassed or not built. Pass `signatures`: a dict of "
+                f"The model {self._model.name!r} does not know its inputs, because it "
+                "is subclassed or not built. Pass `signatures`: a dict of "
                 "te.serving.Signature, whose Request has the argument of the model as "
                 "`features`."
             ) from error
