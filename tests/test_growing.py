@@ -854,7 +854,9 @@ def test_static_and_growing_tables_are_not_mixed_up(tmp_path: pathlib.Path) -> N
     }
     before = static.embedding_tables
     for kind, other in (("grows", static), ("does not grow", growing)):
-        with pytest.raises(ValueError, match=f"'films' {kind} in .*, and its rows"):
+        with pytest.raises(
+            ValueError, match=f"'films' {kind} in .*, so its rows are in another"
+        ):
             tf.train.Checkpoint(tables=other).read(paths[kind])
     with pytest.raises((KeyError, ValueError)):
         te.checkpoint.restore(static, paths["grows"])

@@ -130,5 +130,5 @@ def test_a_lost_part_of_the_index(tmp_path: pathlib.Path) -> None:
 
 def test_integers_are_no_tables(tmp_path: pathlib.Path) -> None:
     path = save(tmp_path / "x", {("t", ""): np.zeros((2, 2), np.int32)})
-    with pytest.raises(ValueError, match="No embedding tables are found in"):
+    with pytest.raises(ValueError, match="There are no embedding tables in"):
         checkpoint.read(path)

@@ -360,7 +360,7 @@ def saved(tmp_path: pathlib.Path) -> str:
     return checkpoint.save(source, tmp_path / "saved")
 
 
-NUL, BELOW = "a NUL character", "cannot be a file below"
+NUL, BELOW = "a NUL character", "cannot be saved as a file below"
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ def test_arrays_that_are_refused(tmp_path: pathlib.Path) -> None:
     with pytest.raises(TypeError, match=r"films in .*films.npy has dtype int64"):
         checkpoint.read(file)
     np.save(file, np.zeros(3))
-    with pytest.raises(ValueError, match="No embedding tables are found"):
+    with pytest.raises(ValueError, match="There are no embedding tables"):
         checkpoint.read(file)
     np.save(file, np.zeros((3, 2)))
     with pytest.raises(ValueError, match="`root` must be None"):

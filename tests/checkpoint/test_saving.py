@@ -152,12 +152,12 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "dim": (
         {"rename": {"films": "users"}, "resize": True},
         ValueError,
-        "Tables of another dim cannot be restored",
+        "A table with another dim cannot be restored",
     ),
-    "root": ({"root": "model"}, ValueError, "Objects that do: 'embedding'"),
+    "root": ({"root": "model"}, ValueError, "Objects that hold tables: 'embedding'"),
     "one table": ({"tables": "films"}, TypeError, "`tables` must be a collection of s"),
-    "pairs": ({"rename": [("films", "x")]}, TypeError, "`rename` must be a dict of s"),
-    "no name": ({"rename": {"films": 3}}, TypeError, "`rename` must be a dict of str"),
+    "pairs": ({"rename": [("films", "x")]}, TypeError, "`rename` must be a dict from"),
+    "no name": ({"rename": {"films": 3}}, TypeError, "`rename` must be a dict from s"),
     "resize": ({"resize": "yes"}, TypeError, '`resize` must be a bool, "mean" or'),
     "slots": ({"slots": None}, TypeError, "`slots` must be a bool."),
 }
@@ -245,7 +245,7 @@ def test_save_refuses_arguments_of_other_types(
 
 
 def test_a_path_without_a_name(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(ValueError, match="must not be empty or end in a slash"):
+    with pytest.raises(ValueError, match="must not be empty or end with a slash"):
         checkpoint.save(models.make(te.SGD(0.1)), f"{tmp_path}/")
     assert not list(tmp_path.iterdir())
 
@@ -253,5 +253,5 @@ def test_a_path_without_a_name(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize("cls", [te.TPUEmbedding, te.TPUEmbeddingV2, te.TPUEmbeddingV0])
 def test_a_deep_copy_is_refused_with_the_way_out(cls: Any) -> None:
     embedding = cls(te.FeatureConfig(te.TableConfig(4, 2)), te.SGD(0.1))
-    with pytest.raises(TypeError, match=rf"^A {cls.__name__} cannot be copied deeply"):
+    with pytest.raises(TypeError, match=rf"^A {cls.__name__} cannot be deep-copied"):
         copy.deepcopy({"embedding": embedding})

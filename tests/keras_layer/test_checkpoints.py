@@ -49,7 +49,7 @@ def test_a_model_that_is_not_built_is_refused(tmp_path: pathlib.Path):
     model, other = Model(), Model()
     model(ids)
     path = checkpoint.save(model, tmp_path / "saved")
-    with pytest.raises(ValueError, match=r"The model .* is not built.*Call it on a ba"):
+    with pytest.raises(ValueError, match=r"The model .* is not built.*Call the model"):
         checkpoint.restore(other, path)
     other(ids)
     checkpoint.restore(other, path)
@@ -80,7 +80,7 @@ def test_save_and_restore_take_a_layer_or_a_model(whole: bool, tmp_path: pathlib
     for name, value in models.state(layer).items():
         if name != "_updates":
             np.testing.assert_array_equal(found[name][: len(value)], value)
-    with pytest.raises(TypeError, match="the first two also a"):
+    with pytest.raises(TypeError, match="The first two also take a"):
         checkpoint.save(keras.layers.Dense(1), tmp_path / "dense")
     two = keras.Sequential([model, other])
     with pytest.raises(ValueError, match="several layers with tables: "):

@@ -335,7 +335,7 @@ def test_engines_without_tracking_say_so(tmp_path: pathlib.Path) -> None:
             te.keras.TPUEmbedding(
                 {"film": te.FeatureConfig(plain)}, None, trainable_tables=True
             ),
-            "use a layer without `trainable_tables=True`",
+            "Use a layer without `trainable_tables=True`",
         ),
     ):
         with pytest.raises(NotImplementedError, match=message):

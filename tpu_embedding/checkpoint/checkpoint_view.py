@@ -304,8 +304,8 @@ def check_hashings(
         if resize and None not in (stored, spec.hashing) and stored != spec.hashing:
             raise NotImplementedError(
                 f"`resize=True` does not support table {spec.name!r}, which is hashed: "
-                "with another number of rows each id has other ones. Leave `resize` "
-                f"out, and make the table with {stored}."
+                "another number of rows gives each id other rows. Leave `resize` out, "
+                f"and create the table with {stored}."
             )
         check_hashing(spec, source.path, stored)
 
@@ -323,8 +323,8 @@ def differs(
     here = "is not hashed" if own is None else f"has {own}"
     there = "it is not hashed" if stored is None else f"it has {stored}"
     return ValueError(
-        f"{table} {here}, but in {path} {there}, so its rows belong to other ids. "
-        "Use the Hashing of the file, or none if it has none."
+        f"{table} {here}, but in {path} {there}, so its rows belong to other ids. Use "
+        "the Hashing of the file, or none if the file has none."
     )
 
 
@@ -412,8 +412,8 @@ def choose_root(
     if root is not None:
         if root not in holders:
             raise ValueError(
-                f"The object {root!r} of {path} holds no tables. Objects that do: "
-                f"{', '.join(map(repr, holders))}."
+                f"The object {root!r} of {path} holds no tables. Objects that hold "
+                f"tables: {', '.join(map(repr, holders))}."
             )
         return root
     with_names = [p for p, found in holders.items() if set(tables) & set(found)]

@@ -55,8 +55,8 @@ def exists(path: str) -> tf.errors.AlreadyExistsError:
     return tf.errors.AlreadyExistsError(
         None,
         None,
-        f"There is a checkpoint at {path} already, and replacing it would leave none "
-        "if the save were interrupted. Save to another path, and delete the old one "
+        f"There is already a checkpoint at {path}. An interrupted save would leave "
+        "neither the old nor the new one. Save to another path, and delete the old one "
         "afterwards.",
     )
 
@@ -68,8 +68,8 @@ def changed_while_saved(array: str) -> tf.errors.AbortedError:
         None,
         f"{array} changed while it was saved, so the checkpoint would mix several "
         "updates. No checkpoint was written, and the tables are as they were. Save "
-        "between two steps of the thread that trains, or stop it until the save is "
-        "done.",
+        "between two steps of the training thread, or stop that thread until the save "
+        "is done.",
     )
 
 
@@ -77,27 +77,28 @@ def not_an_embedding(value: object) -> TypeError:
     """Makes the error of an object without tables that `checkpoint` can use."""
     return TypeError(
         "checkpoint.save, checkpoint.restore and `assign` of imported tables take a "
-        "TPUEmbedding or a TPUEmbeddingV2; the first two also a te.keras.TPUEmbedding, "
-        "a te.keras.Embedding or a Keras model with them; te.keras.convert makes "
-        f"keras.layers.Embedding one. Received: {value!r}. tf.train.Checkpoint saves "
-        "and restores others, such as TPUEmbeddingForServing."
+        "TPUEmbedding or a TPUEmbeddingV2. The first two also take a "
+        "te.keras.TPUEmbedding, a te.keras.Embedding or a Keras model with either; "
+        "te.keras.convert replaces keras.layers.Embedding by te.keras.Embedding. "
+        f"Received: {value!r}. tf.train.Checkpoint saves and restores other objects, "
+        "such as TPUEmbeddingForServing."
     )
 
 
 def deep_copy(what: str) -> TypeError:
     """Makes the error of a deep copy: tables belong to this process and strategy."""
     return TypeError(
-        f"A {what} cannot be copied deeply. Make another one of the same configuration "
-        "and copy the tables: tpu_embedding.checkpoint.save and restore, or "
-        "tf.train.Checkpoint."
+        f"A {what} cannot be deep-copied. Create another one with the same "
+        "configuration and copy the tables with tpu_embedding.checkpoint.save and "
+        "restore, or with tf.train.Checkpoint."
     )
 
 
 def no_tables(path: str) -> ValueError:
     """Makes the error of a checkpoint without embedding tables."""
     return ValueError(
-        f"No embedding tables are found in {path}: no object in it has variables of "
-        "rank 2. Look at the names in it with tf.train.list_variables."
+        f"There are no embedding tables in {path}: no object in it has variables of "
+        "rank 2. List its variables with tf.train.list_variables."
     )
 
 

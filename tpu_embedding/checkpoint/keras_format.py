@@ -82,9 +82,10 @@ def read_keras(
     if not holders:
         raise ValueError(
             f"{path} has no tables of tpu_embedding's Keras layer, of a "
-            "keras.layers.Embedding, nor of a keras_rs.layers.DistributedEmbedding on "
-            "a CPU or GPU. Tables on a SparseCore are stored stacked and without a "
-            "record of how: save them with get_embedding_tables() and numpy.savez."
+            "keras.layers.Embedding or of a keras_rs.layers.DistributedEmbedding on a "
+            "CPU or GPU. On SparseCores keras_rs stores stacked tables without "
+            "recording their layout: save those with get_embedding_tables() and "
+            "numpy.savez."
         )
     grouped = {
         layer: group_tables(path, rows, tables, vectors.get(layer))

@@ -54,7 +54,7 @@ def read_numpy(
     """See `formats.read`."""
     if root is not None:
         raise ValueError(
-            f"{path} has arrays and no objects, so `root` must be None. Received: "
+            f"{path} holds arrays, not objects, so `root` must be None. Received: "
             f"{root!r}."
         )
     if not os.path.exists(path):
@@ -110,9 +110,9 @@ def write_numpy(
         check_path(name)  # Names in checkpoints must not lead out of the folder.
         if not {"", ".", ".."}.isdisjoint(name.split("/")):
             raise ValueError(
-                f"Table or slot {name!r} cannot be a file below {path}. Rename the "
-                "table, e.g. with `--rename OLD=NEW`, to one without the parts '', '.' "
-                "and '..'."
+                f"Table or slot {name!r} cannot be saved as a file below {path}. "
+                "Rename the table, e.g. with `--rename OLD=NEW`, so that no part of "
+                "its path is '', '.' or '..'."
             )
     with one_writer(path):
         if os.path.exists(path):
@@ -253,9 +253,9 @@ def _files(path: str) -> Iterator[pathlib.Path]:
         seen += 1 + len(names)
         if seen > _MAX_FILES:
             raise ValueError(
-                f"{path} has more than {_MAX_FILES:,} files and folders below it, "
-                "so it is not a folder of tables. Name the checkpoint itself, or the "
-                "folder of its .npy files."
+                f"{path} has more than {_MAX_FILES:,} files and folders below it, so "
+                "it is not a folder of tables. Pass the path of the checkpoint itself, "
+                "or the folder of its .npy files."
             )
         yield from (pathlib.Path(folder, n) for n in names if n.endswith(_FILE))
 
@@ -279,5 +279,5 @@ def _loaded(path: str, load: Callable[[], Any]) -> Any:
             if "allow_pickle" not in str(error):
                 raise
             # NumPy's own words advise to run code of the file: they are not shown.
-            reason = "it holds Python objects, or no header of NumPy"
+            reason = "it holds Python objects, or lacks a NumPy header"
             raise errors.corrupted(path, reason) from error

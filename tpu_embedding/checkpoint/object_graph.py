@@ -84,9 +84,7 @@ def read_objects(
         for slot in node.slot_variables:
             numbers |= {slot.original_variable_node_id, slot.slot_variable_node_id}
     if not numbers <= {*range(len(graph.nodes))}:
-        raise errors.corrupted(
-            path, "its object graph names objects that are not there"
-        )
+        raise errors.corrupted(path, "its object graph refers to missing objects")
     tensors = [{a.name: a.checkpoint_key for a in n.attributes} for n in graph.nodes]
     keys = [own.get(_ATTRIBUTE, "") for own in tensors]
     # Those of growing tables have names of their own.

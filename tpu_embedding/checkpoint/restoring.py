@@ -213,9 +213,9 @@ class Job:
                 places = _places(stored, chosen[table], table, height)
             elif stored.vocabulary:
                 raise ValueError(
-                    f"Table {table!r} grows in {source.path}, and its rows are not "
-                    f"those of this table. Pass `ids={{{table!r}: ...}}` with the id "
-                    "of each row."
+                    f"Table {table!r} grows in {source.path}, so its rows are in "
+                    f"another order. Pass `ids={{{table!r}: ...}}` with the id of each "
+                    "row."
                 )
             for array, rows in target.rows.items():
                 if array in arrays and (slots or array == PARAMETERS):
@@ -248,9 +248,9 @@ class Job:
                 if same_dim and (any_size or expected[0] == actual[0]):
                     continue
                 way_out = (
-                    "Pass `resize=True` to keep the rows that both have."
+                    "Pass `resize=True` to restore the rows that exist in both."
                     if same_dim
-                    else "Tables of another dim cannot be restored."
+                    else "A table with another dim cannot be restored."
                 )
                 raise ValueError(
                     f"Table {copy.table} has shape {errors.shape_text(expected)}, "
@@ -261,7 +261,7 @@ class Job:
                 raise ValueError(
                     f"Table {copy.table}: {copy.array} has shape "
                     f"{errors.shape_text(expected)}, {there}. Pass `slots=False` to "
-                    "restore tables alone."
+                    "restore tables without slots."
                 )
 
     def verify(self, progress: Progress) -> None:
@@ -301,8 +301,8 @@ class Job:
                 progress.advance(growth.nbytes)
         except tf.errors.DataLossError as error:
             raise errors.data_loss(
-                f"{error.message} The file was whole when it was checked. Some tables "
-                "have its values already, and others do not: restore again."
+                f"{error.message} The file was intact when it was checked, so some "
+                "tables already have its values and others do not: restore again."
             ) from error
 
 
@@ -316,7 +316,7 @@ def _places(
     """
     if len(ids) > height:
         raise ValueError(
-            f"`ids` has {len(ids)} ids of table {table!r}, which has {height} rows."
+            f"`ids` has {len(ids)} ids for table {table!r}, which has {height} rows."
         )
     stored = source.ids
     order = np.argsort(stored, kind="stable")

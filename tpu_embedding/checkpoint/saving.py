@@ -199,8 +199,8 @@ def restore(
     if not isinstance(embedding, SavesTables) and not getattr(embedding, "built", True):
         raise ValueError(
             f"The model {getattr(embedding, 'name', '')} is not built, and Keras 3 "
-            "does not restore layers that are built later. Call it on a batch first, "
-            "or pass its layer with the tables."
+            "does not restore layers that are built later. Call the model on a batch "
+            "first, or pass its layer with the tables."
         )
     core = core_of(embedding)
     fill = _fill(resize)
@@ -213,8 +213,8 @@ def restore(
     for name in hashed:
         if name in chosen:
             raise NotImplementedError(
-                f"`ids` names table {name!r}, which is hashed: an id has rows that it "
-                "shares with others. Restore the whole table, without `ids`."
+                f"`ids` names table {name!r}, which is hashed: ids share rows with "
+                "other ids. Restore the whole table, without `ids`."
             )
     group = next((table.reach.group for table in live.values()), None)
     alike = {"path": os.fspath(path), "root": root, "tables": names}
@@ -284,17 +284,19 @@ def _chosen_ids(
     """
     if ids is None:
         return {}
-    _require(ids, Mapping, "ids", "a dict of ids by name of a table, or None")
+    _require(ids, Mapping, "ids", "a dict from table names to ids, or None")
     chosen = {}
     for name, value in ids.items():
         if name not in tables:
             raise ValueError(
                 f"Argument `ids` names the table {name!r}, which is not restored. "
-                f"Restored are: {', '.join(tables)}."
+                f"Restored tables: {', '.join(tables)}."
             )
         array = np.asarray(value)
         if array.size and not np.issubdtype(array.dtype, np.signedinteger):
-            raise argument_type("ids", value, "a dict of int64 vectors")
+            raise argument_type(
+                "ids", value, ("a dict from table names to int64 vectors")
+            )
         if array.ndim != 1:
             raise ValueError(
                 f"`ids[{name!r}]` must be a vector. Received: shape {array.shape}."
@@ -314,7 +316,7 @@ def _names(
     """
     if tables is not None:
         _require(tables, Collection, "tables", "a collection of str, or None")
-    expected = "a dict of str by str, or None"
+    expected = "a dict from str to str, or None"
     _require(rename, Mapping, "rename", expected)
     if not all(isinstance(name, str) for pair in rename.items() for name in pair):
         raise argument_type("rename", rename, expected)

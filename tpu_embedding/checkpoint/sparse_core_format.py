@@ -54,7 +54,7 @@ def parse_layouts(path: str, record: bytes) -> list[TableLayout]:
     for layout in layouts:
         if not _is_possible(layout):
             raise errors.corrupted(
-                path, f"its layout record has no place for {layout.table_name}"
+                path, f"its layout record is invalid for table {layout.table_name}"
             )
     return layouts
 
@@ -76,7 +76,9 @@ def unstack(
     for layout in layouts:
         stack = layout.stacked_table_name
         if stack not in stacks:
-            raise errors.corrupted(path, f"it lacks the stack {stack} of its record")
+            raise errors.corrupted(
+                path, (f"it lacks the stack {stack}, which its layout record names")
+            )
         found = {
             name[len(stack) + 1 :]: rows
             for name, rows in stacks.items()
@@ -101,8 +103,8 @@ def stack(
         missing = ", ".join(sorted(tables.keys() - laid_out)) or "none"
         surplus = ", ".join(sorted(laid_out - tables.keys())) or "none"
         raise ValueError(
-            f"There must be a layout for each table and no other. Tables without: "
-            f"{missing}; layouts without a table: {surplus}."
+            "Each table needs one layout, and each layout a table. Tables without a "
+            f"layout: {missing}. Layouts without a table: {surplus}."
         )
     by_stack: dict[str, list[TableLayout]] = {}
     for layout in layouts:
@@ -121,7 +123,7 @@ def stack(
             kinds = "; ".join(", ".join(names) for names in arrays)
             raise ValueError(
                 f"The tables of stack {name} must have the same slots. Received: "
-                f"{kinds}. Give them stacks of their own, or leave the slots out with "
+                f"{kinds}. Put them into different stacks, or leave the slots out with "
                 "`slots=False`."
             )
         for array in arrays[0]:
@@ -151,9 +153,10 @@ class LayoutRecord(base.Trackable):
 def other_stacks(path: str) -> ValueError:
     """Makes the error of a checkpoint with other stacks than those of an embedding."""
     return ValueError(
-        f"The tables in {path} are not stacked and cut as those of this embedding on "
-        "SparseCores: other tables, devices or SparseCores, or none. Use "
-        "tpu_embedding.checkpoint.restore(embedding, path), which moves them."
+        f"The tables in {path} are not stacked and sharded as this embedding on "
+        "SparseCores needs: they are not stacked, or were saved with other tables, "
+        "devices or SparseCores. Use tpu_embedding.checkpoint.restore(embedding, "
+        "path), which converts the layout."
     )
 
 
@@ -190,8 +193,8 @@ def _check_shape(path: str, shape: tuple[int, int], layout: TableLayout) -> None
     if stored != expected or width not in widths:
         raise errors.corrupted(
             path,
-            f"the stack {layout.stacked_table_name} has shape [{stored}, {width}], its "
-            f"record says [{expected}, {widths[1]}]",
+            f"the stack {layout.stacked_table_name} has shape [{stored}, {width}], but "
+            f"its layout record says [{expected}, {widths[1]}]",
         )
 
 

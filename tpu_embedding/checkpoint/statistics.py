@@ -264,7 +264,8 @@ class _Dead:
         if not self._slots:
             return DeadRows(
                 None,
-                "Not known: without slots nothing tells a row that was never updated.",
+                "Not known: without slots, rows that were never updated cannot be "
+                "recognized.",
             )
         if not self._matching:
             return DeadRows(None, "Not known: no optimizer has these slots.")

@@ -104,9 +104,9 @@ class StoredTables(abc.ABC):
         """See `TableStore.changes`."""
         del consumer
         raise NotImplementedError(
-            "Deltas have the rows that the tables' own optimizers change, and these "
-            "tables have none: use a layer without `trainable_tables=True`, or a "
-            "TPUEmbedding."
+            "Deltas contain the rows that the tables' own optimizers change, but these "
+            "tables have no optimizers of their own. Use a layer without "
+            "`trainable_tables=True`, or a TPUEmbedding."
         )
 
     def tables_replaced(self) -> None:
@@ -201,9 +201,8 @@ class EngineTables(StoredTables):
             combiner = table.config.custom_combiner
             if combiner is not None and combiner.num_weights:
                 raise NotImplementedError(
-                    f"Table {table.name!r}: tpu_embedding.checkpoint has no place for "
-                    "the weights of a CustomCombiner. Use tf.train.Checkpoint, which "
-                    "saves them too."
+                    f"Table {table.name!r}: tpu_embedding.checkpoint does not save the "
+                    "weights of a CustomCombiner. Use tf.train.Checkpoint, which does."
                 )
         return tables
 

@@ -83,9 +83,9 @@ class RestoresLayouts(tf.__internal__.tracking.Trackable):
         if name == LAYOUTS and not self._stored_layouts:
             raise ValueError(
                 "This checkpoint holds these tables twice: whole, and stacked in "
-                "shards as SparseCores have them. tf.train.Checkpoint cannot tell "
-                "which of them to restore here. Use "
-                "tpu_embedding.checkpoint.restore(embedding, path, root=...)."
+                "shards for SparseCores. tf.train.Checkpoint cannot tell which of them "
+                "to restore here. Use tpu_embedding.checkpoint.restore(embedding, "
+                "path, root=...)."
             )
         if name in self._hashing_records:
             return self._hashing_records[name]
@@ -348,9 +348,9 @@ def _check_growth(path: str, plan: Plan, *, converts: bool) -> None:
         ):
             there = "does not grow" if grows else "grows"
             raise ValueError(
-                f"Table {table.name!r} {there} in {path}, and its rows are not those "
-                "of this table. Use tpu_embedding.checkpoint.restore(embedding, path"
-                f"{'' if grows else ', ids=...'}), which finds rows by their ids."
+                f"Table {table.name!r} {there} in {path}, so its rows are in another "
+                "order. Use tpu_embedding.checkpoint.restore(embedding, "
+                f"path{'' if grows else ', ids=...'}), which matches rows by id."
             )
 
 

@@ -161,8 +161,8 @@ def write_tensorflow(
     """
     if not os.path.basename(path):
         raise ValueError(
-            "A checkpoint's path is the beginning of the names of its files and must "
-            f"not be empty or end in a slash. Received: {path!r}. Pass e.g. "
+            "The path of a checkpoint is the prefix of its file names, so it must not "
+            f"be empty or end with a slash. Received: {path!r}. Pass e.g. "
             "'folder/model'."
         )
     matrices, small = _by_key(tables, root, layouts, updates)
@@ -226,15 +226,15 @@ def _by_key(
         named, values = stack(static, layouts)
     else:
         raise NotImplementedError(
-            f"The table {next(iter(growing))!r} grows, and tables on SparseCores "
-            "do not. Make a static table of it with freeze_vocabulary, or leave "
-            "`layouts` or `--to sparse-core` out."
+            f"The table {next(iter(growing))!r} is a growing table, which SparseCores "
+            "do not support. Make it static with freeze_vocabulary, or leave `layouts` "
+            "or `--to sparse-core` out."
         )
     for name, rows in named.items():
         if 0 in rows.shape:
             raise ValueError(
                 f"{name} has shape {errors.shape_text(rows.shape)}. A table needs at "
-                "least one row and one column: leave it out of what is converted."
+                "least one row and one column: leave this one out of the conversion."
             )
     hashings = hashing_vectors({name: table.hashing for name, table in tables.items()})
     values |= {name: vector.read() for name, vector in hashings.items()}
