@@ -31,13 +31,13 @@ def config(cluster: Any, kind: str, index: Any) -> str:
         (config({"chief": TWO[:1], "worker": TWO[1:]}, "chief", 0), ""),
         ("{", "cannot be read: JSONDecodeError"),
         ("[]", "cannot be read: AttributeError"),
-        (config({"worker": TWO}, "worker", 2), "an index is from 0 to 1"),
-        (config({"worker": TWO}, "ps", 0), "type 'ps', and its \"cluster\" has 'work"),
+        (config({"worker": TWO}, "worker", 2), "the index must be from 0 to 1"),
+        (config({"worker": TWO}, "ps", 0), "type 'ps', but its \"cluster\" has 'work"),
         (
             config({"worker": TWO[:1] * 2}, "worker", 0),
             "worker 0 and worker 1 the same",
         ),
-        (config({"worker": ["localhost"]}, "worker", 0), "ends with a port"),
+        (config({"worker": ["localhost"]}, "worker", 0), "must end with a port"),
     ],
 )
 def test_a_config_that_is_wrong_names_what(

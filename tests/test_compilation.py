@@ -227,7 +227,7 @@ def test_copies_of_stacks_are_found_in_the_program() -> None:
             "built: KeyError: 'a' (m.py, line 3).",
         ),
         ("ValueError: Only support static input shape but", "lower", "dimension None."),
-        ("what", "lower", "TensorFlow's passes and kernels for TPUs do not take"),
+        ("what", "lower", "TensorFlow's passes and kernels for TPUs do not support"),
         (
             ALLOCATION,
             "compile",
@@ -243,8 +243,9 @@ def test_copies_of_stacks_are_found_in_the_program() -> None:
         (
             "RESOURCE_EXHAUSTED: Valid window was not found for %x = (f32[<=16384,64]{",
             "compile",
-            "Table 'films', 'users' in stack 'films_users' (features film, user): a "
-            "SparseCore's memory does not hold what the step needs of some rows.",
+            "Table 'films', 'users' in stack 'films_users' (features film, user): the "
+            "rows that the step needs at one time do not fit into a SparseCore's "
+            "memory.",
         ),
         ("MLIRError: unregistered operation", "convert", "It may compile on a TPU."),
         ("INTERNAL: what", "compile", "The step cannot be compiled."),
@@ -289,7 +290,7 @@ def test_a_process_that_ends_is_a_report(
 def test_numbers_of_devices_that_are_no_power_of_two(python: Any) -> None:
     facts = {**FACTS, "error": "INTERNAL: what", "stage": "compile"}
     report = compile_step("model:build", "v6e:2x3", python=python(facts))
-    assert "cannot be compiled for 6 devices, which is no power" in report.problem
+    assert "cannot be compiled for 6 devices, which is not a power" in report.problem
 
 
 def test_refused_ops_are_named_with_the_line_of_the_user(python: Any) -> None:
@@ -351,7 +352,7 @@ def test_tpus_without_a_check() -> None:
 
 
 def test_arguments(python: Any, tmp_path: pathlib.Path) -> None:
-    with pytest.raises(ValueError, match="no name that another process can import"):
+    with pytest.raises(ValueError, match="cannot be imported by another process"):
         compile_step(lambda strategy: None)
     with pytest.raises(ValueError, match="as in `my_model:build`"):
         compile_step("build")

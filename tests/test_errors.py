@@ -103,10 +103,9 @@ CALLS: ErrorTable = {
                 [stock.FeatureConfig(stock.TableConfig(8, 4, name=""))]
             )
         ),
-        "Table 'ids' has vocabulary_size=2147483648, but rows are numbered by int32 as "
-        "on TPUs: at most 2147483647. Spread the ids over several tables.": (
-            lambda: _plan(FeatureConfig(TableConfig(2**31, 1, name="ids")))
-        ),
+        "Table 'ids' has vocabulary_size=2147483648, but row numbers are int32, as on "
+        "TPUs: a table has at most 2147483647 rows. Split the ids among several "
+        "tables.": (lambda: _plan(FeatureConfig(TableConfig(2**31, 1, name="ids")))),
         "Two different tables are called 'films': the one of feature f/0 and the one "
         "of feature f/1. Table names must be unique. Give them different names, or "
         "pass the same TableConfig object to share one table.": (

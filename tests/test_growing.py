@@ -695,18 +695,18 @@ def test_values_that_are_assigned_are_trained_on(tmp_path: pathlib.Path) -> None
         ({"max_rows": 0}, "`max_rows` must be an int from 1 to"),
         ({"max_rows": 2.5}, "`max_rows` must be an int >= 1"),
         ({"max_rows": 5, "min_rows": 6, "eviction": "lru"}, "`min_rows` must be an"),
-        ({"max_rows": 5, "min_rows": 3}, "`min_rows` must be None without"),
+        ({"max_rows": 5, "min_rows": 3}, "`min_rows` must be None unless"),
         ({"max_rows": 5, "eviction": "fifo"}, "`eviction` must be one of"),
-        ({"max_rows": 5, "eviction": "age"}, "`max_age` must be given with"),
-        ({"max_rows": 5, "eviction": "lru", "max_age": 3}, "`max_age` must be given"),
-        ({"max_rows": 5, "clock": True}, "`clock` must be False, or eviction"),
+        ({"max_rows": 5, "eviction": "age"}, "`max_age` must be set if"),
+        ({"max_rows": 5, "eviction": "lru", "max_age": 3}, "`max_age` must be set if"),
+        ({"max_rows": 5, "clock": True}, "`clock` must be False unless"),
         ({"max_rows": 5, "clock": 1}, "`clock` must be a bool"),
         ({"max_rows": 5, "unknown": "mean"}, "`unknown` must be one of"),
         ({"max_rows": 5, "when_full": "drop"}, "`when_full` must be"),
         ({"max_rows": 5, "when_full": "shared_row"}, '`unknown` must be "shared_row"'),
-        ({"max_rows": 1, "unknown": "shared_row"}, "`max_rows` must be above 1"),
+        ({"max_rows": 1, "unknown": "shared_row"}, "`max_rows` must be >= 2"),
         ({"max_rows": 5, "min_count": 0}, "`min_count` must be an int from 1"),
-        ({"max_rows": 5, "max_candidates": 3}, "`max_candidates` must be None with"),
+        ({"max_rows": 5, "max_candidates": 3}, "`max_candidates` must be None if"),
         ({"max_rows": 5, "seed": -1}, "`seed` must be an int from 0"),
     ],
 )
@@ -717,7 +717,7 @@ def test_vocabularies_that_are_refused(arguments: dict[str, Any], text: str) -> 
 
 def test_what_growing_tables_do_not_support() -> None:
     vocabulary = te.GrowingVocabulary(10)
-    with pytest.raises(ValueError, match='`invalid_ids` must be "error" where'):
+    with pytest.raises(ValueError, match='`invalid_ids` must be "error" if'):
         te.TableConfig(vocabulary, 2, invalid_ids="drop")
 
     def feature(**table: Any) -> te.FeatureConfig:

@@ -417,7 +417,7 @@ def test_wrong_options_are_named(options: dict[str, Any], text: str):
 
 
 def test_wrong_tables_are_named():
-    with pytest.raises(ValueError, match="dim 6 is no multiple of the 4 rows"):
+    with pytest.raises(ValueError, match="dim 6 is not a multiple of 4, the num"):
         te.TableConfig(te.Hashing(5), 6)
     for policy in ("drop", "mod"):
         with pytest.raises(ValueError, match='`invalid_ids` must be "error"'):

@@ -58,7 +58,7 @@ def test_the_memory_of_a_device(generation: str, devices: int) -> None:
     make(generation, devices, rows, 128, fits)
     with pytest.raises(
         ValueError,
-        match=rf"need \d+ bytes .* on each of 2 devices, and programs on {generation} "
+        match=rf"need \d+ bytes .* on each of 2 devices, but programs on {generation} "
         rf"can use {hbm} bytes .* too much. The largest are t\d: 15\.\d\d GiB",
     ):
         make(generation, devices, rows, 128, fits + 1)
@@ -151,7 +151,7 @@ def test_columns_that_libtpu_compiles(generation: str) -> None:
     make(generation, 2, 1000, most)
     with pytest.raises(
         ValueError,
-        match=rf"rows have {most + 8} columns, and libtpu 0\.0\.30 compiles updates of "
+        match=rf"rows have {most + 8} columns, but libtpu 0\.0\.30 compiles updates of "
         rf"at most {most} columns for {generation}\. Use a smaller dim\.",
     ):
         make(generation, 2, 1000, most + 1)

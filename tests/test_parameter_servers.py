@@ -101,7 +101,7 @@ def test_local_servers_that_cannot_be_started_leave_nothing(
         (
             {"ps": ["localhost:1"], "worker": ["localhost:2", "localhost:65536"]},
             ["ps", 0],
-            "gives worker 1 the address 'localhost:65536', and an address ends with",
+            "gives worker 1 the address 'localhost:65536', but an address must end",
         ),
         ({"ps": ["localhost:0"]}, ["ps", 0], "with a port from 1 to 65535, as in"),
         (

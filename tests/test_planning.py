@@ -163,7 +163,7 @@ def test_numbers_of_devices_that_the_compiler_has_no_programs_for(
 ) -> None:
     place = on_tpus(topology, te.FeatureConfig(table(1000, 8), output_shape=[96]))
     assert not place.fits
-    assert f"has {devices} devices, which is no power of two" in place.problem
+    assert f"has {devices} devices, which is not a power of two" in place.problem
 
 
 def ragged(rng: np.random.Generator, rows: int, samples: int) -> tf.RaggedTensor:
@@ -207,7 +207,7 @@ def test_limits_are_those_of_the_preprocessor(
     # Its 8 devices have larger batches.
     other = placement(report, "v5p:2x2x2")
     assert not other.limits
-    assert f"feature a has batches of {64 * devices} samples" in other.not_counted
+    assert f"batches of feature a have {64 * devices} samples" in other.not_counted
     assert own.stack == "a_b"
     for name in ("max_ids", "max_unique_ids", "required_ids"):
         assert getattr(own, name) == max(int(getattr(n, name)["a_b"]) for n in needs)

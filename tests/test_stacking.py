@@ -236,16 +236,16 @@ def test_a_layout_of_the_user_may_share_a_stack() -> None:
         ),
         (
             given_layout(unsharded_padded_shape=[8, 8]),
-            "each at least that of the table",
+            "neither smaller than the table's",
         ),
         (given_layout(unsharded_padded_shape=[32]), "it needs two axes"),
         (
             given_layout(stacked_table_name="b", sparse_core_shard_row_offset=0),
-            "Tables 'a' and 'b' share rows of stack 'b'",
+            "Tables 'a' and 'b' overlap in stack 'b'",
         ),
         (
             given_layout(stacked_table_name="b", unsharded_padded_shape=[32, 16]),
-            "Tables 'a' and 'b' are both in stack 'b', but tables of one stack have",
+            "Tables 'a' and 'b' are both in stack 'b', but tables of one stack must",
         ),
     ],
 )
@@ -300,7 +300,7 @@ def test_a_partitioning_places_every_feature() -> None:
         (
             (3,),
             {},
-            "Feature f0: its output_shape has 3 samples per replica, which the 2",
+            "Feature f0: its output_shape has 3 samples per replica, which is not",
         ),
         (
             (8,),

@@ -164,7 +164,7 @@ def test_what_is_refused(
     printed = capsys.readouterr().err
     assert "There is no script" in printed
     assert "--steps must not be negative. Received: -1." in printed
-    assert "run --keras trains tables where the script does" in printed
+    assert "`--on` has no effect with `--keras`" in printed
 
 
 def test_a_script_that_fails_shows_its_error(tmp_path: pathlib.Path):

@@ -55,10 +55,10 @@ def warn() -> None:
 
         logging.warning(
             "The environment variable TF_CONFIG of this process is wrong: %s. The "
-            "constructor of a strategy would wait for processes that never come. "
-            'Set it to {"cluster": {"worker": ["host:port", ...]}, "task": {"type": '
-            '"worker", "index": 0}}, with the same "cluster" in all processes and '
-            "another index in each.",
+            "constructor of a strategy would wait for processes that never start. Set "
+            'it to {"cluster": {"worker": ["host:port", ...]}, "task": {"type": '
+            '"worker", "index": 0}}, with the same "cluster" in all processes and a '
+            "different index in each.",
             found,
         )
 
@@ -77,8 +77,8 @@ def _problem_of_addresses(cluster: dict[str, dict[int, str]]) -> str:
             # gRPC keeps the lowest 16 bits of a port above 65535.
             if not port.isdecimal() or not 0 < int(port) < 2**16:
                 return (
-                    f"it gives {job} {index} the address {address!r}, and an address "
-                    "ends with a port from 1 to 65535, as in 'host:2222'"
+                    f"it gives {job} {index} the address {address!r}, but an address "
+                    "must end with a port from 1 to 65535, as in 'host:2222'"
                 )
             if address in tasks:
                 return (
@@ -92,10 +92,10 @@ def _problem_of_addresses(cluster: dict[str, dict[int, str]]) -> str:
 def _problem_of_task(cluster: dict[str, dict[int, str]], kind: str, index: int) -> str:
     if kind not in cluster:
         jobs = ", ".join(map(repr, cluster))
-        return f'its "task" has type {kind!r}, and its "cluster" has {jobs}'
+        return f'its "task" has type {kind!r}, but its "cluster" has {jobs}'
     if index not in cluster[kind]:
         return (
-            f'its "task" has index {index}, and its "cluster" has {len(cluster[kind])} '
-            f"of type {kind!r}: an index is from 0 to {len(cluster[kind]) - 1}"
+            f'its "task" has index {index}, but its "cluster" has {len(cluster[kind])} '
+            f"of type {kind!r}: the index must be from 0 to {len(cluster[kind]) - 1}"
         )
     return ""

@@ -100,8 +100,8 @@ class _ChangeableUntilUsed:
     def _refusal(self, name: str, change: str) -> AttributeError:
         cls = type(self).__name__
         return AttributeError(
-            f"`{name}` of this {cls} cannot be {change}: an embedding or layer was "
-            f"made of the {cls}. Change it before, or make a new one with "
+            f"`{name}` of this {cls} cannot be {change}: an embedding or layer already "
+            f"uses the {cls}. Change it earlier, or create a new one with "
             f"dataclasses.replace(config, {name}=...)."
         )
 
@@ -216,22 +216,24 @@ class TableConfig(_ChangeableUntilUsed):
         named = self.initializer is None or isinstance(self.initializer, str)
         if not named and not callable(self.initializer):
             raise errors.argument_value(
-                "initializer", self.initializer, "None, a callable or a name of Keras"
+                "initializer",
+                self.initializer,
+                "None, a callable or the name of a Keras initializer",
             )
         _check_name(self.name)
         check_invalid_ids(self.invalid_ids)
         any_id = self.id_range == _ANY_ID
         if any_id and self.invalid_ids != "error":
             raise errors.argument_value(
-                "invalid_ids", self.invalid_ids, '"error" where every int64 is an id'
+                "invalid_ids", self.invalid_ids, '"error" if every int64 is a valid id'
             )
         errors.check_flag("string_ids", self.string_ids)
         if self.string_ids and not any_id:
             raise errors.argument_value(
                 "string_ids",
                 True,
-                "False where `vocabulary_size` is a number: it takes a Hashing or a "
-                "GrowingVocabulary",
+                "False if `vocabulary_size` is a number; only a Hashing or a "
+                "GrowingVocabulary supports it",
             )
         self.combiner = combiners.convert_combiner(self.combiner)
         if self.hashing is not None:
@@ -246,8 +248,8 @@ class TableConfig(_ChangeableUntilUsed):
             raise errors.argument_value(
                 "dim",
                 self.dim,
-                f'>= {self.storage.least_dim} with `dtype="{self.dtype}"`. Shorter '
-                'rows take "float32" or "bfloat16"',
+                f'>= {self.storage.least_dim} with `dtype="{self.dtype}"`; shorter '
+                'rows need "float32" or "bfloat16"',
             )
         _check_seed(self.rounding_seed, self.dtype)
         if self.placement not in (None, "rows", "whole"):
@@ -256,7 +258,9 @@ class TableConfig(_ChangeableUntilUsed):
             )
         if self.shares_row and self.placement == "rows":
             raise errors.argument_value(
-                "placement", self.placement, 'None or "whole" with a shared row'
+                "placement",
+                self.placement,
+                'None or "whole" if the table has a shared row',
             )
         self.quantization_config = _quantization(self.quantization_config)
 
@@ -403,8 +407,7 @@ class FeatureConfig(_ChangeableUntilUsed):
         if self.salt is not None and getattr(table, "hashing", None) is None:
             raise ValueError(
                 f"A feature has the salt {self.salt!r}, but its table is not hashed. "
-                "Make the table with a Hashing in the place of its `vocabulary_size`, "
-                "or leave `salt` out."
+                "Pass a Hashing as the table's `vocabulary_size`, or leave `salt` out."
             )
         _ = self.hashing  # Checks the salt.
 
@@ -546,7 +549,9 @@ def check_invalid_ids(value: object) -> None:
 def _limits(argument: str, limits: object) -> dict[str, int]:
     """Copies the limits: the user may change the dict later."""
     if not isinstance(limits, Mapping) or not all(isinstance(k, str) for k in limits):
-        raise errors.argument_type(argument, limits, "a dict by stack name or None")
+        raise errors.argument_type(
+            argument, limits, "a dict from stack names to limits, or None"
+        )
     return {
         name: _limit(f"{argument}[{name!r}]", limit) for name, limit in limits.items()
     }
@@ -564,7 +569,7 @@ def _limit(argument: str, limit: Any) -> int:
 
 
 def _loads(loads: object) -> dict[str, tuple[float, ...]]:
-    argument, allowed = "shard_loads", "a dict of sequences of numbers by table name"
+    argument, allowed = "shard_loads", "a dict from table names to sequences of numbers"
     if not isinstance(loads, Mapping) or not all(isinstance(k, str) for k in loads):
         raise errors.argument_type(argument, loads, allowed)
     found = {}

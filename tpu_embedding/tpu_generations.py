@@ -269,14 +269,14 @@ def topology(name: str) -> tuple[Generation, int]:
     chips = math.prod(int(axis) for axis in match[2].split("x")) if match else 0
     if match is None or not chips:
         raise ValueError(
-            f"A topology is a TPU generation and its chips by axis, for example "
-            f"'v5p:2x2x1' or 'v6e:2x2'. Received: {name!r}."
+            "A topology is a TPU generation and the number of chips on each axis, for "
+            f"example 'v5p:2x2x1' or 'v6e:2x2'. Received: {name!r}."
         )
     found = generation(match[1])
     if chips > found.max_chips:
         raise ValueError(
-            f"{name} has {chips} chips, and the largest {found.name} topology has "
-            f"{found.max_chips}. Name a smaller one."
+            f"{name} has {chips} chips, but the largest {found.name} topology has "
+            f"{found.max_chips}. Use a smaller one."
         )
     return found, chips * found.devices_per_chip
 
@@ -298,9 +298,9 @@ def require_power_of_two(name: str, devices: int) -> None:
     """
     if devices & (devices - 1):
         raise NotImplementedError(
-            f"{name} has {devices} devices, which is no power of two, and libtpu "
-            "0.0.30 ends with an internal error where it compiles a lookup on "
-            "SparseCores for so many. Newer versions were not tried. Use a topology of "
+            f"{name} has {devices} devices, which is not a power of two: for such a "
+            "number libtpu 0.0.30 fails with an internal error when it compiles a "
+            "lookup on SparseCores. Newer versions were not tested. Use a topology of "
             f"{1 << (devices.bit_length() - 1)} or {1 << devices.bit_length()} devices."
         )
 

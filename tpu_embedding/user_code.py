@@ -29,7 +29,7 @@ def find(target: str) -> Any:
     where, _, attribute = target.rpartition(":")
     if not where or not attribute:
         raise ValueError(
-            "Name a module or a .py file and its attribute, as in `my_model:features` "
+            "Pass a module or a .py file and its attribute, as in `my_model:features` "
             f"or `my_model.py:features`. Received: {target!r}."
         )
     path = pathlib.Path(where)

@@ -109,27 +109,27 @@ class GrowingVocabulary:
         shared = self.unknown == "shared_row"
         if self.when_full == "shared_row" and not shared:
             raise errors.argument_value(
-                "unknown", self.unknown, '"shared_row" with when_full="shared_row"'
+                "unknown", self.unknown, '"shared_row" if when_full="shared_row"'
             )
         if shared and self.max_rows < 2:
             raise errors.argument_value(
-                "max_rows", self.max_rows, "above 1 with a shared row"
+                "max_rows", self.max_rows, '>= 2 if unknown="shared_row"'
             )
         if self.min_rows and self.eviction is None:
             raise errors.argument_value(
-                "min_rows", self.min_rows, "None without `eviction`"
+                "min_rows", self.min_rows, "None unless `eviction` is set"
             )
         if (self.max_age is None) == (self.eviction == "age"):
             raise errors.argument_value(
-                "max_age", self.max_age, 'given with eviction="age", and only with it'
+                "max_age", self.max_age, 'set if eviction="age", and None otherwise'
             )
         if self.clock and self.eviction != "age":
             raise errors.argument_value(
-                "clock", self.clock, 'False, or eviction must be "age"'
+                "clock", self.clock, 'False unless eviction="age"'
             )
         if self.max_candidates is not None and self.min_count == 1:
             raise errors.argument_value(
-                "max_candidates", self.max_candidates, "None with min_count=1"
+                "max_candidates", self.max_candidates, "None if min_count=1"
             )
 
     @property
@@ -203,8 +203,9 @@ class Hashing:
             return dim
         if dim % self.hashes:
             raise ValueError(
-                f"The dim {dim} is no multiple of the {self.hashes} rows that {self} "
-                'puts side by side. Change dim or `hashes`, or set combine="sum".'
+                f"The dim {dim} is not a multiple of {self.hashes}, the number of rows "
+                f"that {self} concatenates for each id. Change dim or `hashes`, or set "
+                'combine="sum".'
             )
         return dim // self.hashes
 

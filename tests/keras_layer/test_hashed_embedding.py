@@ -165,7 +165,7 @@ def test_ids_that_are_no_integers_are_refused():
             layer(tf.constant([bad]))
     with pytest.raises(TypeError, match="string"):
         layer(tf.constant(["film"]))
-    with pytest.raises(ValueError, match="dim 9 is no multiple of the 2 rows"):
+    with pytest.raises(ValueError, match="dim 9 is not a multiple of 2, the num"):
         te.keras.Embedding(te.Hashing(60, 2), 9)
     with pytest.raises(ValueError, match="combine bags or hash ids"):
         te.keras.unconvert(model_of())

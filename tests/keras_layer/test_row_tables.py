@@ -548,7 +548,7 @@ def test_a_plan_has_the_tables_and_slots_of_a_model():
     with pytest.raises(ValueError, match=r"cannot convert .*RMSprop"):
         te.plan(make(optimizer=keras.optimizers.RMSprop()), batch_size=8)
     plain = keras.Sequential([keras.Input([1]), keras.layers.Embedding(2, 2)])
-    with pytest.raises(TypeError, match=r"other layers or none\. Pass te\.keras\.conv"):
+    with pytest.raises(TypeError, match=r"has none of these\. Pass te\.keras\.conv"):
         te.plan(plain, batch_size=8)
 
 

@@ -142,7 +142,7 @@ def test_restores_into_any_number_of_processes(
         assert "Table 'films (part " in raised[1]
         assert "has max_rows=2, but the table that was saved has 4 ids" in raised[1]
         assert shared[0] == "NotImplementedError"
-        assert 'films\' grows and has a shared row: placement="rows"' in shared[1]
+        assert 'films\' grows and has a shared row, so placement="rows"' in shared[1]
 
 
 @pytest.mark.second_tier

@@ -28,11 +28,11 @@ OUTSIDE = tf.Variable(1.0)
     [
         (
             {"optimizer": te.CustomOptimizer(captures)},
-            "'films': .*CustomOptimizer uses",
+            "'films': .*CustomOptimizer captures",
         ),
         (
             {"combiner": te.CustomCombiner(lambda n, v: v[0] * OUTSIDE, 2)},
-            "'films': .*CustomCombiner uses .* do not support. Make the tensors inside",
+            "'films': .*CustomCombiner captures .* not support. Create the tensors",
         ),
         (
             {"optimizer": te.CustomOptimizer(lambda g, t, *_: (t, g))},

@@ -180,7 +180,7 @@ def test_initializers_by_shard() -> None:
             NotImplementedError,
             "`low_dimensional_packing_status=True` of .*, only by TPU v2 to v4",
         ),
-        ({"output_shape": [3]}, ValueError, "3 samples per replica, which the 2"),
+        ({"output_shape": [3]}, ValueError, "3 samples per replica, which is not"),
     ],
 )
 def test_refused_at_construction(

@@ -295,7 +295,7 @@ def _chosen_ids(
         array = np.asarray(value)
         if array.size and not np.issubdtype(array.dtype, np.signedinteger):
             raise argument_type(
-                "ids", value, ("a dict from table names to int64 vectors")
+                "ids", value, "a dict from table names to int64 vectors"
             )
         if array.ndim != 1:
             raise ValueError(

@@ -77,7 +77,7 @@ def unstack(
         stack = layout.stacked_table_name
         if stack not in stacks:
             raise errors.corrupted(
-                path, (f"it lacks the stack {stack}, which its layout record names")
+                path, f"it lacks the stack {stack}, which its layout record names"
             )
         found = {
             name[len(stack) + 1 :]: rows

@@ -26,8 +26,9 @@ def run(parsed: argparse.Namespace) -> int:
     """Runs `run`."""
     if parsed.keras and parsed.on != "host":
         raise ValueError(
-            "run --keras trains tables where the script does. Leave --on out, or "
-            "leave --keras out for a program written for TPUs."
+            "`--on` has no effect with `--keras`, which trains tables on the script's "
+            "own devices. Leave `--on` out, or leave `--keras` out for a program "
+            "written for TPUs."
         )
     replace = install_keras
     if not parsed.keras:

@@ -18,7 +18,9 @@ def function_of(table: str, what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        error.add_note(f"That is from the function of the {what} of table {table!r}.")
+        error.add_note(
+            f"The function of the {what} of table {table!r} raised this error."
+        )
         raise
 
 

@@ -179,7 +179,7 @@ def _wanted(spec: TableSpec, placement: str) -> str:
     if wanted == "auto":
         return "whole"
     raise NotImplementedError(
-        f'Table {spec.name!r} grows and has a shared row: placement="rows" does not '
+        f'Table {spec.name!r} grows and has a shared row, so placement="rows" cannot '
         'divide it. Set placement="whole" in its TableConfig.'
     )
 

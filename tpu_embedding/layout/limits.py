@@ -24,7 +24,7 @@ _LARGEST_SHOWN = 3
 _COMBINER_ARRAYS = 4
 _COMPILED = (
     "a TPU compiles its CustomOptimizer or CustomCombiner with a limit of {} distinct "
-    "ids, which the number of samples gives"
+    "ids, which follows from the number of samples"
 )
 
 
@@ -217,11 +217,11 @@ def device_excess(
             None,
             total,
             limit,
-            f"The tables, their slots and a step need {total} bytes "
-            f"({_gib(total)}) on {each}, and programs on {place} can use "
-            f"{limit} bytes ({_gib(limit)}): {_gib(total - limit)} too much. The "
-            f"largest are {shown}. Use more devices, a smaller vocabulary_size, dim or "
-            "batch, or an optimizer with fewer slots.",
+            f"The tables, their slots and a step need {total} bytes ({_gib(total)}) on "
+            f"{each}, but programs on {place} can use {limit} bytes ({_gib(limit)}): "
+            f"{_gib(total - limit)} too much. The largest are {shown}. Use more "
+            "devices, a smaller vocabulary_size, dim or batch, or an optimizer with "
+            "fewer slots.",
         )
     ]
 
@@ -255,7 +255,7 @@ def _tensor_excess(where: _StackOf) -> Iterable[Excess]:
     size, devices = array_bytes(stack), stack.num_devices
     text = (
         f"{stack.rows_per_device} rows of {stack.width} float32 numbers on each of "
-        f"{devices} devices are {size} bytes ({_gib(size)}), and SparseCores support "
+        f"{devices} devices are {size} bytes ({_gib(size)}), but SparseCores support "
         f"at most {limit} bytes ({_gib(limit)}) for a table or slot on a device. Use "
         f"at least {-(-devices * size // limit)} devices, or a smaller vocabulary_size "
         "or dim."
@@ -267,7 +267,7 @@ def _tensor_excess(where: _StackOf) -> Iterable[Excess]:
 def _width_excess(where: _StackOf, generation: Generation) -> Iterable[Excess]:
     width, most = where.stack.width, generation.max_width
     text = (
-        f"its rows have {width} columns, and libtpu 0.0.30 compiles updates of at most "
+        f"its rows have {width} columns, but libtpu 0.0.30 compiles updates of at most "
         f"{most} columns for {generation.name}. Use a smaller dim."
     )
     if most and width > most:
@@ -282,7 +282,7 @@ def _valency_excess(
     way_out = fewer if most else "Use a smaller dim"
     text = (
         f"its CustomCombiner gets up to {valency} rows of {width} columns for a "
-        f"sample, and libtpu 0.0.30 compiles at most {most} such rows for "
+        f"sample, but libtpu 0.0.30 compiles at most {most} such rows for "
         f"{generation.name}. {way_out}."
     )
     if generation.combiner_values and valency > most:
@@ -303,9 +303,9 @@ def combiner_excesses(
         if not _max_valency(partitioning, stack) or not samples % COMBINER_MULTIPLE:
             continue
         text = (
-            f"its CustomCombiner has {samples} samples on each SparseCore, and libtpu "
-            f"0.0.30 compiles multiples of {COMBINER_MULTIPLE} for {generation.name}. "
-            "Use batches that give the stack a multiple of "
+            f"its CustomCombiner has {samples} samples on each SparseCore, but libtpu "
+            f"0.0.30 compiles only multiples of {COMBINER_MULTIPLE} for "
+            f"{generation.name}. Use batches that give the stack a multiple of "
             f"{COMBINER_MULTIPLE * cores} samples on each device."
         )
         limit = samples // COMBINER_MULTIPLE * COMBINER_MULTIPLE
@@ -388,7 +388,7 @@ def _multiple_excess(
         what = _COMPILED.format(unique)
         way_out = f"Use a batch that gives a multiple of {multiple}"
     text = (
-        f"{what}, and libtpu 0.0.30 compiles multiples of {multiple} for "
+        f"{what}, but libtpu 0.0.30 compiles only multiples of {multiple} for "
         f"{generation.name}. {way_out}."
     )
     yield where.excess("unique ids", unique, limit, text)

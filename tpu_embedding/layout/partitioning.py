@@ -250,9 +250,9 @@ def check_optimizers(plan: Plan) -> None:
         optimizer = table.optimizer
         if optimizer is None:
             raise ValueError(
-                f"Table {table.name!r} has no optimizer, and a strategy of SparseCores "
-                "needs one. Pass `optimizer` to the TableConfig or to the embedding. "
-                "For lookups alone, create the embedding outside the strategy's scope."
+                f"Table {table.name!r} has no optimizer, but SparseCores need one. "
+                "Pass `optimizer` to the TableConfig or to the embedding. For lookups "
+                "alone, create the embedding outside the strategy's scope."
             )
         if optimizer.sparse_core_op is None and not optimizer.is_custom:
             raise NotImplementedError(
@@ -265,7 +265,7 @@ def check_optimizers(plan: Plan) -> None:
                 raise NotImplementedError(
                     f"Table {table.name!r}: slot {slot.name!r} of its "
                     f"{type(optimizer).__name__} has one number for each row, which "
-                    "the SparseCore ops of TensorFlow 2.20 do not support: they end "
+                    "the SparseCore ops of TensorFlow 2.20 do not support: they crash "
                     "the process. Set its `slot_dims` to 2 and use one column, or use "
                     "the host engine."
                 )
@@ -284,9 +284,9 @@ def _features(
         if samples % sparse_cores_per_device:
             raise ValueError(
                 f"Feature {spec.path}: its output_shape has {samples} samples per "
-                f"replica, which the {sparse_cores_per_device} SparseCores of a device "
-                "do not divide. Choose a batch size per replica that is a multiple of "
-                f"{sparse_cores_per_device}."
+                f"replica, which is not a multiple of the {sparse_cores_per_device} "
+                "SparseCores of a device. Choose a batch size per replica that is a "
+                f"multiple of {sparse_cores_per_device}."
             )
         features.append(
             PartitionedFeature(

@@ -332,9 +332,9 @@ def _check_sizes(tables: Sequence[TableSpec]) -> None:
         rows, dim = table.config.max_rows, table.config.dim
         if rows > MAX_ROWS:
             raise ValueError(
-                f"Table {table.name!r} has vocabulary_size={rows}, but rows are "
-                f"numbered by int32 as on TPUs: at most {MAX_ROWS}. Spread the ids "
-                "over several tables."
+                f"Table {table.name!r} has vocabulary_size={rows}, but row numbers are "
+                f"int32, as on TPUs: a table has at most {MAX_ROWS} rows. Split the "
+                "ids among several tables."
             )
         optimizer = table.optimizer
         if optimizer is not None and optimizer.table_dim not in (None, dim):

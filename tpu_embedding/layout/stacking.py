@@ -335,7 +335,7 @@ def _given_layout(spec: TableSpec, options: StackingOptions) -> TableLayout:
     if not all(hasattr(given, f.name) or f.default == 0 for f in fields):
         raise ValueError(
             f"Table {spec.name!r}: layout must be None, a TableLayout or a "
-            f"SparseCoreTableLayout proto, got {given!r}."
+            f"SparseCoreTableLayout proto. Received: {given!r}."
         )
     values = {f.name: getattr(given, f.name) for f in fields if hasattr(given, f.name)}
     for shape in ("unsharded_shape", "unsharded_padded_shape"):
@@ -362,8 +362,8 @@ def _given_layout(spec: TableSpec, options: StackingOptions) -> TableLayout:
     ):
         raise ValueError(
             f"Table {spec.name!r}: unsharded_padded_shape of its layout is {padded}; "
-            "it needs two axes, each at least that of the table, and a number of rows "
-            f"that {options.num_shards} SparseCores divide."
+            "it needs two axes, neither smaller than the table's, and a number of rows "
+            f"that is a multiple of the {options.num_shards} SparseCores."
         )
     return layout
 
@@ -411,17 +411,17 @@ def _check_stack(
         if kind != kinds[0]:
             raise ValueError(
                 f"Tables {specs[0].name!r} and {spec.name!r} are both in stack "
-                f"{name!r}, but tables of one stack have one padded width, optimizer "
-                "and quantization_config. Rename a table or give it another "
+                f"{name!r}, but tables of one stack must have the same padded width, "
+                "optimizer and quantization_config. Rename a table or give it another "
                 "stacked_table_name in its layout."
             )
     ordered = sorted(layouts, key=lambda la: la.sparse_core_shard_row_offset)
     for before, after in itertools.pairwise(ordered):
         if after.sparse_core_shard_row_offset < before.end:
             raise ValueError(
-                f"Tables {before.table_name!r} and {after.table_name!r} share rows of "
+                f"Tables {before.table_name!r} and {after.table_name!r} overlap in "
                 f"stack {name!r}. Give them layouts that do not overlap, or rename a "
-                'table: the name of a stack is that of its tables joined by "_".'
+                'table: a stack is named after its tables, joined by "_".'
             )
 
 
@@ -436,6 +436,6 @@ def _check_loads(tables: Sequence[str], options: StackingOptions) -> None:
         if len(load) != options.num_shards:
             raise ValueError(
                 f"Table {table!r}: `shard_loads` has {len(load)} numbers, but there "
-                f"are {options.num_shards} SparseCores. Take a profile with that many "
-                "shards."
+                f"are {options.num_shards} SparseCores. Create a profile with that "
+                "many shards."
             )

@@ -198,7 +198,7 @@ def _of_model(feature_config: Any, optimizer: Any) -> tuple[Any, Any]:
     if hasattr(feature_config, "_flatten_layers"):
         raise TypeError(
             "te.plan takes a Keras model whose tables are te.keras.Embedding layers, "
-            f"and {feature_config.name!r} has other layers or none. Pass "
+            f"but {feature_config.name!r} has none of these. Pass "
             "te.keras.convert(model), or the feature configuration of a "
             "te.keras.TPUEmbedding."
         )
@@ -319,8 +319,8 @@ class _Planner:
         if generation.embedding == "v1":
             unsupported = next(
                 (
-                    f"Table {t.name!r} has no optimizer, and TPU v2 to v4 need one. "
-                    "Pass `optimizer`, or give the TableConfig one."
+                    f"Table {t.name!r} has no optimizer, but TPU v2 to v4 need one. "
+                    "Pass `optimizer`, or set it in the TableConfig."
                     if t.optimizer is None
                     else f"Table {t.name!r}: TPU v2 to v4 do not support "
                     f"{type(t.optimizer).__name__}."

@@ -163,9 +163,9 @@ class Sample:
             # Ragged rows may fill several axes.
             if found not in (wanted, math.prod(rows) * replicas):
                 return (
-                    f"what the sample needs of SparseCores: feature {spec.path} has "
-                    f"batches of {found} samples there, and {wanted} in a step of "
-                    f"{replicas} devices"
+                    "the limits of SparseCores that the sample needs: its batches of "
+                    f"feature {spec.path} have {found} samples, but a step of "
+                    f"{replicas} devices has {wanted}"
                 )
         return ""
 
@@ -303,7 +303,7 @@ def without_sample(partitioning: Partitioning, generation: Generation) -> str:
         unique = _suggested(distinct, multiple, generation.max_unique_ids(shards))
         most = _suggested(ids, multiple, generation.max_ids(shards, unique))
         found.append(
-            f"{ids} ids ({distinct} distinct) of stack {table.name}, and the limits "
+            f"{ids} ids ({distinct} distinct) of stack {table.name}, but the limits "
             f"are {limits[0]} and {limits[1]}: set max_ids_per_table[{table.name!r}] "
             f"to {most} and max_unique_ids_per_table[{table.name!r}] to {unique}"
         )

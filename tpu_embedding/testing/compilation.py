@@ -278,7 +278,7 @@ def _target(build: str | Callable[..., Any]) -> str:
     if isinstance(build, str):
         if not all(build.rpartition(":")[::2]):
             raise ValueError(
-                "Name a module or a file and its function, as in `my_model:build`. "
+                "Pass a module or a file and its function, as in `my_model:build`. "
                 f"Received: {build!r}."
             )
         return build
@@ -287,8 +287,8 @@ def _target(build: str | Callable[..., Any]) -> str:
     name = getattr(build, "__qualname__", "<locals>")
     if "<" in name:
         raise ValueError(
-            f"{build!r} has no name that another process can import. Pass a function "
-            "of a module."
+            f"{build!r} cannot be imported by another process. Pass a function defined "
+            "in a module."
         )
     return f"{pathlib.Path(inspect.getfile(build)).resolve()}:{name}"
 
@@ -415,21 +415,21 @@ def _translate(
         return _memory_problem(message, stacks, generation)
     if "Only support static input shape" in message:
         return (
-            "A TPU compiles static shapes, and an input of the step has a dimension "
-            "None. Give each dimension of the tf.TensorSpecs a number."
+            "A TPU compiles only static shapes, but an input of the step has a "
+            "dimension None. Set each dimension of the tf.TensorSpecs to a number."
         )
     if stage == "convert":
         return (
-            "The step cannot be handed to libtpu: jaxlib, which converts it, does not "
-            "know one of its ops. It may compile on a TPU."
+            "The step cannot be passed to libtpu: jaxlib, which converts it, does not "
+            "support one of its ops. It may compile on a TPU."
         )
     if stage != _LIBTPU:
-        return "TensorFlow's passes and kernels for TPUs do not take the step."
+        return "TensorFlow's passes and kernels for TPUs do not support the step."
     if num_devices & (num_devices - 1):
         return (
-            f"The step cannot be compiled for {num_devices} devices, which is no power "
-            "of two: libtpu 0.0.30 ends with an internal error there for every lookup "
-            "on SparseCores. Newer versions were not tried."
+            f"The step cannot be compiled for {num_devices} devices, which is not a "
+            "power of two: for such a number libtpu 0.0.30 fails with an internal "
+            "error in every lookup on SparseCores. Newer versions were not tested."
         )
     return "The step cannot be compiled."
 
@@ -443,9 +443,9 @@ def _memory_problem(
     if _TOO_WIDE.search(message):
         own = [s for s in stacks if f",{s['width']}]" in message]
         return (
-            f"{_names(own)}: a SparseCore's memory does not hold what the step needs "
-            "of some rows. Use a smaller dim, or for a CustomCombiner a smaller "
-            "max_valency."
+            f"{_names(own)}: the rows that the step needs at one time do not fit into "
+            "a SparseCore's memory. Use a smaller dim, or for a CustomCombiner a "
+            "smaller max_valency."
         )
     used = _MEMORY.search(message)
     how = f" {used[1]} GiB of {used[2]} GiB." if used else ""

@@ -204,10 +204,10 @@ def _trace(
     if traced.captured_inputs:
         way_out = "M"
         if what == "CustomOptimizer":
-            way_out = "Pass numbers that change as `hyperparameters`, or m"
+            way_out = "Pass numbers that change as `hyperparameters`, or c"
         raise ValueError(
-            f"Table {table!r}: the function of its {what} uses tensors or variables "
-            f"from outside, {traced.captured_inputs!r}, which SparseCores do not "
-            f"support. {way_out}ake the tensors inside of the function."
+            f"Table {table!r}: the function of its {what} captures tensors or "
+            f"variables from outside, {traced.captured_inputs!r}, which SparseCores do "
+            f"not support. {way_out}reate the tensors inside of the function."
         )
     return traced
