@@ -83,4 +83,4 @@ def test_without_tf_keras_the_import_says_what_to_install(tmp_path: pathlib.Path
         timeout=300,
     )
     assert run.returncode == 1
-    assert "TF_USE_LEGACY_KERAS is set, and tf_keras cannot be imported" in run.stderr
+    assert "TF_USE_LEGACY_KERAS is set, but tf_keras cannot be imported" in run.stderr

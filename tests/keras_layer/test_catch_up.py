@@ -511,7 +511,7 @@ def test_a_decay_that_leaves_nothing_is_refused(way: str):
         (lambda: O.Ftrl(0.1, l2_shrinkage_regularization_strength=0.1), "l2_shrink"),
         pytest.param(
             lambda: O.AdamW(0.01, gradient_accumulation_steps=3),
-            "`gradient_accumulation_steps` sums dense gradients",
+            "`gradient_accumulation_steps` accumulates dense",
             marks=pytest.mark.skipif(not IS_KERAS_3, reason="Of Keras 3."),
         ),
     ],
@@ -533,7 +533,7 @@ def test_what_cannot_be_caught_up_is_dense_with_one_warning(
 def test_tables_of_other_layers_are_dense_with_a_warning():
     ours, theirs = te_keras.RowSparseOptimizer(O.Adam(0.01)), O.Adam(0.01)
     first, second = plain_table(first_table()), plain_table(first_table())
-    with pytest.warns(UserWarning, match=r"not the table of a te\.keras\.Embedding"):
+    with pytest.warns(UserWarning, match=r"does not belong to a te\.keras\.Embedding"):
         ours.apply_gradients([(gradients(1)[0], first)])
     theirs.apply_gradients([(dense(gradients(1)[0]), second)])
     np.testing.assert_allclose(first.numpy(), second.numpy(), rtol=0, atol=1e-7)
@@ -571,7 +571,7 @@ def test_what_computes_on_all_rows_catches_them_up_after_each_step(
     ema = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 7}
     says = "MaxNorm constrains" if how == "constraint" else "`use_ema` averages"
     pair = Pair(lambda: getattr(O, name)(0.01, **(ema if how == "use_ema" else {})))
-    with pytest.warns(UserWarning, match=rf"all rows of .*{says} all of them"):
+    with pytest.warns(UserWarning, match=rf"all rows of .*{says} all rows"):
         train_constrained(pair, how == "constraint")
     ways = set(pair.ours.updates_rows_by.values())
     assert ways == {by if way == "kernels" else "dense"}

@@ -159,5 +159,5 @@ def test_a_namedtuple_cannot_be_saved():
     layer = TPUEmbedding([pair(feature, feature)], "sgd")
     ids = tf.constant([1])
     assert type(layer([pair(ids, ids)])[0]) is pair
-    with pytest.raises(ValueError, match=r"namedtuple Pair in .* Use a dict, or `sa"):
+    with pytest.raises(ValueError, match=r"namedtuple Pair in .* Use a dict, or sav"):
         layer.get_config()

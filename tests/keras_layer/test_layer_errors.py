@@ -220,7 +220,7 @@ def test_a_sequential_without_an_input_says_what_it_needs():
     layer = TPUEmbedding(te.FeatureConfig(te.TableConfig(4, 2)), "sgd")
     model = keras.Sequential([layer])
     model.compile("sgd", "mse")
-    text = "layer of a Sequential, which otherwise assumes float32"
+    text = "layer of a Sequential model, which otherwise assumes float32"
     with pytest.raises(TypeError, match=text):
         model.fit(np.array([0, 1]), np.zeros([2, 2]), verbose=0)
 

@@ -442,9 +442,9 @@ def test_bad_bags():
         Embedding(V, D)(ids, weights=gains)
     with pytest.raises(ValueError, match=r"needs ids of the shape \[batch, n\]"):
         bags(keras.Input([], dtype="int64"))
-    with pytest.raises(ValueError, match="must be of the kind of the ids"):
+    with pytest.raises(ValueError, match="must have the type of the ids"):
         bags(tf.ragged.constant([[1]]), weights=tf.constant([[1.0]]))
-    with pytest.raises(tf.errors.InvalidArgumentError, match="differ in layout"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="as many values as"):
         bags(tf.constant([[1, 2]]), weights=tf.constant([[1.0]]))
 
 
@@ -650,7 +650,7 @@ def test_a_refused_conversion_changes_nothing():
         te.keras.unconvert(bags)
     assert isinstance(bags.layers[-1], Embedding)
     lazy = te.keras.convert(model(Embedding(V, D), keras.optimizers.Adam(0.1)))
-    with pytest.raises(ValueError, match="updates rows already, with lazy=False"):
+    with pytest.raises(ValueError, match="is already row-sparse, with lazy=False"):
         te.keras.convert(lazy, lazy=True)
 
 
@@ -663,11 +663,11 @@ def test_a_conversion_names_what_it_skips(caplog: pytest.LogCaptureFixture):
 
     layers = [Mine(V, D, name="mine"), DistributedEmbedding(3, name="distributed")]
     te.keras.convert(keras.Sequential([keras.Input([2], dtype="int64"), *layers]))
-    assert "convert: mine of " in caplog.text
+    assert "te.keras.convert did not change mine of " in caplog.text
     assert "Mine, distributed of keras_rs.src.layers.embedding." in caplog.text
     caplog.clear()
     te.keras.convert(model(keras.layers.Embedding(V, D), "sgd"))
-    assert "left as it is" not in caplog.text
+    assert "did not change" not in caplog.text
 
 
 def test_two_optimizers_of_a_custom_loop(rng: np.random.Generator):

@@ -530,7 +530,7 @@ def test_what_is_not_carried_names_the_layer(tmp_path: pathlib.Path):
     made = keras.Sequential([keras.Input([1]), twice[0]])
     other = keras.Sequential([keras.Input([1]), twice[1]], name="other")
     both = keras.Model(made.inputs, [made.outputs[0], other(made.inputs[0])])
-    with pytest.raises(ValueError, match="have one name: same, same"):
+    with pytest.raises(ValueError, match="have the same name: same, same"):
         checkpoint.save(both, tmp_path / "twice")
 
 
@@ -588,7 +588,7 @@ def test_tables_in_several_weights_are_refused(tmp_path: pathlib.Path):
         lambda: checkpoint.save(model, tmp_path / "saved"),
         lambda: writer.export_delta(tmp_path / "1.delta"),
     ):
-        with pytest.raises(NotImplementedError, match=r"'films' is in several .*lora_"):
+        with pytest.raises(NotImplementedError, match=r"'films' is split into .*lora_"):
             refused()
 
 

@@ -65,7 +65,7 @@ def test_a_subclassed_model_from_a_saved_model_says_how_to_train(
         loaded.predict(data, verbose=0), model.predict(data, verbose=0)
     )
     # AutoGraph makes another error of TensorFlow's LookupError.
-    with pytest.raises(Exception, match="create it in code, and load its weights"):
+    with pytest.raises(Exception, match="create the model in code, and load"):
         loaded.fit(data, verbose=0)
 
 

@@ -124,7 +124,7 @@ def test_a_train_step_that_the_user_overrides_is_seen(seed: int):
     )
     model = WithStep(te.SGD(RATE))
     model.compile(optimizer)
-    with pytest.raises(ValueError, match="Pass the layer `loss_scale`"):
+    with pytest.raises(ValueError, match="Pass `loss_scale` to the layer"):
         model.fit(steps, verbose=0)
     plain, model = (
         Subclassed(te.SGD(RATE)),

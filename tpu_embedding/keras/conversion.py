@@ -94,8 +94,8 @@ def convert_optimizer(optimizer: Any, where: str) -> rules.Optimizer | None:
         if optimizer not in _OPTIMIZERS_BY_NAME:
             names = ", ".join(map(repr, _OPTIMIZERS_BY_NAME))
             raise ValueError(
-                f"Unknown optimizer {optimizer!r} for {where}. The names are {names}; "
-                "pass other optimizers as objects."
+                f"Unknown optimizer {optimizer!r} for {where}. Known names: {names}. "
+                "Pass other optimizers as objects."
             )
         return _OPTIMIZERS_BY_NAME[optimizer]()
     if is_keras_optimizer(optimizer):
@@ -210,7 +210,9 @@ def translate_keras_optimizer(
     conversion = _CONVERSIONS.get(cls.__name__)
     if conversion is None or not is_keras_optimizer(optimizer):
         wraps = hasattr(optimizer, "inner_optimizer")
-        hint = " Pass its `inner_optimizer`, and itself as `loss_scale`."
+        hint = (
+            " Pass its `inner_optimizer` instead, and this optimizer as `loss_scale`."
+        )
         raise ValueError(
             f"translate_keras_optimizer cannot convert {cls.__module__}."
             f"{cls.__qualname__}. It accepts {', '.join(_CONVERSIONS)} of Keras 3 and "
@@ -221,9 +223,10 @@ def translate_keras_optimizer(
     all_rows = {} if lazy else conversion.all_rows
     if all_rows is None:
         raise ValueError(
-            f"translate_keras_optimizer does not support lazy=False for "
-            f"{cls.__name__}: embedding tables update only the rows of a batch with it."
-            " Use lazy=True, or te.keras.Embedding with te.keras.RowSparseOptimizer."
+            "translate_keras_optimizer does not support lazy=False for "
+            f"{cls.__name__}: with this optimizer embedding tables update only the "
+            "rows of a batch. Use lazy=True, or te.keras.Embedding with "
+            "te.keras.RowSparseOptimizer."
         )
     rate = _held_rate(optimizer)
     if not callable(rate):
@@ -274,9 +277,9 @@ class OptimizerRate:
             raise RuntimeError(
                 "The `learning_rate` of the Keras optimizer "
                 f"{type(self.optimizer).__name__} was a number when the layer was "
-                f"created, and now is {held!r}. Embedding tables count the updates for "
-                "a schedule from the first one: give the optimizer the schedule before "
-                "the layer is created, or assign numbers."
+                f"created, and now is {held!r}. Embedding tables count the steps of a "
+                "schedule from their first update: set the schedule before the layer "
+                "is created, or assign only numbers."
             )
         return tf.convert_to_tensor(held)
 

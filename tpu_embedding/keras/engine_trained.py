@@ -36,17 +36,17 @@ _CONTROL_FLOW = (".cond_v2", ".while_v2")
 _CALLS_REMEMBERED = 1024  # Calls that may come between a call and its gradient.
 
 _NO_TAPE = (
-    "tpu_embedding.keras.TPUEmbedding was traced while no tf.GradientTape was "
-    "recording, as for evaluation and export, so no gradient can reach its tables. "
-    "Open the tape before the tf.function is first called, or inside of it, or use a "
-    "second tf.function for training. A subclassed model that was loaded from a "
-    "SavedModel has only such functions: create it in code, and load its weights."
+    "tpu_embedding.keras.TPUEmbedding was traced without a recording tf.GradientTape, "
+    "as for evaluation and export, so no gradient can reach its tables. Open the tape "
+    "before the tf.function is first called, or inside of it, or use a second "
+    "tf.function for training. A subclassed model loaded from a SavedModel has only "
+    "functions traced without a tape: create the model in code, and load its weights."
 )
 _FOR_SERVING = (
     "tpu_embedding.keras.TPUEmbedding was called with `serving_config`, which is for "
     "serving: such a call consists of TensorFlow ops, and no gradient can reach the "
     "tables through it. Train a model that calls the layer without it, or set "
-    "`layer.trainable = False` to train the rest of this one."
+    "`layer.trainable = False` to train the other layers of this model."
 )
 
 
@@ -148,8 +148,9 @@ class EngineTrainedTables:
             self.core = self._create_core(shapes if engine.stores_stacks else None)
         for table in features.plan.tables_with_clock:
             raise NotImplementedError(
-                f"Table {table!r} has a clock, which a training step of Keras cannot "
-                "pass. Use te.TPUEmbedding, or `max_age` in updates."
+                f"Table {table!r} has clock=True, but a training step of Keras cannot "
+                "pass a clock. Use te.TPUEmbedding, or count `max_age` in updates with "
+                "clock=False."
             )
         self._variables: dict[str, Any] = {}
         self._growing: dict[str, Vocabulary] = {}
@@ -210,7 +211,8 @@ class EngineTrainedTables:
         if self._growing and not gradient_hook.is_export():
             raise NotImplementedError(
                 f"The tables {', '.join(self._growing)} grow: only `model.export` and "
-                "tpu_embedding.serving.export(layer, ...) make a SavedModel of them."
+                "tpu_embedding.serving.export(layer, ...) can save them as a "
+                "SavedModel."
             )
         self.core.retrieve()
         tables = self.core.tables()
@@ -340,8 +342,8 @@ class EngineTrainedTables:
         """
         if self._topology.program() is not None:
             raise NotImplementedError(
-                "`serving_config` is for serving: under a TPU strategy such a call "
-                "belongs outside of strategy.run. Inside, call the layer without it."
+                "`serving_config` is for serving: under a TPU strategy pass it only "
+                "outside of strategy.run. Inside, call the layer without it."
             )
         self.core.retrieve()
         readers = self._readers()
@@ -375,8 +377,8 @@ class EngineTrainedTables:
         if type(graph).__module__.endswith(_CONTROL_FLOW):
             raise NotImplementedError(
                 "The layer was called inside tf.cond, tf.map_fn or a TensorFlow loop, "
-                "under a tape that was opened outside of it. Call the layer before, "
-                "with all ids at once, or open the tape inside."
+                "under a tape that was opened outside of it. Call the layer before the "
+                "loop or condition, with all ids at once, or open the tape inside."
             )
         return [self._look_up_again_and_update(call, dense)]
 

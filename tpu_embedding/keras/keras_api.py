@@ -20,10 +20,9 @@ def _is_tf_keras() -> bool:
         if os.environ.get("TF_USE_LEGACY_KERAS") not in ("1", "true", "True"):
             return False  # Importing Keras 3 says what is wrong.
         raise ImportError(
-            "TF_USE_LEGACY_KERAS is set, and tf_keras cannot be imported. Install "
-            "tf_keras of the version of TensorFlow, as the extra of "
-            "`pip install 'tpu_embedding[tf-keras]'` does, or unset the variable to "
-            "use Keras 3."
+            "TF_USE_LEGACY_KERAS is set, but tf_keras cannot be imported. Install the "
+            "tf_keras version that matches TensorFlow, as `pip install "
+            "'tpu_embedding[tf-keras]'` does, or unset the variable to use Keras 3."
         ) from error
     return layer.__module__.partition(".")[0] == "tf_keras"
 

@@ -299,11 +299,11 @@ class TPUEmbedding(SavesTables, RestoresLayouts, keras_api.Layer):
         by_engine = self.trainable and not self._built.arguments.trainable_tables
         if by_engine and gradient_hook.is_recording():
             raise RuntimeError(
-                "`embedding_tables` was read while a tf.GradientTape records. What is "
+                "`embedding_tables` was read while a tf.GradientTape records. Values "
                 "computed from a table, such as tied logits, would not train it: only "
                 "lookups do. Create the layer with `trainable_tables=True`, or use "
-                "tpu_embedding.keras.Embedding; or read the table before, or within "
-                "`tape.stop_recording()`, if it is not to be trained by this."
+                "tpu_embedding.keras.Embedding; or, if these values need not train the "
+                "table, read it before the tape or within `tape.stop_recording()`."
             )
         found = self._built.tables.parameters()
         return {s.key: found[s.name] for s in self._built.features.plan.tables}
@@ -434,8 +434,8 @@ class TPUEmbedding(SavesTables, RestoresLayouts, keras_api.Layer):
                 self._refused_load = error
                 raise
             raise ValueError(
-                f"The file has no other data for the layer {self.name!r}. Its data was "
-                f"refused: {self._refused_load}"
+                f"The layer {self.name!r} cannot load its data, and the file has no "
+                f"other data for it. The first error: {self._refused_load}"
             ) from error
         self._refused_load = None
         tables.core.tables_replaced()
@@ -671,8 +671,8 @@ def _check_hints(arguments: _Arguments, topology: distribution.Topology) -> None
         assert topology.tpu is not None
         raise ValueError(
             f"`embedding_feature` is {hint.name}, but the strategy's TPUs are "
-            f"{topology.tpu.generation.name}. Leave it at None: the layer asks the "
-            "strategy."
+            f"{topology.tpu.generation.name}. Leave it at None: the layer uses the "
+            "TPUs of the strategy."
         )
 
 
@@ -697,7 +697,7 @@ def _create_tables(
             logging.WARNING,
             "tpu_embedding.keras.TPUEmbedding ignores "
             "`pipeline_execution_with_tensor_core=True` except on TPU v2 to v4: it "
-            "applies each update at once. To pipeline elsewhere, use "
+            "applies each update at once. To pipeline on other devices, use "
             "tpu_embedding.TPUEmbedding or TPUEmbeddingV2 in a custom loop.",
             1,
         )

@@ -67,11 +67,12 @@ def loss_scale_missing(cause: str) -> ValueError:
     """Makes the error for a scaled loss without `loss_scale`."""
     return ValueError(
         f"{cause} Keras scales the loss and unscales the gradients only after they "
-        "have reached the embedding tables. Pass the layer `loss_scale`: the number, "
-        "the optimizer that scales, or a callable that returns either, such as "
-        "`lambda: model.optimizer` for one that `compile` creates. Or avoid scaling: "
-        'use the policy "mixed_bfloat16", or an optimizer without `loss_scale_factor` '
-        "in `compile(auto_scale_loss=False)`, and under float16 pass `loss_scale=1`."
+        "have reached the embedding tables. Pass `loss_scale` to the layer: the "
+        "number, the optimizer that scales, or a callable that returns either, such as "
+        "`lambda: model.optimizer` for an optimizer that `compile` creates. Or avoid "
+        'scaling: use the policy "mixed_bfloat16", or an optimizer without '
+        "`loss_scale_factor` in `compile(auto_scale_loss=False)`, and under float16 "
+        "pass `loss_scale=1`."
     )
 
 

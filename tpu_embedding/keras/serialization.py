@@ -123,7 +123,7 @@ def decode_optimizer(config: Any) -> Any:
     if rule is None:
         raise ValueError(
             f"The file was saved with the optimizer {name}, which this release does "
-            f"not have. It has {', '.join(rules.OPTIMIZERS)}."
+            f"not support. It supports {', '.join(rules.OPTIMIZERS)}."
         )
     options = {name: decode_object(value) for name, value in options.items()}
     clip = options["clipvalue"]
@@ -204,8 +204,9 @@ def _encode_structure(structure: Any, tables: Sequence[Any]) -> Any:
     if hasattr(structure, "_fields"):
         raise ValueError(
             f"The namedtuple {type(structure).__name__} in a feature configuration "
-            "cannot be saved or cloned: Keras writes the inputs of a layer without "
-            "the class. Use a dict, or `save_weights` or tf.train.Checkpoint."
+            "cannot be saved or cloned, because Keras does not save the class of a "
+            "layer's inputs. Use a dict, or save with `save_weights` or "
+            "tf.train.Checkpoint."
         )
     if isinstance(structure, (list, tuple)):
         kind = "list" if isinstance(structure, list) else "tuple"
@@ -270,8 +271,8 @@ def encode_object(what: str, value: Any) -> Any:
         except (TypeError, ValueError, NotImplementedError) as error:
             cause = error
     raise ValueError(
-        f"{what} cannot be saved: {value!r}. Use an object of Keras or of this "
-        "package, or register the function or class with "
+        f"{what} cannot be saved: {value!r}. Use an object from Keras or this package, "
+        "or register the function or class with "
         "`keras.saving.register_keras_serializable`."
     ) from cause
 
@@ -335,8 +336,8 @@ def load_state(
     if missing:
         raise ValueError(
             f"The file lacks some or all of {', '.join(missing)} of the layer "
-            f"{layer!r}. Tables are found by name: give them the names they were saved "
-            "under, and the same kind of optimizer."
+            f"{layer!r}. Tables are found by name: give them the names and the "
+            "optimizer with which they were saved."
         )
     values = {name: store[_key(name)] for name in variables if name not in lacking}
     for name, value in values.items():

@@ -121,7 +121,7 @@ def _tell_what_is_combined(spec: FeatureSpec, table: TableConfig, ids: Symbol) -
             logging.WARNING,
             f"Feature {spec.path} has an Input of shape {ids.shape}: the ids of its "
             f"last axis are combined ({table.combiner!r}), and the activations are "
-            f"[batch, {table.dim}]. For an activation of each position pass "
+            f"[batch, {table.dim}]. For one activation per position set "
             f"FeatureConfig(max_sequence_length={ids.shape[1] or 'the length'}).",
             1,
         )
@@ -138,9 +138,9 @@ def _check_ids(spec: FeatureSpec, ids: Symbol) -> None:
         raise TypeError(
             f"The ids of feature {path} must be int32 or int64. Received: a symbolic "
             f'tensor of {ids.dtype}. Use `keras.Input(shape, dtype="int64")`, also as '
-            "the first layer of a Sequential, which otherwise assumes float32. For a "
-            "Keras preprocessing layer or a feature of keras.utils.FeatureSpace use "
-            '`output_mode="int"`.'
+            "the first layer of a Sequential model, which otherwise assumes float32. "
+            "For a Keras preprocessing layer or a feature of keras.utils.FeatureSpace "
+            'use `output_mode="int"`.'
         )
     smallest, largest, allowed = _RANKS[ids.kind]
     if not smallest <= len(ids.shape) <= largest:

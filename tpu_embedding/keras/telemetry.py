@@ -91,8 +91,8 @@ class TelemetryCallback(keras_api.Callback):
         if self._telemetry:
             if model is not self._counted_model:
                 raise ValueError(
-                    "This TelemetryCallback counts another model. Make one callback "
-                    "for each model."
+                    "This TelemetryCallback already counts another model. Create one "
+                    "callback for each model."
                 )
             return
         layers = list(model._flatten_layers(include_self=False))
@@ -110,7 +110,7 @@ class TelemetryCallback(keras_api.Callback):
             raise ValueError(
                 "TelemetryCallback tells layers apart by their names, but the "
                 f"TPUEmbedding layers of the model are called {', '.join(names)}. Give "
-                "each another `name`."
+                "each a different `name`."
             )
         self._counted_model = model
         for layer in found:
@@ -128,9 +128,9 @@ class TelemetryCallback(keras_api.Callback):
             if not telemetry.is_counting:
                 raise RuntimeError(
                     f"This TelemetryCallback no longer counts for the layer {name}: it "
-                    "was stopped, or a later TelemetryCallback or Telemetry took over. "
-                    "Pass one TelemetryCallback to `fit`, and make a new one after "
-                    "another has counted."
+                    "was stopped, or replaced by a later TelemetryCallback or "
+                    "Telemetry. Pass one TelemetryCallback to `fit`, and create a new "
+                    "one after another has counted."
                 )
         self._batches_before_epoch = self._batches
 

@@ -83,10 +83,11 @@ def _warn_of_skipped(model: Any) -> None:
     ]
     if skipped:
         logging.warning(
-            "convert: %s: left as it is. te.keras.convert changes keras.layers."
-            "Embedding itself, unless functions of a SavedModel read its table: derive "
-            "a class of your own from te.keras.Embedding, make the model in code, and "
-            "use te.keras.TPUEmbedding in the place of a layer of keras-rs.",
+            "te.keras.convert did not change %s. It converts only "
+            "keras.layers.Embedding, not its subclasses, and no layer whose table "
+            "functions of a SavedModel read. Derive your own class from "
+            "te.keras.Embedding, create the model in code, and replace keras-rs layers "
+            "by te.keras.TPUEmbedding.",
             ", ".join(skipped),
         )
 
@@ -148,8 +149,8 @@ def unconvert(model: Any) -> Any:
     bags = [x.name for x in layers if x.combiner is not None or x.hashing is not None]
     if bags:
         raise ValueError(
-            f"unconvert: {', '.join(bags)} combine bags or hash ids, and "
-            "keras.layers.Embedding cannot. `model.save_weights` writes a file that "
+            f"unconvert: {', '.join(bags)} combine bags or hash ids, which "
+            "keras.layers.Embedding cannot do. `model.save_weights` writes a file that "
             "needs only Keras."
         )
     optimizer = _innermost(getattr(model, "optimizer", None))

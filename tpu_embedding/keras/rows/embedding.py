@@ -185,7 +185,7 @@ class Embedding(WeightTable, keras_api.RowEmbedding):
             return
         if type(weights) is not type(ids) and weights is not None:
             raise ValueError(
-                f"{self.name}: `weights` must be of the kind of the ids, "
+                f"{self.name}: `weights` must have the type of the ids, "
                 f"{type(ids).__name__}. Received: {type(weights).__name__}."
             )
         kind = keras_api.symbol(ids).kind
@@ -286,7 +286,7 @@ def _bags(name: str, ids: Any, weights: Any) -> _Bags:
             tf.debugging.assert_equal(
                 tf.shape(given),
                 tf.shape(flat),
-                f"{name}: `weights` and ids differ in layout.",
+                f"{name}: `weights` must have as many values as there are ids.",
             )
         ]
     ):

@@ -162,7 +162,7 @@ class UpdatesRows:
         if self.lazy:
             return None, ""
         if getattr(self, "gradient_accumulation_steps", None):
-            return None, "`gradient_accumulation_steps` sums dense gradients"
+            return None, "`gradient_accumulation_steps` accumulates dense gradients"
         try:
             idle = idle_of(self, self._rule)
         except ValueError as error:
@@ -170,9 +170,9 @@ class UpdatesRows:
         if idle.changes_nothing and not decays:
             return None, ""  # Keras constrains and averages rows after each step.
         if self.use_ema:
-            return idle, "`use_ema` averages all of them"
+            return idle, "`use_ema` averages all rows"
         if constraint is not None:
-            return idle, f"its {type(constraint).__name__} constrains all of them"
+            return idle, f"its {type(constraint).__name__} constrains all rows"
         return idle, ""
 
     def _decays(self: Any, variable: Any) -> bool:
@@ -242,7 +242,7 @@ class UpdatesRows:
         if idle is None and not why:
             return True
         self._step_densely(
-            variable, why or "it is not the table of a te.keras.Embedding"
+            variable, why or "it does not belong to a te.keras.Embedding"
         )
         return False
 
@@ -253,8 +253,8 @@ class UpdatesRows:
         self.__dict__["_dense_tables"] = self._dense_tables | {variable.name}
         warnings.warn(
             f"RowSparseOptimizer updates all rows of {variable.name} in each step, as "
-            f"Keras does: {why}. `lazy=True` updates the rows of the batch only, with "
-            "other numbers.",
+            f"Keras does: {why}. `lazy=True` updates only the rows of the batch, which "
+            "gives other results.",
             stacklevel=2,
         )
 
@@ -499,7 +499,7 @@ def RowSparseOptimizer(inner: Any, lazy: bool = False) -> Any:  # noqa: N802
         inner = keras_api.optimizers.get(inner)
     if not isinstance(inner, keras_api.Optimizer):
         raise TypeError(
-            "RowSparseOptimizer takes an optimizer of Keras, such as "
+            "RowSparseOptimizer takes a Keras optimizer, such as "
             f"keras.optimizers.Adagrad(0.1). Received: {inner!r} of type "
             f"{type_name(inner)}.{of_other_keras(inner)}"
         )
@@ -507,17 +507,19 @@ def RowSparseOptimizer(inner: Any, lazy: bool = False) -> Any:  # noqa: N802
         if inner.lazy == lazy:
             return inner
         raise ValueError(
-            f"RowSparseOptimizer: this {inner._rule.__name__} updates rows already, "
-            f"with lazy={inner.lazy}. Create another one for lazy={lazy}."
+            f"RowSparseOptimizer: this {inner._rule.__name__} is already row-sparse, "
+            f"with lazy={inner.lazy}. Create another optimizer for lazy={lazy}."
         )
     if type(inner) not in CLASSES:
         wraps = hasattr(inner, "inner_optimizer")
         raise ValueError(
-            f"RowSparseOptimizer does not know the rule of {type(inner).__module__}."
-            f"{type(inner).__qualname__}. It knows {', '.join(SLOTS)} of "
-            f"{keras_api.optimizers.__name__}, but not their subclasses. "
+            "RowSparseOptimizer does not support "
+            f"{type(inner).__module__}.{type(inner).__qualname__}. It supports "
+            f"{', '.join(SLOTS)} of {keras_api.optimizers.__name__}, but not their "
+            "subclasses. "
             + (
-                "Wrap the inner optimizer: LossScaleOptimizer(RowSparseOptimizer(...))."
+                "Wrap the inner optimizer instead: "
+                "LossScaleOptimizer(RowSparseOptimizer(...))."
                 if wraps
                 else "Use one of them, or this optimizer as it is."
             )

@@ -62,8 +62,9 @@ class ModelTables(WeightTables):
         if len(features) < len(self.layers):
             names = sorted(x.name for x in self.layers)
             raise ValueError(
-                f"Two {_LAYER} layers of the model have one name: {', '.join(names)}. "
-                "Tables are found by the names of their layers: give each its `name`."
+                f"Two {_LAYER} layers of the model have the same name: "
+                f"{', '.join(names)}. Tables are found by the names of their layers: "
+                "give each layer a different `name`."
             )
         converted = convert_features(features, None)
         self.plan = make_plan(*converted, None)
@@ -233,7 +234,7 @@ class ModelTables(WeightTables):
             raise NotImplementedError(
                 "te.Telemetry counts the updates of te.keras.RowSparseOptimizer, and "
                 f"this model with {_LAYER} is compiled with "
-                f"{type(optimizer).__name__}. Call te.keras.convert(model) before."
+                f"{type(optimizer).__name__}. Call te.keras.convert(model) first."
             )
         if every and getattr(self._model, "train_function", None) is not None:
             self._model.make_train_function(force=True)  # It is traced again.
@@ -245,7 +246,7 @@ class ModelTables(WeightTables):
             if not isinstance(table, TableVariable):
                 raise NotImplementedError(
                     f"te.Telemetry cannot count the updates of the {_LAYER} {name!r}, "
-                    "whose table is that of a strategy or of functions of a SavedModel."
+                    "whose table belongs to a strategy or to functions of a SavedModel."
                 )
         return tables
 
@@ -310,8 +311,8 @@ def _check(layer: Any) -> None:
     for option in ("lora_enabled", "quantization_mode"):
         if getattr(layer, option, None):
             raise NotImplementedError(
-                f"The table of the {_LAYER} {layer.name!r} is in several weights "
-                f"(`{option}`), which only `model.save(...)` of Keras can write."
+                f"The table of the {_LAYER} {layer.name!r} is split into several "
+                f"weights (`{option}`), which only `model.save(...)` of Keras can save."
             )
 
 
