@@ -353,7 +353,7 @@ def test_deltas_have_the_rows_of_ids(tmp_path: pathlib.Path):
     te.serving.apply_delta(model, tmp_path / "delta")
     found = model.signatures["dense"](film=tf.constant(POOL))["film"].numpy()
     assert found.tobytes() == looked_up(embedding).tobytes()
-    with pytest.raises(ValueError, match=r"salt=3.*and the embedding has .*salt=4"):
+    with pytest.raises(ValueError, match=r"salt=3.*but the embedding has .*salt=4"):
         te.serving.DeltaWriter(made(own=te.Hashing(50, salt=4)), path, "replicas")
 
 

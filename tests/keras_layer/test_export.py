@@ -75,7 +75,7 @@ def test_serving_export_takes_the_layer(
     atol = 1e-6 if storage == "float32" else 16 * report.tables[0].max_error
     (found,) = served.values()
     np.testing.assert_allclose(found, head(layer({"ids": ids})["ids"]), atol=atol)
-    with pytest.raises(TypeError, match="Of a Keras model with a"):
+    with pytest.raises(TypeError, match="For a Keras model with a"):
         te.serving.export(trained, tmp_path / "model")
 
 

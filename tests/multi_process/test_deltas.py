@@ -101,7 +101,7 @@ def test_what_one_process_refuses_fails_in_all(
         assert f"`{name}` is " in text
     (kind, text), (own_kind, own_text) = raised[3], own_raised[3]
     assert (kind, own_kind) == ("ValueError", "AbortedError")
-    assert "exists. Give each delta a path of its own" in text
+    assert "exists. Give each delta its own path" in text
     assert f"Process 0: ValueError: {text}" in own_text
     assert counts == own_counts
     assert counts["table1"] > 0

@@ -513,7 +513,7 @@ class History(RandomHistory):
 
 
 _DAMAGE = ("damaged", "truncated", "is not a delta")
-_ORDER = ("where block", "no delta has begun", "truncated")
+_ORDER = ("was sent, but block", "no delta has begun", "truncated")
 BAD: dict[str, tuple[str, ...]] = {
     "flipped": _DAMAGE,
     "truncated": _DAMAGE,
@@ -523,7 +523,7 @@ BAD: dict[str, tuple[str, ...]] = {
     "mixed": (*_ORDER, "is missing", "is repeated", "must ascend", "more rows of"),
     "repeated": ("is repeated",),
     "missing": ("is missing",),
-    "foreign": ("is foreign",),
+    "foreign": ("belongs to another",),
 }
 
 

@@ -245,7 +245,7 @@ def test_tables_of_numpy_and_storages_by_name(tmp_path: pathlib.Path) -> None:
     np.testing.assert_array_equal(answer["film"], [[6.0, 7.0, 8.0]])
     np.testing.assert_allclose(answer["user"], values[3:], atol=15 / 510)
     both: Any = {"users": "int8", users: "int8"}
-    with pytest.raises(ValueError, match="has table users by TableConfig and by name"):
+    with pytest.raises(ValueError, match="has table users twice, by TableConfig and"):
         export(tables, tmp_path / "2", storage=both, **options)
     for bad in (values.astype(np.int32), values[:3], values.astype(object)):
         with pytest.raises(ValueError, match=r"variable, tensor or NumPy array of sha"):
@@ -269,7 +269,7 @@ def test_lookup_tables_that_are_not_found_are_refused(tmp_path: pathlib.Path) ->
         {"title": tf.TensorSpec([None], tf.string)},
         lambda inputs: Request({"film": hidden.table.lookup(inputs["title"])}),
     )
-    with pytest.raises(ValueError, match=r"does not find. Pass a tf.Module or a Keras"):
+    with pytest.raises(ValueError, match=r"cannot find. Pass a tf.Module or a Keras"):
         export(TABLE, tmp_path, feature_config=FEATURES, signatures={"a": signature})
     assert not list(tmp_path.iterdir())
 
@@ -352,7 +352,7 @@ REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (TABLE, {}, ValueError, "export needs `feature_config` for a dict of tables"),
     ({}, {"feature_config": FEATURES}, ValueError, "`tables` lacks table films"),
     (KEPT, {"feature_config": FEATURES}, ValueError, "an embedding has its own"),
-    (KEPT, {"invalid_ids": "drop"}, ValueError, "keeps the rule it was made with"),
+    (KEPT, {"invalid_ids": "drop"}, ValueError, "keeps the rule that it was"),
     (
         KEPT,
         {"signatures": ["json"]},
@@ -368,7 +368,7 @@ REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         KEPT,
         {"dense_inputs": {"n": tf.TensorSpec([None, 1])}},
         ValueError,
-        "`dense_inputs` go to the model, and there is none.",
+        "`dense_inputs` are inputs of the model, but there is no model.",
     ),
     (
         KEPT,
@@ -377,7 +377,7 @@ REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
             "weighted": ["film"],
         },
         ValueError,
-        "`weighted` is for the signatures that export makes by itself.",
+        "`weighted` applies only to the signatures that export creates.",
     ),
     (KEPT, {"storage": "int2"}, ValueError, "Unknown storage 'int2'. Use one of fl"),
     (KEPT, {"storage": {FILMS: "f"}}, ValueError, "Unknown storage 'f'. Use one of"),

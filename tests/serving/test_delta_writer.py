@@ -141,11 +141,11 @@ def test_a_resumed_trainer_goes_on_from_its_marks(
     assert counts == {name: len(rows) for name, rows in touched.items()}
     consumer.pending.append(Published(tmp_path / "2.delta", again.tables("float32")))
     consumer.apply()
-    # The run that was taken up again is foreign now, and can say so.
+    # The run that was taken up again is another run now, and can say so.
     trainer.step()
     consumer.writer.export_delta(tmp_path / "other2.delta")
     consumer.writer.export_delta(tmp_path / "other3.delta")
-    for name, message in (("other2", "Delta 2 is repeated"), ("other3", "is foreign")):
+    for name, message in (("other2", "Delta 2 is repeated"), ("other3", "another run")):
         with pytest.raises(tf.errors.InvalidArgumentError, match=message):
             te.serving.apply_delta(consumer.model, tmp_path / f"{name}.delta")
     consumer.writer.resume(consumer.model.signatures["delta_state"]())
@@ -283,7 +283,7 @@ def test_what_a_writer_refuses(
             te.serving.DeltaWriter(embedding, base, name)
     films = te.TableConfig(8, 2, name="films")
     other = te.TPUEmbedding({"film": te.FeatureConfig(films)}, te.SGD(0.1))
-    with pytest.raises(ValueError, match=r"and the embedding has \[\('films', 8, 2\)"):
+    with pytest.raises(ValueError, match=r"but the embedding has \[\('films', 8, 2\)"):
         te.serving.DeltaWriter(other, consumer.base, "x")
     te.serving.export(other, tmp_path / "other", signatures=["dense"], deltas=True)
     state = tf.saved_model.load(str(tmp_path / "other")).signatures["delta_state"]()
@@ -310,7 +310,7 @@ def test_what_a_writer_refuses(
     def in_graph() -> None:
         consumer.writer.export_delta(tmp_path / "graph.delta")
 
-    with pytest.raises(RuntimeError, match=r"outside of tf\.function"):
+    with pytest.raises(RuntimeError, match=r"inside a tf\.function"):
         in_graph()
 
 

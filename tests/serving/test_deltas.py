@@ -131,24 +131,30 @@ BAD: dict[str, tuple[Callable[[Blocks], Blocks], str]] = {
     ),
     "missing": (
         lambda b: [with_field(b[0], 3, 5)],
-        "Delta 3 is missing: delta 5 came after 2",
+        "Delta 3 is missing: delta 5 was sent after delta 2",
     ),
-    "base": (lambda b: [with_field(b[0], 0, 9)], "Delta 3 is foreign: this model is "),
-    "run": (lambda b: [with_field(b[0], 2, 9)], "it follows a delta of run 9, and the"),
-    "tables": (lambda b: [with_field(b[0], 4, 1)], "Delta 3 is foreign"),
+    "base": (lambda b: [with_field(b[0], 0, 9)], "Delta 3 belongs to another export"),
+    "run": (lambda b: [with_field(b[0], 2, 9)], "it follows a delta of run 9, but the"),
+    "tables": (lambda b: [with_field(b[0], 4, 1)], "belongs to another export"),
     "too many": (
         lambda b: [with_field(b[0], 5, 41)],
-        "changes 41 rows of table a/b.c, and this export takes 40 at a time",
+        "changes 41 rows of table a/b.c, but this export takes at most 40",
     ),
     "negative": (lambda b: [with_field(b[0], 5, -1)], "changes -1 rows of table a/b.c"),
     "deletes": (
         lambda b: [with_field(b[0], 8, 1)],
         "deletes rows of table users, whose ids are fixed",
     ),
-    "reordered": (swap, "Block 2 of delta 3 came where block 1 is next"),
-    "without a block": (lambda b: b[:2] + b[3:], "Block 3 of delta 3 came where block"),
-    "twice a block": (lambda b: b[:2] + b[1:], "Block 1 of delta 3 came where block 2"),
-    "empty": (lambda b: [b""], "has 0 bytes: truncated"),
+    "reordered": (swap, "Block 2 of delta 3 was sent, but block 1 is next"),
+    "without a block": (
+        lambda b: b[:2] + b[3:],
+        "was sent, but block 2 is",
+    ),
+    "twice a block": (
+        lambda b: b[:2] + b[1:],
+        "delta 3 was sent, but block 2",
+    ),
+    "empty": (lambda b: [b""], "has only 0 bytes: it is truncated"),
     "cut": (lambda b: [b[0][:-1]], "Block 0 of a delta is damaged"),
     "flipped": (
         lambda b: [*b[:2], flipped(b[2], 555)],
@@ -158,16 +164,16 @@ BAD: dict[str, tuple[Callable[[Blocks], Blocks], str]] = {
         lambda b: [resealed(b[0][:8] + struct.pack("<q", 7) + b[0][16:])],
         "unknown kind 7",
     ),
-    "no table": (lambda b: [b[0], with_field(b[1], 0, 2)], "Block 1 of a delta has wr"),
-    "minus rows": (lambda b: [b[0], with_field(b[1], 1, -2)], "has wrong numbers"),
-    "fewer rows": (lambda b: [b[0], with_field(b[1], 1, 1)], "bytes for 1 rows"),
+    "no table": (lambda b: [b[0], with_field(b[1], 0, 2)], "Block 1 of a delta has an"),
+    "minus rows": (lambda b: [b[0], with_field(b[1], 1, -2)], "invalid table index or"),
+    "fewer rows": (lambda b: [b[0], with_field(b[1], 1, 1)], "do not fit its 1 rows"),
     "huge": (
         lambda b: [b[0], with_field(b[1], 1, 2**62)],
-        "bytes for 4611686018427387",
+        "do not fit its 4611686018427387",
     ),
     "descending": (lambda b: [b[0], with_field(b[1], 3, 39)], "must ascend"),
-    "below 0": (lambda b: [b[0], with_field(b[1], 3, -1)], "must ascend, and be below"),
-    "out of range": (lambda b: [b[0], with_field(b[1], 4, 40)], "and be below 40"),
+    "below 0": (lambda b: [b[0], with_field(b[1], 3, -1)], "must ascend and be from 0"),
+    "out of range": (lambda b: [b[0], with_field(b[1], 4, 40)], "from 0 to 39"),
     "total": (
         lambda b: [*b[:-1], with_field(b[-1], 0, 1)],
         "is truncated, or blocks of",
@@ -375,7 +381,7 @@ def test_inspects_and_applies_on_the_command_line(
 def test_an_existing_delta_is_kept(written: Written, tmp_path: pathlib.Path) -> None:
     (tmp_path / "delta").write_bytes(b"kept")
     header = delta_files.read_header(written.path)
-    with pytest.raises(ValueError, match=r"exists\. Give each delta a path of its own"):
+    with pytest.raises(ValueError, match=r"exists\. Give each delta its own path"):
         delta_files.write_delta(tmp_path / "delta", header, [])
     assert (tmp_path / "delta").read_bytes() == b"kept"
     with pytest.raises(ValueError, match="`path` must name the file of the delta"):

@@ -202,7 +202,7 @@ def test_a_table_that_outgrows_its_export(
     train(embedding, range(8), rng)
     writer.export_delta(tmp_path / "1")
     train(embedding, [8], rng)
-    with pytest.raises(ValueError, match="films: 9 ids are there since delta 1, and"):
+    with pytest.raises(ValueError, match="films: 9 ids exist since delta 1, but"):
         writer.export_delta(tmp_path / "2")
     assert writer.sequence == 1
 
@@ -427,11 +427,14 @@ def test_refuses_bad_deltas_with_nothing_changed(tmp_path: pathlib.Path) -> None
         "gives table films more than 6 ids": blocks_of(
             publisher.write({7: row_of(7, 1)})
         ),
-        "or changes and deletes one": blocks_of(publisher.write(rows, [2])),
+        "or changes and deletes the same": blocks_of(publisher.write(rows, [2])),
         "changes 7 rows of table films": [with_numbers(good[0], f6=7)],
         "changes -1 rows of table films": [with_numbers(good[0], f6=-1)],
-        "wrong numbers": [good[0], with_numbers(good[1], f2=-1)],
-        "bytes for 2 rows": [good[0], with_numbers(good[1], f2=1)],
+        "invalid table index or number": [
+            good[0],
+            with_numbers(good[1], f2=-1),
+        ],
+        "do not fit its 2 rows": [good[0], with_numbers(good[1], f2=1)],
         "more rows of table films than its header announces": [
             with_numbers(good[0], f6=1),
             *good[1:],

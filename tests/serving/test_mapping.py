@@ -142,7 +142,7 @@ def test_a_wrong_file_is_named_and_nothing_changes(
     content = file.read_bytes()
     file.write_bytes(content[:-1])
     with pytest.raises(
-        tf.errors.DataLossError, match=r"1\.table has 111 bytes, and its"
+        tf.errors.DataLossError, match=r"1\.table has 111 bytes, but its"
     ):
         place(path)
     file.unlink()
@@ -173,7 +173,7 @@ def test_a_flipped_bit_is_named_and_nothing_changes(
 ) -> None:
     path, films = damaged
     before = (path / "saved_model.pb").read_bytes()
-    message = r"0\.table is damaged in its MiB 1, .* `verify=False` reads"
+    message = r"0\.table is damaged: the checksum of MiB 1 .* `verify=False` reads"
     with pytest.raises(tf.errors.DataLossError, match=message):
         place(path)
     with pytest.raises(tf.errors.DataLossError, match=message):
@@ -205,10 +205,10 @@ def test_an_export_without_checksums_is_read(
         (lambda text: text[:-1], r"tables\.json is damaged"),
         (lambda text: text[: len(text) // 2], r"tables\.json is damaged"),
         (lambda _: "", r"tables\.json is damaged"),
-        (lambda _: "[]", r"tables\.json lacks the table of file 0\.table"),
+        (lambda _: "[]", r"tables\.json has no table for the file 0\.table"),
         (lambda text: text.replace("sums", "sumz"), r"tables\.json is damaged"),
         (lambda text: text.replace('"table"', '"tuble"'), "lacks the checksums of pa"),
-        (lambda text: text.replace("]}}", ", 7]}}"), "damaged in its MiB 3"),
+        (lambda text: text.replace("]}}", ", 7]}}"), "the checksum of MiB 3"),
         (lambda text: text.replace("]}}", ', "7"]}}'), "films is not an integer"),
         (lambda text: text.replace("{", "[", 1).replace("}}]", "}]]"), "is damaged"),
     ],
@@ -240,7 +240,7 @@ def test_what_is_refused(trained: Trained, tmp_path: pathlib.Path) -> None:
     ):
         with pytest.raises(error, match=message):
             exported.export(trained, tmp_path / "model", **options)
-    with pytest.raises(ValueError, match="`mapped` needs a folder of this machine"):
+    with pytest.raises(ValueError, match="`mapped` needs a local folder"):
         exported.export(trained, "gs://bucket/model", mapped=True)
     exported.export(trained, tmp_path / "loaded", signatures=["ragged"])
     with pytest.raises(ValueError, match="loaded maps no tables"):
@@ -341,7 +341,7 @@ def test_what_our_programs_refuse(trained: Trained, tmp_path: pathlib.Path) -> N
         lambda: tf.saved_model.save(serving, str(tmp_path / "again")),
         lambda: te.serving.export(serving, tmp_path / "again"),
     ):
-        with pytest.raises(RuntimeError, match="has no variables, and cannot be saved"):
+        with pytest.raises(RuntimeError, match="has no variables and cannot be saved"):
             call()
     for table, message in (
         (te.TableConfig(23, 4, name="movies"), "lacks table movies. It has films, us"),
@@ -351,7 +351,7 @@ def test_what_our_programs_refuse(trained: Trained, tmp_path: pathlib.Path) -> N
             te.TPUEmbeddingForServing(te.FeatureConfig(table), None, mapped=path)
     exported.export(trained, tmp_path / "loaded", signatures=["ragged"])
     config = te.FeatureConfig(te.TableConfig(23, 4))
-    with pytest.raises(ValueError, match="`verify=False` leaves out the check of the"):
+    with pytest.raises(ValueError, match="`verify=False` skips the check of the files"):
         te.TPUEmbeddingForServing(config, None, verify=False)
     wrong: Any = "no"
     with pytest.raises(TypeError, match="`verify` must be a bool"):

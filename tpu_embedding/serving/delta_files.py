@@ -205,7 +205,7 @@ def write_delta(
         raise ValueError("`path` must name the file of the delta. Received: ''.")
     with one_writer(place):
         if tf.io.gfile.exists(place):
-            raise ValueError(f"{place} exists. Give each delta a path of its own.")
+            raise ValueError(f"{place} already exists. Give each delta its own path.")
         unfinished = place + _UNFINISHED
         size = 0
         try:
@@ -291,7 +291,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
             header = _header(block)
         elif kind == END and struct.unpack_from("<q", block, HEAD_BYTES)[0] != total:
             raise data_loss(
-                f"The blocks of delta {os.fspath(path)} are in another order."
+                f"The blocks of delta {os.fspath(path)} are in the wrong order."
             )
         total = chained(total, found[0])
     if header is None or kind != END:

@@ -178,14 +178,14 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
             for what, number, most in (
                 ("rows changed", len(rows.keys), spec.most_changed),
                 ("rows were evicted", len(rows.deleted), spec.most_changed),
-                ("ids are there", rows.size, spec.rows),
+                ("ids exist", rows.size, spec.rows),
             ):
                 if number > most:
                     raise ValueError(
                         f"Table {spec.name}: {number} {what} since delta "
-                        f"{self.sequence}, and the export takes {most} at a time. "
-                        "Export the model anew, with a larger `deltas`, or write "
-                        "deltas more often."
+                        f"{self.sequence}, but the export takes at most {most}. Export "
+                        "the model again with a larger `deltas`, or write deltas more "
+                        "often."
                     )
         counts = tuple((len(rows.keys), len(rows.deleted)) for rows in changed)
         header = Header(self._base, self.run, self._follows, self.sequence + 1, counts)
@@ -231,15 +231,15 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
         lacking = sorted({"base", "sequence", "run", *keys.values()} - {*state})
         if lacking:
             raise ValueError(
-                f"`state` lacks {', '.join(lacking)}. Pass all that the signature "
-                "delta_state returned."
+                f"`state` lacks {', '.join(lacking)}. Pass everything that the "
+                "signature delta_state returned."
             )
         base, sequence, run = (int(state[key]) for key in ("base", "sequence", "run"))
         require_alike(self._changes.group, {"state": [base, sequence, run]})
         if base != self.base:
             raise ValueError(
-                f"The model serves the export {base}, and this DeltaWriter is of the "
-                f"export {self.base}."
+                f"The model serves the export {base}, but this DeltaWriter writes "
+                f"deltas for the export {self.base}."
             )
         self._ids = {i: np.sort(np.asarray(state[key])) for i, key in keys.items()}
         if (sequence, run) != (self.sequence, self._follows):
@@ -281,10 +281,11 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
     def _require_active(self) -> None:
         if not tf.executing_eagerly():
             raise RuntimeError(
-                "A DeltaWriter is used outside of tf.function. Call it between steps."
+                "A DeltaWriter cannot be used inside a tf.function. Call it between "
+                "steps."
             )
         if self._core.delta_writers.get(self._consumer) is not self:
-            raise RuntimeError("This DeltaWriter was stopped. Make a new one.")
+            raise RuntimeError("This DeltaWriter was stopped. Create a new one.")
 
     def _require_same_tables(self, path: str) -> None:
         pairs = [(t, s.index) for s in self._core.plan.tables for t in base_tables(s)]
@@ -293,7 +294,7 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
         exported = [table.shape for table in self._base.tables]
         if own != exported:
             raise ValueError(
-                f"{path} has the tables (name, rows, dim) {exported}, and the "
+                f"{path} has the tables (name, rows, dim) {exported}, but the "
                 f"embedding has {own}."
             )
 
@@ -411,8 +412,8 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
         base, sequence, follows = state.numpy().tolist()
         if base != self.base:
             raise ValueError(
-                f"The checkpoint has marks for the export {base}, and this DeltaWriter "
-                f"is of the export {self.base}."
+                f"The checkpoint has marks for the export {base}, but this DeltaWriter "
+                f"writes deltas for the export {self.base}."
             )
         self.run = self._new_run()
         if sequence < self.sequence or (
@@ -445,8 +446,8 @@ def _read_base(path: str) -> tuple[Bundle, Base]:
         )
     if bundle.restore(variable_key("deltas", "sequence")):
         raise ValueError(
-            f"Deltas were applied to {path}. Pass the export that they follow, and let "
-            "the DeltaWriter `resume` from the state of the model."
+            f"Deltas were applied to {path}. Pass the export without deltas, and call "
+            "`resume` of the DeltaWriter with the state of the model."
         )
     return bundle, Base.from_json(bundle.restore(key))
 

@@ -107,8 +107,8 @@ class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrack
         errors.check_flag("verify", verify)
         if mapped is None and not verify:
             raise ValueError(
-                "`verify=False` leaves out the check of the files of `mapped`, and "
-                "there are none. Pass `mapped`, or leave it out."
+                "`verify=False` skips the check of the files of `mapped`, so it has no "
+                "effect without `mapped`. Pass `mapped`, or leave `verify` out."
             )
         converted = convert_features(feature_config, invalid_ids)
         self._plan = plan_of(converted, convert_optimizer(optimizer), growing=True)
@@ -210,9 +210,9 @@ class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrack
     def _require_variables(self) -> None:
         if self._mapped is not None:
             raise RuntimeError(
-                "This TPUEmbeddingForServing has no variables, and cannot be saved: it "
-                f"reads the tables of {self._mapped}. Serve that export, or make one "
-                "without `mapped`."
+                "This TPUEmbeddingForServing has no variables and cannot be saved: it "
+                f"reads the tables of {self._mapped}. Serve that export, or create a "
+                "TPUEmbeddingForServing without `mapped`."
             )
 
     def _built(self) -> _Tables:

@@ -201,13 +201,13 @@ def _check_mapped(mapped: Any, share: float | None, path: str) -> None:
     check_flag("mapped", mapped)
     if mapped and share is not None:
         raise ValueError(
-            "`mapped` and `deltas` exclude each other: a file that is mapped does not "
-            "change. Pass one of them."
+            "`mapped` and `deltas` exclude each other, because mapped files cannot "
+            "change. Pass only one of them."
         )
     if mapped and "://" in path:
         raise ValueError(
-            f"`mapped` needs a folder of this machine, and `path` is {path!r}. Export "
-            "to a local folder, copy it, and call `python -m tpu_embedding place`."
+            f"`mapped` needs a local folder. Received: path={path!r}. Export to a "
+            "local folder, copy it, and call `python -m tpu_embedding place`."
         )
 
 
@@ -260,8 +260,8 @@ def _storages(plan: Plan, storage: str | Mapping[Any, str]) -> list[str]:
     if len(by_name) < len(named):
         twice = {str(name) for name in named if named.count(name) > 1}
         raise ValueError(
-            f"`storage` has table {', '.join(twice)} by TableConfig and by name. Leave "
-            "one of them out."
+            f"`storage` has table {', '.join(twice)} twice, by TableConfig and by "
+            "name. Leave one of them out."
         )
     chosen = [by_name.get(name, "float32") for name in names.values()]
     for value in chosen:

@@ -75,8 +75,8 @@ class ModelOptions:
                 )
         if self.dense_inputs and self.model is None:
             raise ValueError(
-                "`dense_inputs` go to the model, and there is none. Pass `model`, or "
-                "leave them out."
+                "`dense_inputs` are inputs of the model, but there is no model. Pass "
+                "`model`, or leave them out."
             )
         errors.check_int("most_samples", self.most_samples, 1)
 
@@ -145,9 +145,9 @@ class _FeatureModel(Exported):
             for argument in ("weighted", "dense_inputs"):
                 if getattr(options, argument):
                     raise ValueError(
-                        f"`{argument}` is for the signatures that export makes by "
-                        "itself. A Signature of your own has its weights and further "
-                        f"inputs in its Request: leave `{argument}` out."
+                        f"`{argument}` applies only to the signatures that export "
+                        "creates. Your own Signature passes weights and other inputs "
+                        f"in its Request: leave `{argument}` out."
                     )
             made = dict(named)
         else:
@@ -216,8 +216,8 @@ class _WholeModel(Exported):
             return dict(named)
         if tuple(named) != KINDS:
             raise ValueError(
-                f"The signatures {', '.join(named)} are those of features, and the "
-                "signature of a Keras model is its inputs. Leave `signatures` out, or "
+                f"The signatures {', '.join(named)} describe features, but a Keras "
+                "model is exported with its own inputs. Leave `signatures` out, or "
                 "pass a dict of te.serving.Signature."
             )
         inputs, pack = self.model.inputs_of_model()
@@ -239,7 +239,7 @@ class _WholeModel(Exported):
             if any(id(variable) in read for variable in table.variables()):
                 raise NotImplementedError(
                     f"The model reads the whole table {table.spec.name!r} (as tied "
-                    "logits do), and deltas change only what lookups read. Leave "
+                    "logits do), but deltas change only what lookups read. Leave "
                     "`deltas` out, and export the model again."
                 )
 
@@ -263,7 +263,7 @@ def read_source(source: Any, feature_config: Any, invalid_ids: Any) -> Exported:
     if invalid_ids is not None:
         raise ValueError(
             "export takes `invalid_ids` only with a dict of tables: an embedding keeps "
-            "the rule it was made with. Leave it out."
+            "the rule that it was created with. Leave it out."
         )
     if whole is not None:
         return _WholeModel(whole.plan, _sources(whole), whole)
@@ -282,16 +282,16 @@ def _read_dict(tables: Any, feature_config: Any, invalid_ids: Any) -> Exported:
     if not isinstance(tables, Mapping):
         raise TypeError(
             "The first argument of export must be a TPUEmbedding, a TPUEmbeddingV2, a "
-            "TPUEmbeddingV0, a TPUEmbeddingForServing, a te.keras.TPUEmbedding, or, "
-            "together with `feature_config`, a dict of tables by TableConfig; or a "
-            "Keras model with te.keras.Embedding, which te.keras.convert makes of "
-            "keras.layers.Embedding. Of a Keras model with a te.keras.TPUEmbedding "
-            "pass its layer, and what follows it as `model`. "
-            f"Received: {tables!r}."
+            "TPUEmbeddingV0, a TPUEmbeddingForServing, a te.keras.TPUEmbedding, a "
+            "Keras model with te.keras.Embedding (te.keras.convert replaces "
+            "keras.layers.Embedding), or, with `feature_config`, a dict from "
+            "TableConfig to table. For a Keras model with a te.keras.TPUEmbedding, "
+            "pass that layer, and the rest of the model as `model`. Received: "
+            f"{tables!r}."
         )
     if feature_config is None:
         raise ValueError(
-            "export needs `feature_config` for a dict of tables: it says which feature "
+            "export needs `feature_config` for a dict of tables, to know which feature "
             "looks up which table."
         )
     plan = plan_of(convert_features(feature_config, invalid_ids))

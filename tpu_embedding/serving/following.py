@@ -98,8 +98,8 @@ class Follower:
             if height + 2 * table.most_changed > _MOST_ROWS:
                 raise ValueError(
                     f"Table {table.name} has {height} rows and needs "
-                    f"{2 * table.most_changed} spare ones: with `deltas` a table may "
-                    f"have at most {_MOST_ROWS} of both. Pass a smaller `deltas`."
+                    f"{2 * table.most_changed} spare rows, but with `deltas` a table "
+                    f"may have at most {_MOST_ROWS} of both. Pass a smaller `deltas`."
                 )
         self.base, self.state = base, _State(base)
         self.tables: list[FollowingTable] = []
@@ -170,7 +170,7 @@ class Follower:
         size = tf.strings.length(block)
         whole = _check(
             size >= HEAD_BYTES,
-            "A block of a delta has {size} bytes: truncated.",
+            "A block of a delta has only {size} bytes: it is truncated.",
             size=size,
         )
         with tf.control_dependencies(require([whole])):
@@ -219,8 +219,8 @@ class Follower:
                 tf.equal(base, self.base.id)
                 & tf.equal(count, len(tables))
                 & tf.equal(number, 0),
-                "Delta {sequence} is foreign: this model is the export {own}, and the "
-                "delta follows the export {base}.",
+                "Delta {sequence} belongs to another export: this model is the export "
+                "{own}, but the delta follows the export {base}.",
                 **names,
             ),
             _check(
@@ -230,14 +230,15 @@ class Follower:
             ),
             _check(
                 sequence <= names["missing"],
-                "Delta {missing} is missing: delta {sequence} came after {applied}.",
+                "Delta {missing} is missing: delta {sequence} was sent after delta "
+                "{applied}.",
                 **names,
             ),
             _check(
                 tf.equal(follows, names["run"]),
-                "Delta {sequence} is foreign: it follows a delta of run {before}, and "
-                "the last one here is of run {run}. The trainer went back to a "
-                "checkpoint before it. Write a new export.",
+                "Delta {sequence} belongs to another run: it follows a delta of run "
+                "{before}, but the one applied last is of run {run}. The trainer went "
+                "back to an earlier checkpoint. Write a new export.",
                 **names,
             ),
         ]
@@ -275,7 +276,7 @@ class Follower:
                 ),
                 _check(
                     ~too_many,
-                    "Delta {sequence} changes {rows} rows of table {table}, and this "
+                    "Delta {sequence} changes {rows} rows of table {table}, but this "
                     "export takes at most {most}. Write a new export.",
                     sequence=sequence,
                     rows=tf.gather(bad, first),
@@ -291,13 +292,13 @@ class Follower:
             [
                 _check(
                     following > 0,
-                    "Block {number} came, and no delta has begun. Send all blocks of a "
-                    "delta, from the first one on.",
+                    "Block {number} was sent, but no delta has begun. Send all blocks "
+                    "of a delta, beginning with the first.",
                     number=number,
                 ),
                 _check(
                     tf.equal(number, following),
-                    "Block {number} of delta {sequence} came where block {next} is "
+                    "Block {number} of delta {sequence} was sent, but block {next} is "
                     "next.",
                     number=number,
                     sequence=sequence,
@@ -318,7 +319,7 @@ class Follower:
             & (table < len(self.tables))
             & (upserts >= 0)
             & (deletions >= 0),
-            "Block {number} of a delta has wrong numbers.",
+            "Block {number} of a delta has an invalid table index or number of rows.",
             number=number,
         )
         with tf.control_dependencies(require([known])):
@@ -355,7 +356,8 @@ class Follower:
         fits = [
             _check(
                 tf.equal(size, expected),
-                "A block of rows of table {table} has {size} bytes for {count} rows.",
+                "A block of rows of table {table} has {size} bytes, which do not fit "
+                "its {count} rows.",
                 table=spec.name,
                 size=size,
                 count=count,
@@ -375,9 +377,10 @@ class Follower:
                 _ascend(table.staged_keys, staged, keys)
                 & (keys >= 0)
                 & (keys < spec.rows),
-                "The ids of table {table} in a delta must ascend, and be below {rows}.",
+                "The ids of table {table} in a delta must ascend and be from 0 to "
+                "{last}.",
                 table=spec.name,
-                rows=spec.rows,
+                last=spec.rows - 1,
             )
         else:
             in_order = _check(
@@ -435,7 +438,7 @@ class Follower:
             _check(
                 of_table.fits,
                 "Delta {sequence} gives table {table} more than {most} ids, or changes "
-                "and deletes one.",
+                "and deletes the same id.",
                 sequence=state.staging[3],
                 table=spec.name,
                 most=spec.rows,

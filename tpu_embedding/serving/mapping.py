@@ -168,8 +168,9 @@ def _verify(path: str, checksums: Sequence[int]) -> None:
         bad = next((n for n, (own, told) in enumerate(pairs) if own != told), None)
     if bad is not None:
         raise data_loss(
-            f"{path} is damaged in its MiB {bad}, whose checksum is not that in "
-            f"{_TABLES}. Copy or export it again; `verify=False` reads it as it is."
+            f"{path} is damaged: the checksum of MiB {bad} differs from that in "
+            f"{_TABLES}. Copy or export it again; `verify=False` reads it without the "
+            "check."
         )
 
 
@@ -249,14 +250,15 @@ def _find_table(
     number, table = known[spec.name]
     if table.grows or spec.config.vocabulary is not None:
         raise NotImplementedError(
-            f"Table {spec.name} grows, and TPUEmbeddingForServing reads files of fixed "
-            "vocabularies only. Load the exported model, which maps it."
+            f"Table {spec.name} grows, but TPUEmbeddingForServing maps only tables of "
+            "fixed vocabularies. Load the exported model, which maps growing tables, "
+            "too."
         )
     shape = (spec.config.vocabulary_size, spec.config.dim)
     if (table.rows, table.dim) != shape:
         raise ValueError(
             f"Table {spec.name} has the shape {(table.rows, table.dim)} in {export}, "
-            f"and {shape} in the configuration."
+            f"but {shape} in the configuration."
         )
     return number, table
 
@@ -314,7 +316,7 @@ def _verify_all(export: str, names: Iterable[str]) -> None:
         number, _, part = name.partition(".")
         table = tables.get(int(number))
         if table is None:
-            lacking = f"lacks the table of file {name}."
+            lacking = f"has no table for the file {name}."
             raise data_loss(f"{os.path.join(export, _TABLES)} {lacking}")
         if table.checksums:
             file = os.path.join(export, FOLDER, name)
@@ -333,4 +335,4 @@ def _require_size(path: str, expected: int) -> None:
     size = os.path.getsize(path) if os.path.exists(path) else -1
     if size != expected:
         state = "is missing" if size < 0 else f"has {size} bytes"
-        raise data_loss(f"{path} {state}, and its table has {expected} bytes.")
+        raise data_loss(f"{path} {state}, but its table has {expected} bytes.")

@@ -69,7 +69,8 @@ def require_empty(path: str | os.PathLike[str]) -> None:
     left = set(_entries(path)) if tf.io.gfile.isdir(path) else {""}
     if left and not (_SCRATCH in left and left <= _INCOMPLETE):
         raise ValueError(
-            f"{path} exists and is not an empty folder. Give export a new path."
+            f"{path} already exists and is not an empty folder. Pass a new path to "
+            "export."
         )
 
 
@@ -160,8 +161,8 @@ def _save_module(module: tf.Module, path: str, functions: Mapping[str, Any]) -> 
             raise
         raise ValueError(
             "The model, or the `read` of a Signature, uses a lookup table or a "
-            "variable that export does not find. Pass a tf.Module or a Keras model "
-            "that has it as an attribute, or a function that refers to it directly."
+            "variable that export cannot find. Pass a tf.Module or a Keras model that "
+            "has it as an attribute, or a function that refers to it directly."
         ) from error
     _name_no_process(path)
 

@@ -94,8 +94,8 @@ def make_signature(kind: str, options: SignatureOptions) -> Signature:
     """Makes the signature "dense", "sparse", "ragged" or "examples"."""
     if kind not in _MAKERS:
         raise ValueError(
-            f"Unknown signature {kind!r}. Use one of {', '.join(_MAKERS)}, or pass "
-            "a dict of names and Signature objects."
+            f"Unknown signature {kind!r}. Use one of {', '.join(_MAKERS)}, or pass a "
+            "dict from names to Signature objects."
         )
     return _MAKERS[kind](options)
 
