@@ -165,6 +165,6 @@ def test_tpu_without_an_engine(embedding: Any) -> None:
             embedding(te.FeatureConfig(te.TableConfig(8, 4)), te.SGD(1.0))
         assert str(raised.value) == (
             f"{name} has no hardware for embeddings. Use TPUEmbeddingV0, whose tables "
-            "are ordinary variables of each replica; or build this outside of the "
-            "strategy's scope, where it runs on this machine's CPU."
+            "are ordinary variables of each replica; or create the embedding outside "
+            "of the strategy's scope, where it runs on this machine's CPU."
         )

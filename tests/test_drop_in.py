@@ -231,7 +231,7 @@ def test_what_is_not_carried_is_refused_by_name(tmp_path: pathlib.Path):
         assert "only if each replica is one device and each device a" in line
     assert "TPUStrategy(steps_per_run=3) is not supported on mirrored:2" in lines[2]
     assert "tensorflow.estimator.Estimator: TensorFlow has removed" in lines[3]
-    assert "names were installed for 'mirrored:2'" in lines[4]
+    assert "names are already installed for 'mirrored:2'" in lines[4]
 
 
 # Two cores of a chip for a replica, whose program they share on a TPU.
@@ -290,7 +290,7 @@ def test_a_device_assignment_and_spmd(tmp_path: pathlib.Path):
     assert "the TPU was initialized again" in ended
     # Both replicas look up the same ids, so each row has twice its gradients.
     assert rows == "[-2.0, -2.0, -1.0, -1.0]"
-    assert "with another `experimental_device_assignment`, or without" in refused
+    assert "with another `experimental_device_assignment` or without" in refused
 
 
 @pytest.mark.parametrize("on", ["", "tpu", "v4", "mirrored:0", "v9:2", "host:2", None])

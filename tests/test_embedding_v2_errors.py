@@ -50,23 +50,21 @@ def test_bad_preserved_outputs() -> None:
     embedding = two_tables()
     _, preserved = embedding(BATCH)
     gradients = {n: tf.ones([2, 2]) for n in "abc"}
-    with pytest.raises(
-        TypeError, match="a dict by name of the stacked table, got list"
-    ):
+    with pytest.raises(TypeError, match=r"names of stacked tables\. Received: list"):
         embedding.apply_gradients(gradients, [])  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="have the stacked tables films, but this emb"):
         embedding.apply_gradients(gradients, {"films": preserved["films_users"]})
     with pytest.raises(
-        ValueError, match="must be a PartitionedCsrFormatTensor, got in"
+        ValueError, match=r"a PartitionedCsrFormatTensor\. Received: in"
     ):
         embedding.apply_gradients(gradients, {"films_users": 3})  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match="dequeue takes what enqueue or preprocess"):
+    with pytest.raises(TypeError, match="dequeue takes the PreprocessedFeatures"):
         embedding.dequeue(preserved)  # pyright: ignore[reportArgumentType]
     with pytest.raises(
         ValueError, match="batch has 0 features, but this embedding has 3"
     ):
         embedding.dequeue(PreprocessedFeatures(preserved, (), {}, {}))
-    with pytest.raises(ValueError, match="`weights` cannot be given for features that"):
+    with pytest.raises(ValueError, match="`weights` cannot be passed with pre"):
         embedding.enqueue(embedding.preprocess_features(BATCH), BATCH)
     with pytest.raises(ValueError, match="TPU:0"):
         embedding.enqueue(BATCH, device="TPU:0")

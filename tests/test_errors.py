@@ -123,10 +123,10 @@ CALLS: ErrorTable = {
         ),
         "Feature a must be a tf.Tensor, tf.SparseTensor or tf.RaggedTensor. Received: "
         f"Thing() of type {__name__}.Thing.": (lambda: inputs.to_id_batch("a", THING)),
-        "The weights of feature a must be None or, as the feature itself, a "
+        "The weights of feature a must be None or, like the feature itself, a "
         f"tf.RaggedTensor. Received: Thing() of type {__name__}.Thing. Read a "
-        "tf.Variable with tf.convert_to_tensor, and give weights the form of their "
-        "ids.": lambda: inputs.to_id_batch("a", RAGGED, THING),
+        "tf.Variable with tf.convert_to_tensor, and pass weights in the same kind of "
+        "tensor as the ids.": lambda: inputs.to_id_batch("a", RAGGED, THING),
         "The weights of feature a must have the shape of its ids, (2,). Received: "
         "(1,).": (
             lambda: inputs.to_id_batch("a", tf.constant([1, 2]), tf.constant([1.0]))

@@ -364,7 +364,7 @@ def test_strings_are_ids_where_they_are_allowed():
     assert looked_up(own, words).tobytes() == looked_up(own, ids).tobytes()
     with pytest.raises(TypeError, match=r"TableConfig\(string_ids=True\)"):
         looked_up(made(), words)
-    with pytest.raises(TypeError, match=r"te\.pack takes no strings"):
+    with pytest.raises(TypeError, match=r"te\.pack does not take strings"):
         te.pack({"film": words})
     with pytest.raises(ValueError, match="Argument `string_ids` must be False"):
         te.TableConfig(5, 2, string_ids=True)

@@ -153,7 +153,7 @@ def test_a_file_without_a_version_is_refused(content: bytes, tmp_path: pathlib.P
     assert library.built_for(path) is None
     problem = library.problem_with(path, tf.__version__)
     assert problem is not None
-    assert f"{path} does not say which TensorFlow it was built for" in problem
+    assert f"{path} does not contain the TensorFlow version" in problem
 
 
 @pytest.mark.usefixtures("fresh_attempt")

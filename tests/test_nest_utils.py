@@ -86,7 +86,7 @@ def test_build_takes_shapes_in_any_nesting() -> None:
     table = te.TableConfig(8, 2)
     features = tuple(te.FeatureConfig(table) for _ in range(2))
     embedding = te.TPUEmbedding(features, te.SGD(0.1))
-    with pytest.raises(ValueError, match="has 3 shapes where there are 2 features"):
+    with pytest.raises(ValueError, match="has 3 shapes, but there are 2 features"):
         embedding.build([(4, 1), (4, 1), (4, 1)])
     embedding.build([(4, 1), (4, 3)])
     with pytest.raises(ValueError, match=r"Feature 0: .*\(4,\)"):

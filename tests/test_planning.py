@@ -417,7 +417,7 @@ def test_rows_that_cannot_be_made_by_id_are_refused() -> None:
     report = te.plan(feature, te.SGD(0.1), batch_size=4, topologies=[])
     assert report.best is None
     found = placement(report, "one machine").unsupported
-    assert "made of a seed and an id" in found
+    assert "from a seed and an id" in found
 
 
 @pytest.mark.parametrize("seed", range(1000, 1008))

@@ -237,7 +237,7 @@ def test_what_it_lacks_is_refused_at_construction(
 ) -> None:
     monkeypatch.setenv("TPU_EMBEDDING_ENGINE", "portable")
     feature = te.FeatureConfig(te.TableConfig(2, 1, name="table"))
-    way_out = "The host engine does: it needs the compiled library, tables on a CPU"
+    way_out = "The host engine supports this, but needs the compiled library"
     message = "support `pipeline_execution_with_tensor_core=True`. " + way_out
     with pytest.raises(NotImplementedError, match=message):
         made(feature, te.SGD(1.0), True)

@@ -181,7 +181,7 @@ def test_invalid_ids_is_for_tensorflow_s_tables(
 def test_invalid_ids_without_effect_is_refused() -> None:
     ours = FeatureConfig(TableConfig(8, 4, name="films"))
     for config in (ours, {"a": ours}):
-        with pytest.raises(ValueError, match=r"embedding, and `feature_config` has no"):
+        with pytest.raises(ValueError, match=r"embedding, but `feature_config` has no"):
             tf_configs.convert_features(config, invalid_ids="drop")
 
 

@@ -205,8 +205,8 @@ class Core(EngineTables):
             number = self.topology.num_replicas
             among = f", of {number}" if number > 1 else ""
             raise RuntimeError(
-                f"{method} belongs to one replica{among}. Call it in the function that "
-                "you pass to `strategy.run`."
+                f"{method} must run inside one replica{among}. Call it in the function "
+                "that you pass to `strategy.run`."
             )
         return replica
 
@@ -251,8 +251,8 @@ class Core(EngineTables):
                 raise NotImplementedError(
                     f"The weights of feature {spec.path} depend on a value that a "
                     f"tf.GradientTape watches, and {reason} has no gradients of "
-                    "weights. Pass tf.stop_gradient(weights) to train without it, or "
-                    "multiply the activations instead."
+                    "weights. Pass tf.stop_gradient(weights) to train without this "
+                    "gradient, or multiply the activations instead."
                 )
         return features
 
@@ -330,8 +330,8 @@ class Core(EngineTables):
         spec, ids = self._growing_table(table)
         if spec.growth.eviction is None:
             raise ValueError(
-                f"Table {spec.name!r} has eviction=None: no row is less needed than "
-                "another one. Set `eviction` in its GrowingVocabulary."
+                f"Table {spec.name!r} has eviction=None, which does not say which rows "
+                "to evict. Set `eviction` in its GrowingVocabulary."
             )
         return ids.evict()
 
@@ -444,8 +444,8 @@ class Core(EngineTables):
                 )
             if tables:
                 raise ValueError(
-                    f"apply_gradients: the rows of table {tables[0]!r} age by a clock. "
-                    "Pass `clock=`, an integer that never goes back."
+                    f"apply_gradients: table {tables[0]!r} has clock=True. Pass "
+                    "`clock`, an integer that never decreases."
                 )
         if clock is None:
             return None

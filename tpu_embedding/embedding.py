@@ -354,8 +354,8 @@ class TPUEmbedding(EmbeddingBase):
         if self.core.options.pipelined:
             raise NotImplementedError(
                 "weight_gradients reads the tables as they were at the lookup, but "
-                "`pipeline_execution_with_tensor_core=True` has updated them since. "
-                "Leave it at False."
+                "`pipeline_execution_with_tensor_core=True` has updated them since "
+                "then. Set it to False."
             )
         checked = self.core.check_gradients(self._structure.split(gradients))
         values, flat_weights = flatten_batch(self._structure, features, weights)
@@ -421,7 +421,7 @@ class TPUEmbedding(EmbeddingBase):
             for path, value in zip(self.core.plan.paths, values, strict=True):
                 if _is_distributed(value):
                     raise ValueError(
-                        "enqueue(device=...) takes the batch of that device alone, but "
+                        "enqueue(device=...) takes only the batch of that device, but "
                         f"{what} {path} has one value for each replica. Pass the value "
                         "of the device, or leave `device` at None."
                     )

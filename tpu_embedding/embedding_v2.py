@@ -125,9 +125,9 @@ class TPUEmbeddingV2(EmbeddingBase):
         for table in self.core.plan.growing if options.pipelined else ():
             if table.growth.when_full == "error":
                 raise NotImplementedError(
-                    f"Table {table.name!r}: TPUEmbeddingV2 submits an update while one "
-                    "is pending, and cannot know whether the table will be full then. "
-                    'Set when_full="shared_row" in its GrowingVocabulary, or '
+                    f"Table {table.name!r}: TPUEmbeddingV2 submits an update while "
+                    "another one is pending, so it cannot know whether the table will "
+                    'be full. Set when_full="shared_row" in its GrowingVocabulary, or '
                     "`pipeline_execution_with_tensor_core=False`, or use TPUEmbedding."
                 )
 
@@ -241,8 +241,8 @@ class TPUEmbeddingV2(EmbeddingBase):
                 return self._preprocess(features, weights, place)[0]
         if weights is not None:
             raise ValueError(
-                "`weights` cannot be given for features that were preprocessed: pass "
-                "them to preprocess_features."
+                "`weights` cannot be passed with preprocessed features: pass them to "
+                "preprocess_features."
             )
         return features
 
@@ -276,8 +276,8 @@ class TPUEmbeddingV2(EmbeddingBase):
         """Refuses what is no preprocessed batch of this embedding."""
         if not isinstance(batch, PreprocessedFeatures):
             raise TypeError(
-                "dequeue takes what enqueue or preprocess_features returns, a "
-                f"PreprocessedFeatures, got {type(batch).__name__}. Use "
+                "dequeue takes the PreprocessedFeatures that enqueue or "
+                f"preprocess_features returns. Received: {type(batch).__name__}. Use "
                 "embedding_lookup for raw features."
             )
         number, own = len(batch.output_shapes), len(self.core.plan.features)
@@ -469,9 +469,10 @@ class TPUEmbeddingV2(EmbeddingBase):
         values, flat_weights = flatten_batch(self._structure, features, weights)
         if watched(flat_weights):
             raise NotImplementedError(
-                "A preprocessed batch has no gradients of weights, and a "
-                "tf.GradientTape watches a value that they depend on. Pass features "
-                "and weights to embedding_lookup, or tf.stop_gradient(weights)."
+                "A preprocessed batch has no gradients of weights, but a "
+                "tf.GradientTape watches a value that the weights depend on. Pass "
+                "features and weights to embedding_lookup, or "
+                "tf.stop_gradient(weights)."
             )
         with self.core.output_shapes.forgets_refused():
             batch = self._read_features(values, flat_weights)

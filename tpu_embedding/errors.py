@@ -115,16 +115,17 @@ def string_ids(path: str) -> TypeError:
         f"The ids of feature {path} must be int32, int64 or floating point. Received: "
         "string. Convert them with keras.layers.StringLookup or keras.layers.Hashing, "
         "in the model or in tf.data, or set TableConfig(string_ids=True), which a "
-        "Hashing and a GrowingVocabulary take."
+        "Hashing and a GrowingVocabulary support."
     )
 
 
 def weights_kind(path: str, expected: str, value: object) -> ValueError:
     """Makes the error of weights that are not built as their feature is."""
     return ValueError(
-        f"The weights of feature {path} must be None or, as the feature itself, a "
+        f"The weights of feature {path} must be None or, like the feature itself, a "
         f"{expected}. Received: {value!r} of type {type_name(value)}. Read a "
-        "tf.Variable with tf.convert_to_tensor, and give weights the form of their ids."
+        "tf.Variable with tf.convert_to_tensor, and pass weights in the same kind of "
+        "tensor as the ids."
     )
 
 
@@ -147,8 +148,8 @@ def input_rank(path: str, kind: str, rank: object, allowed: str) -> ValueError:
 def batch_size_conflict(first: int | None, second: int) -> ValueError:
     """Makes the error of a batch size that differs from one given before."""
     return ValueError(
-        f"A batch size of {first} per replica was given before, so build() cannot fix "
-        f"{second}. Give one of them, or the same twice."
+        f"A batch size of {first} per replica was given before, so build() cannot set "
+        f"{second}. Pass only one of them, or equal sizes."
     )
 
 
@@ -163,8 +164,8 @@ def weights_shape(path: str, expected: object, actual: object) -> ValueError:
 def in_control_flow() -> RuntimeError:
     """Makes the error of an enqueue in a part of a TPU program."""
     return RuntimeError(
-        "A batch was given to enqueue, or to a layer, inside control flow or a "
-        "tf.function inside strategy.run, where a TPU program cannot take it in. Call "
-        "it at the top of the function given to strategy.run, or outside of "
-        "strategy.run."
+        "A batch was passed to enqueue, or to a layer, inside control flow or a "
+        "tf.function inside strategy.run, where a TPU program cannot receive it. Call "
+        "enqueue or the layer at the top level of the function passed to strategy.run, "
+        "or outside of strategy.run."
     )

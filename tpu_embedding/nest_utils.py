@@ -69,8 +69,8 @@ class Structure:
             if not leaves or isinstance(error, ValueError):
                 raise
             raise ValueError(
-                f"`{what}` has {len(leaves)} shapes where there are "
-                f"{len(self.paths)} features. Give one for each feature."
+                f"`{what}` has {len(leaves)} shapes, but there are {len(self.paths)} "
+                "features. Pass one shape for each feature."
             ) from error
         # A leaf may be a container of one shape, as a single feature's [[16]] is.
         within = [list(_shapes_in(leaf)) for leaf in leaves]

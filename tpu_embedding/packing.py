@@ -82,8 +82,8 @@ def pack(features: Any, weights: Any = None) -> PackedFeatures:
     for path, value in zip(paths, values, strict=True):
         if getattr(value, "dtype", None) == tf.string:
             raise TypeError(
-                f"Feature {path}: te.pack takes no strings. Convert them with "
-                "keras.layers.StringLookup; for a table with `string_ids=True` with "
+                f"Feature {path}: te.pack does not take strings. Convert them with "
+                "keras.layers.StringLookup, or for a table with `string_ids=True` with "
                 "tf.strings.to_hash_bucket_fast(strings, 2**63 - 1)."
             )
     flat_weights = structure.flatten_weights(weights)
@@ -160,7 +160,7 @@ def _require_usable(packed: PackedFeatures, paths: Sequence[str]) -> None:
     if given != own:
         raise ValueError(
             f"The packed batch has the features {given}, but `feature_config` has "
-            f"{own}. Pass te.pack the features in the structure of `feature_config`."
+            f"{own}. Pass the features to te.pack in the structure of `feature_config`."
         )
     for tensor in (packed.values, packed.row_splits):
         if isinstance(tensor, tf.distribute.DistributedValues):
@@ -170,7 +170,7 @@ def _require_usable(packed: PackedFeatures, paths: Sequence[str]) -> None:
             )
         if not tf.is_tensor(tensor):
             raise TypeError(
-                "A packed batch must hold tensors; te.pack makes it. Received: "
+                "A packed batch must hold tensors, as te.pack returns it. Received: "
                 f"{tensor!r} of type {type_name(tensor)}. A functional Keras model "
                 "takes the features themselves: call the layer in a subclass of "
                 "keras.Model."
@@ -264,9 +264,9 @@ def _without_gaps(path: str, batch: IdBatch, splits: tf.Tensor) -> Check:
     return Check(
         ordered & inside & (columns == places),
         lambda: text(
-            f"Feature {path}: te.pack takes sparse ids in row-major order, in each row "
-            "at the columns 0, 1, 2 and so on. Pass the features themselves, or a "
-            "tf.RaggedTensor."
+            f"Feature {path}: te.pack takes sparse ids in row-major order, whose "
+            "columns in each row are 0, 1, 2 and so on. Pass the features themselves, "
+            "or a tf.RaggedTensor."
         ),
     )
 

@@ -147,7 +147,7 @@ class ClusterCoordinator(_Base):
         """
         if not tf.executing_eagerly():
             raise RuntimeError(
-                "wait_for runs its call eagerly. Use it outside of tf.function."
+                "wait_for runs its call eagerly, so use it outside of tf.function."
             )
         self._watch()
         result: futures.Future[_T] = futures.Future()
@@ -186,10 +186,10 @@ class ClusterCoordinator(_Base):
                 raise tf.errors.UnavailableError(
                     None,
                     None,
-                    f"{watch.task} has not answered for {silent:.0f} s: its process "
-                    "is stopped or stuck, or cannot be reached. End it. A worker may "
-                    "be started again at once, and its function runs elsewhere; for a "
-                    f"server restart the whole job. {_RESTART}",
+                    f"{watch.task} has not answered for {silent:.0f} s: its process is "
+                    "stopped, stuck or unreachable. End that process. A worker can be "
+                    "restarted at once, and its function runs on another worker; for a "
+                    f"server, restart the whole job. {_RESTART}",
                 )
 
     def _with_number(self, fn: Any) -> Any:
@@ -201,8 +201,8 @@ class ClusterCoordinator(_Base):
 
 
 _RESTART = (
-    "Start all servers and the coordinator again, and restore the last checkpoint: "
-    "what was trained after it is lost."
+    "Start all servers and the coordinator again, and restore the last checkpoint. "
+    "Later updates are lost."
 )
 
 
@@ -254,7 +254,7 @@ def _named(error: tf.errors.OpError) -> tf.errors.OpError:
         return tf.errors.UnavailableError(
             None,
             None,
-            f"{server}, a parameter server, is lost, and with it the tables that it "
+            f"The parameter server {server} is lost, and with it the tables that it "
             f"held. {_RESTART} TensorFlow says: {text}",
         )
     # A server that was started again at its address does not know this job.
@@ -263,8 +263,8 @@ def _named(error: tf.errors.OpError) -> tf.errors.OpError:
         return tf.errors.UnavailableError(
             None,
             None,
-            f"{server}, a parameter server, was started again: the tables that it "
-            f"held are lost. {_RESTART} TensorFlow says: {text}",
+            f"The parameter server {server} was restarted, so the tables that it held "
+            f"are lost. {_RESTART} TensorFlow says: {text}",
         )
     return error
 

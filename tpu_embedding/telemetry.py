@@ -104,8 +104,8 @@ class Telemetry:
         self._core: Any = core
         if ALL_TABLES in [table.name for table in self._core.plan.tables]:
             raise ValueError(
-                f"A table is called {ALL_TABLES!r}, where Telemetry has the figures of "
-                "all tables. Give its TableConfig another `name`."
+                f"A table is called {ALL_TABLES!r}, but Telemetry uses this name for "
+                "the figures of all tables. Give its TableConfig another `name`."
             )
         self._every, self._hottest = min(every, _LARGEST), min(hottest, _LARGEST)
         with tf.init_scope():
@@ -248,13 +248,13 @@ class Telemetry:
     def _require_counting(self) -> None:
         if not tf.executing_eagerly():
             raise RuntimeError(
-                "Telemetry is read outside of tf.function. Call read, write and stop "
-                "between steps."
+                "Telemetry cannot be read inside a tf.function. Call read, write and "
+                "stop between steps."
             )
         if not self.is_counting:
             raise RuntimeError(
-                "This Telemetry does not count any more: it was stopped, or another "
-                "one was made for the embedding. Use that one, or make a new one."
+                "This Telemetry no longer counts: it was stopped, or another one was "
+                "created for the embedding. Use that one, or create a new one."
             )
 
     def _of_vocabulary(self, name: str, table: TableCounts) -> dict[str, int]:

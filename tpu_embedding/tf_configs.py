@@ -201,8 +201,8 @@ def convert_features(
         )
     if invalid_ids is not None and all(isinstance(t, TableConfig) for t in tables):
         raise ValueError(
-            f"`invalid_ids={invalid_ids!r}` is for tables of "
-            "tf.tpu.experimental.embedding, and `feature_config` has none. Leave it "
+            f"`invalid_ids={invalid_ids!r}` applies only to tables of "
+            "tf.tpu.experimental.embedding, but `feature_config` has none. Leave it "
             f"out, and set tpu_embedding.TableConfig(invalid_ids={invalid_ids!r})."
         )
     keys = {ours: passed for passed, ours in tables.items()}

@@ -140,7 +140,7 @@ def test_checkpoints_of_other_rows_are_refused(tmp_path: pathlib.Path):
             tf.train.Checkpoint(layer=restored).read(path).assert_consumed()
             assert (restored.get_weights()[0] == layer.get_weights()[0]).all()
             continue
-        text = f"{described(live)}, but in {path} it {described(saved)}: its rows"
+        text = f"{described(live)}, but in {path} it {described(saved)}, so its"
         with pytest.raises(ValueError, match=re.escape(text)):
             tf.train.Checkpoint(layer=restored).read(path)
         assert (restored.get_weights()[0] == before).all()

@@ -461,5 +461,5 @@ def test_dense_inputs_are_known_to_be_dense():
     layer = TPUEmbedding(te.FeatureConfig(te.TableConfig(4, 2, name="t")), "sgd")
     ids = keras.Input((2,), dtype="int64")
     weights = keras.Input((None,), dtype="float32", ragged=True)
-    with pytest.raises(ValueError, match="None or, as the feature itself, a dense"):
+    with pytest.raises(ValueError, match="None or, like the feature itself, a dense"):
         layer(ids, weights=weights)

@@ -106,7 +106,7 @@ def test_symbolic_ids_that_are_wrong(options: Any, error: Any, text: str):
         (
             lambda: {"a": keras.Input((3,), sparse=True)},
             ValueError,
-            "as the feature itself, a dense keras.Input",
+            "like the feature itself, a dense keras.Input",
         ),
     ],
     ids=["keys", "list", "bare", "dtype", "shape", "rank", "sparse"],

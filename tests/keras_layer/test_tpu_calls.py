@@ -98,7 +98,7 @@ def test_what_a_program_cannot_do_changes_nothing(generation: str):
         (second_gradient, tf.errors.FailedPreconditionError, "takes them once"),
         (nested, RuntimeError, "inside control flow or a tf.function"),
         (serving, NotImplementedError, "outside of strategy.run"),
-        (table, NotImplementedError, "can be read and assigned outside of"),
+        (table, NotImplementedError, "can be read and assigned only outside of"),
     ):
         with pytest.raises(error, match=text):
             tpu.run(call, (IDS[0],))
@@ -221,7 +221,7 @@ def test_layers_stay_with_their_strategy():
     with pytest.raises(RuntimeError, match="is called under SoftwareTPUStrategy"):
         tpu.run(look_up, (IDS[0],))
     with (
-        pytest.raises(RuntimeError, match="belongs to one replica"),
+        pytest.raises(RuntimeError, match="must run inside one replica"),
         tf.GradientTape(),
     ):
         layer(IDS[0])

@@ -147,7 +147,7 @@ def test_positions_of_batches_that_differ_are_not_told_by_ragged_rows(
         embedding.enqueue({"film": tf.zeros([2, 4], tf.int64)})
     export(embedding, tmp_path / "1")
     embedding.enqueue({"film": tf.zeros([2, 4, 1], tf.int64)}, training=False)
-    with pytest.raises(ValueError, match="an equal number of positions"):
+    with pytest.raises(ValueError, match="the same number of positions"):
         export(embedding, tmp_path / "2")
 
 

@@ -245,7 +245,7 @@ def test_batches_and_preserved_outputs_of_another_combiner() -> None:
         ):
             two(other.preprocess_features(long))
     _, preserved = two(ids)
-    text = "stacked table films: valencies, vectors or weights are of another batch"
+    text = "stacked table films: valencies, vectors or weights belong to another"
     for other in (three, combined(2, 1)):
         with pytest.raises(tf.errors.InvalidArgumentError, match=text):
             two.apply_gradients(tf.ones([2, 2]), other(ids)[1])

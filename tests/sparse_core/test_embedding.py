@@ -236,7 +236,7 @@ def four_films() -> te.TPUEmbeddingV2:
 def test_a_batch_for_other_hardware_or_tables_is_refused() -> None:
     """Of a batch before it is copied; of preserved outputs by what sizes tell."""
     batches = {
-        r"made for 1 devices of 4 SparseCores .* here are 2 of 2": four_films(),
+        r"made for 1 devices of 4 SparseCores .* has 2 devices of 2": four_films(),
         r"made for 1 devices of 2 SparseCores": films(system=("v6e", 1)),
         "with other tables, features or limits": films(
             sparse_core_embedding_config=te.SparseCoreEmbeddingConfig(

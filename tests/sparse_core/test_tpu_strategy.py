@@ -208,7 +208,7 @@ def test_several_cores_for_each_replica_are_refused() -> None:
     strategy = tf.distribute.TPUStrategy(
         Described("V2", CORES), experimental_device_assignment=assignment
     )
-    with pytest.raises(NotImplementedError, match=r"has 2 TPU cores, .* need one"):
+    with pytest.raises(NotImplementedError, match=r"has 2 TPU cores, .* exactly one"):
         make(strategy)
 
 

@@ -12,7 +12,7 @@ from tpu_embedding import checkpoint
 from tpu_embedding.testing import SoftwareTPUStrategy
 
 IDS = tf.constant([1, 2])
-ENDED = "embedding are gone: the TPU was initialized again after"
+ENDED = "embedding are lost, because the TPU was initialized again"
 
 
 def make(strategy: SoftwareTPUStrategy) -> te.TPUEmbedding:

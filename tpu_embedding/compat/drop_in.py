@@ -125,8 +125,8 @@ def install(on: str = "host") -> None:
         return
     if _process.on:
         raise RuntimeError(
-            f"tpu_embedding.install({on!r}): names were installed for {_process.on!r} "
-            "in this process already. Call uninstall() before."
+            f"tpu_embedding.install({on!r}): names are already installed for "
+            f"{_process.on!r} in this process. Call uninstall() first."
         )
     if _TFRS_LAYER in sys.modules:
         raise RuntimeError(
@@ -172,8 +172,8 @@ def uninstall() -> None:
     """
     if _process.on and _TFRS_LAYER in sys.modules:
         raise RuntimeError(
-            "tensorflow_recommenders was imported after tpu_embedding.install(), and "
-            "its names cannot be given back. Use another process."
+            "tensorflow_recommenders was imported after tpu_embedding.install(), so "
+            "its names cannot be restored. Use another process."
         )
     _process.undo.close()
     _process.on, _process.strategy, _process.cores = "", None, None
@@ -301,8 +301,8 @@ class TPUStrategy(metaclass=_Instances):
         elif cores not in (None, _process.cores):
             raise RuntimeError(
                 "TPUStrategy was created in this process with another "
-                "`experimental_device_assignment`, or without: tpu_embedding gives one "
-                "strategy to the whole program. Pass the assignment each time."
+                "`experimental_device_assignment` or without one, but the whole "
+                "program shares one strategy. Pass the same assignment each time."
             )
         return _process.strategy
 

@@ -93,7 +93,7 @@ class Topology:
             own, name = type(self.strategy), type(active).__name__
             other = f"another {name}" if own is type(active) else name
             raise RuntimeError(
-                f"The embedding was created under {own.__name__} and is called under "
+                f"The embedding was created under {own.__name__} but is called under "
                 f"{other}. Create it inside `strategy.scope()` of the strategy that "
                 "runs it."
             )
@@ -202,8 +202,8 @@ class Topology:
         if not devices:
             raise ValueError(
                 "`device` of enqueue must be a TPU core or the device of a replica of "
-                f"this strategy. Received: {device!r}. Leave it at None: the engine on "
-                "this machine places the batch itself."
+                f"this strategy. Received: {device!r}. Leave it at None: the engine "
+                "chooses the device."
             )
         found = find(device, devices)
         if found is None:
@@ -475,11 +475,11 @@ def _of_processes(
         )
     device = strategy.extended.worker_devices[0]
     if _choose_engine(device) != "host":
+        other = f"{device} is not a CPU, or {ENGINE_VARIABLE} selects another engine."
         raise NotImplementedError(
-            f"{name} over several processes requires the host engine, in each of "
-            f"them: {library.unavailable_reason() or f'{device} is not a CPU, or '}"
-            f"{ENGINE_VARIABLE} asks for another. Unset the variable, and hide GPUs "
-            'with tf.config.set_visible_devices([], "GPU").'
+            f"{name} over several processes requires the host engine in every process: "
+            f"{library.unavailable_reason() or other} Unset {ENGINE_VARIABLE}, and "
+            'hide GPUs with tf.config.set_visible_devices([], "GPU").'
         )
     return ProcessTopology(
         strategy=strategy,

@@ -55,8 +55,8 @@ def choose(topology: Topology, plan: Plan) -> type[Engine]:
         raise NotImplementedError(
             f"{topology.tpu.generation.name} has no hardware for embeddings. Use "
             "TPUEmbeddingV0, whose tables are ordinary variables of each replica; or "
-            "build this outside of the strategy's scope, where it runs on this "
-            "machine's CPU."
+            "create the embedding outside of the strategy's scope, where it runs on "
+            "this machine's CPU."
         )
     # Kernels of ours cannot call user functions.
     if engine.stand_in and any(table.function for table in plan.tables):

@@ -139,8 +139,9 @@ class Steps(abc.ABC):
         assert self._options.layout is not None
         if not isinstance(tables, Mapping):
             raise TypeError(
-                "Preserved outputs are a dict by name of the stacked table, got "
-                f"{type(tables).__name__}. Pass the second output of embedding_lookup."
+                "Preserved outputs must be a dict keyed by the names of stacked "
+                f"tables. Received: {type(tables).__name__}. Pass the second output of "
+                "embedding_lookup."
             )
         stacks = self._options.layout.stacks
         if set(tables) != {stack.name for stack in stacks}:
@@ -157,10 +158,10 @@ class Steps(abc.ABC):
             if not isinstance(tables[stack.name], kind):
                 raise ValueError(
                     f"The batch of stacked table {stack.name!r} must be a "
-                    f"{kind.__name__}, got {type(tables[stack.name]).__name__}. Pass "
-                    "to apply_gradients the second output of embedding_lookup, and to "
-                    "a lookup what preprocess_features or enqueue of this embedding "
-                    "gives."
+                    f"{kind.__name__}. Received: {type(tables[stack.name]).__name__}. "
+                    "Pass the second output of embedding_lookup to apply_gradients, "
+                    "and the result of this embedding's preprocess_features or enqueue "
+                    "to a lookup."
                 )
         own = {stack.name: tables[stack.name] for stack in stacks}
         return Prepared(None, features._replace(tables=own))
@@ -204,9 +205,9 @@ class TableStore(abc.ABC):
         """
         del every
         raise NotImplementedError(
-            f"The {self.name} engine has no telemetry. Use it with the same tables on "
-            "the host engine: build the embedding outside of the scope of a TPU "
-            "strategy, where the compiled library can be loaded, and without a "
+            f"The {self.name} engine has no telemetry. Use telemetry with the same "
+            "tables on the host engine: create the embedding outside of the scope of a "
+            "TPU strategy, where the compiled library can be loaded, and without a "
             "CustomOptimizer or CustomCombiner."
         )
 
@@ -220,7 +221,7 @@ class TableStore(abc.ABC):
         raise NotImplementedError(
             f"The {self.name} engine does not track the rows that change, so it writes "
             "no deltas. Train on the host engine, outside of the scope of a TPU "
-            "strategy, or export the model anew."
+            "strategy, or export the model again."
         )
 
     @abc.abstractmethod

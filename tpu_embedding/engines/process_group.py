@@ -355,7 +355,7 @@ def _introduce(topology: Topology) -> None:
         logging.warning,
         (
             "tpu_embedding: process %d waits in the constructor of an embedding or "
-            "layer for one of the processes %s. All processes must make it.",
+            "layer for one of the processes %s. All processes must create it.",
             topology.rank,
             ", ".join(others),
         ),

@@ -143,11 +143,11 @@ class FeatureLookup:
         positions = self.positions.get(spec.path, 0)
         if positions is None:
             raise ValueError(
-                f"Feature {spec.path} was trained on inputs of several axes, and its "
-                "ragged rows do not tell which ids belong together: that takes one id "
-                "for each position, and an equal number of positions in each batch. "
-                'Pass `signatures=["dense", "sparse"]`, or set '
-                "FeatureConfig(output_shape), which ragged rows fill."
+                f"Feature {spec.path} was trained on inputs of several axes, but "
+                "ragged rows do not show which ids belong together unless each "
+                "position has one id and each batch the same number of positions. Pass "
+                '`signatures=["dense", "sparse"]`, or set FeatureConfig(output_shape), '
+                "which ragged rows fill."
             )
         return positions
 

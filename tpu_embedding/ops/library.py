@@ -133,8 +133,8 @@ def problem_with(path: pathlib.Path, tensorflow_version: str) -> str | None:
     version = built_for(path)
     if version is None:
         return (
-            f"{path} does not say which TensorFlow it was built for, so it is no "
-            f"library of this package. {_FIX}"
+            f"{path} does not contain the TensorFlow version it was built for, so it "
+            f"is not a library of this package. {_FIX}"
         )
     if _minor(version) != _minor(tensorflow_version):
         return (

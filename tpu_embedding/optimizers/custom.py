@@ -94,8 +94,8 @@ class CustomOptimizer(base.Optimizer):
         _check_names(names)
         if not all(type(dim) is int and dim in (1, 2) for dim in dims):
             raise ValueError(
-                f"CustomOptimizer: `slot_dims` is {dims!r}. Each must be 2, for a slot "
-                "as wide as the table, or 1, for one number for each row."
+                f"CustomOptimizer: `slot_dims` is {dims!r}. Each must be 2 for a slot "
+                "as wide as the table, or 1 for one number per row."
             )
         for value in (*initializers, *self.hyperparameters):
             if not callable(value):
@@ -190,7 +190,7 @@ def _check_names(names: Sequence[Any]) -> None:
         )
     if len({*_RESERVED, *names}) < len(_RESERVED) + len(names):
         raise ValueError(
-            f"CustomOptimizer: `slot_names` is {names!r}. Each name must occur once, "
+            f"CustomOptimizer: `slot_names` is {names!r}. Each name must be unique, "
             'and "parameters" and "custom_combiner_variables" are reserved for the '
             "table itself and the weights of its combiner. Rename a slot."
         )

@@ -81,7 +81,11 @@ def choose(device: str = "", *, asked: str | None = None) -> HostOps:
         # They are registered if this TensorFlow was built for TPUs, or by the
         # software TPU.
         if not kernels.get_registered_kernels_for_op(_STOCK_OP).kernel:
-            needed = f" They are needed: {reason}" if asked is None else ""
+            needed = (
+                f" These ops are needed because the library cannot preprocess: {reason}"
+                if asked is None
+                else ""
+            )
             raise RuntimeError(
                 "This TensorFlow has no kernels for its SparseCore host ops, because "
                 "it is not built for TPUs. Install tensorflow-tpu, or call "

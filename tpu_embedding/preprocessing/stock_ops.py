@@ -101,9 +101,9 @@ def _refuse(partitioning: Partitioning, splits: Sequence[tf.Tensor] | None) -> N
             missing = "the positions that a CustomCombiner needs. Use another combiner"
         if missing:
             raise NotImplementedError(
-                f"Table {table.name}: TensorFlow's host ops, which preprocess here, do "
-                f"not support {missing}, or let the library of this package preprocess "
-                "(TPU_EMBEDDING_HOST_OPS=library)."
+                f"Table {table.name}: TensorFlow's host ops, which preprocess this "
+                f"batch, do not support {missing}, or let the library of this package "
+                "preprocess (TPU_EMBEDDING_HOST_OPS=library)."
             )
 
 

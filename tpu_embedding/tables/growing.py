@@ -45,10 +45,10 @@ def first_values(spec: TableSpec) -> tuple[str, float, float]:
         if isinstance(first, (int, float)) and isinstance(second, (int, float)):
             return kind, float(first), float(second)
     raise NotImplementedError(
-        f"Table {spec.name!r} grows: its rows are made of a seed and an id, which "
-        f"{initializer!r} cannot do. Use None, or one of Keras's Constant, Zeros, "
-        "Ones, RandomUniform, RandomNormal and TruncatedNormal; the seed is that of "
-        "the GrowingVocabulary."
+        f"Table {spec.name!r} grows, so it initializes each row from a seed and an id, "
+        f"which {initializer!r} does not support. Use None, or the Keras initializers "
+        "Constant, Zeros, Ones, RandomUniform, RandomNormal or TruncatedNormal; the "
+        "seed is that of the GrowingVocabulary."
     )
 
 
@@ -178,9 +178,9 @@ def first_slots(spec: TableSpec) -> list[float]:
     found = [slot.initial_value for slot in optimizer.slots]
     if optimizer.slot_variable_creation_fn is not None or any(map(callable, found)):
         raise NotImplementedError(
-            f"Table {spec.name!r} grows, and its slots with it: they cannot be made by "
-            "a function. Leave `slot_variable_creation_fn` at None, and give numbers "
-            "as initial values."
+            f"Table {spec.name!r} grows, and its slots grow with it, so a function "
+            "cannot create them. Leave `slot_variable_creation_fn` at None, and pass "
+            "numbers as initial values."
         )
     return [float(value) for value in found if not callable(value)]
 
@@ -283,8 +283,8 @@ def freeze(spec: TableSpec, state: Mapping[str, np.ndarray]) -> FrozenTable:
     config = spec.config
     if spec.growth.unknown == "initializer":
         raise NotImplementedError(
-            f"Table {spec.name!r} has unknown='initializer': each id without a row "
-            "looks up values of its own, for which a static table has no rows."
+            f"Table {spec.name!r} has unknown='initializer', so each id without a row "
+            "has its own initial values, for which a static table has no rows."
         )
     size = len(state["ids"])
     starts = dict(zip(_slot_names(spec), first_slots(spec), strict=True))

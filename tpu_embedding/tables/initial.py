@@ -95,8 +95,8 @@ class FirstValues:
         value = tf.convert_to_tensor(value, self.dtype)
         if tuple(value.shape) != shape:
             raise ValueError(
-                f"The initializer of {self.name} must return the shape that it is "
-                f"given, {shape}. Received: {tuple(value.shape)}."
+                f"The initializer of {self.name} must return a tensor of the shape "
+                f"that it receives, {shape}. Received: {tuple(value.shape)}."
             )
         return value
 

@@ -118,7 +118,7 @@ class InJob(Reach):
         del stored
         raise NotImplementedError(
             "Under MultiWorkerMirroredStrategy no process has a whole stacked table. "
-            "Use `embedding_tables`, which gathers them, or a checkpoint."
+            "Use `embedding_tables`, which gathers the tables, or a checkpoint."
         )
 
     def has(self, table: int) -> bool:
@@ -182,10 +182,11 @@ class _NoReader(StoredReader):
 
 def _not_whole() -> NotImplementedError:
     return NotImplementedError(
-        "Under MultiWorkerMirroredStrategy no process has a whole table to look up in. "
-        "In a tf.function without a tf.GradientTape, call the layer in `strategy.run`. "
-        "To export or serve a model with a layer, restore a checkpoint of it in one "
-        "process; te.serving.export takes a TPUEmbedding of a job."
+        "Under MultiWorkerMirroredStrategy no process has a whole table, so it cannot "
+        "look up in one alone. In a tf.function without a tf.GradientTape, call the "
+        "layer in `strategy.run`. To export or serve a model with a layer, restore a "
+        "checkpoint of it in one process; te.serving.export accepts a TPUEmbedding of "
+        "several processes."
     )
 
 

@@ -242,8 +242,8 @@ def stored_table(
     def variables() -> Sequence[tf.Variable]:
         if grids:
             raise NotImplementedError(
-                f"Table {spec.name} is stored as int8, in codes, scales and offsets: "
-                "no variables have its values. Use `embedding_tables`."
+                f"Table {spec.name} is stored as int8 codes, scales and offsets, so no "
+                "variables hold its values. Use `embedding_tables`."
             )
         return reach.variables(stored)
 

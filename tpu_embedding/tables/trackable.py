@@ -116,8 +116,8 @@ class LogicalVariable(tf.__internal__.tracking.Trackable):
         if tf.inside_function():
             raise NotImplementedError(
                 f"The table or slot {self.name!r} is stored in parts and is not a "
-                "tf.Variable: it can be read and assigned outside of tf.function and "
-                "strategy.run only. Inside, call the layer."
+                "tf.Variable: it can be read and assigned only outside of tf.function "
+                "and strategy.run. Inside, call the layer."
             )
 
     def __repr__(self) -> str:

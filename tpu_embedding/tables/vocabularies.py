@@ -109,7 +109,7 @@ class StoredVocabulary(abc.ABC):
 
         Only engines that differentiate weights have it.
         """
-        raise NotImplementedError(f"No rows of {ids} are here.")
+        raise NotImplementedError(f"This process has no rows of {ids}.")
 
     def evict(self) -> int:
         """Evicts rows now, after a flush, as `TPUEmbedding.evict`; returns how many."""

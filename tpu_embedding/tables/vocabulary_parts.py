@@ -104,8 +104,8 @@ def fitted_parts(
     shared = num_shared(vocabulary, {"state": total})
     if len(whole[PLACES]) != len(whole["ids"]) + shared:
         raise ValueError(
-            f"Table {spec.name!r} has unknown={vocabulary.unknown!r}, but "
-            "was saved with another value. Use that one."
+            f"Table {spec.name!r} has unknown={vocabulary.unknown!r}, but was saved "
+            "with another value. Use the saved value."
         )
     if not total[UPDATES_BEGUN]:
         states[:, CLOCK] = vocabulary.clock
@@ -114,8 +114,8 @@ def fitted_parts(
         return parts
     if (_total(states)[CLOCK] > 0) != vocabulary.clock:
         raise ValueError(
-            f"Table {spec.name!r} has clock={vocabulary.clock}, but was "
-            f"saved with clock={not vocabulary.clock}. Use that value."
+            f"Table {spec.name!r} has clock={vocabulary.clock}, but was saved with "
+            f"clock={not vocabulary.clock}. Use the saved value."
         )
     for number, part in enumerate(parts):
         name, own = spec.name, vocabulary.part(num_parts)

@@ -44,5 +44,5 @@ def check_engine() -> None:
         raise RuntimeError(
             f"This TensorFlow has its own kernels for {_ENGINE_OP}, like "
             "tensorflow-tpu. They feed the hardware, so a software TPU of v2, v3 or v4 "
-            "gets no batch. Use it with tensorflow-cpu."
+            "receives no batches. Use the software TPU with tensorflow-cpu."
         )

@@ -92,8 +92,9 @@ class SoftwareTPUStrategy(TPUStrategyOfCPUs):
             cores = _adjacent_cores(cores_per_replica, num_devices)
         if len(cores[0]) > 1 and chosen.embedding != "v1":
             raise ValueError(
-                "Several cores per replica are supported for v2, v3 and v4. Received "
-                f"generation: {generation!r}. Leave `cores_per_replica` at None."
+                "Several cores per replica are supported only for v2, v3 and v4. "
+                f"Received: generation={generation!r}. Leave `cores_per_replica` at "
+                "None."
             )
         library.load()
         if chosen.embedding == "v1":

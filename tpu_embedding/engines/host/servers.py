@@ -90,7 +90,7 @@ class ParameterServerEngine(HostEngine):
         if timeout != DistributedOptions().timeout_seconds:
             raise NotImplementedError(
                 f"ParameterServerStrategy does not support `timeout_seconds={timeout}` "
-                "of DistributedOptions: no process waits for another. Pass "
+                "of DistributedOptions, because no process waits for another. Pass "
                 "`task_timeout` to te.ClusterCoordinator."
             )
 
@@ -117,7 +117,7 @@ class ParameterServerEngine(HostEngine):
                 None,
                 None,
                 "apply_gradients: under ParameterServerStrategy the preserved outputs "
-                "of growing tables are those of a lookup of the same function, loop "
+                "of growing tables must come from a lookup in the same function, loop "
                 "and branch. Look up and apply the gradients in one tf.function.",
             )
         return parts

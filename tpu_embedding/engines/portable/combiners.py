@@ -201,8 +201,8 @@ class Combiners:
         shapes = ([samples], [samples, *one], [combiner.num_weights])
         message = (
             f"Preserved outputs of stacked table {stack.name}: valencies, vectors or "
-            "weights are of another batch or CustomCombiner. Pass the second output of "
-            "the same embedding_lookup."
+            "weights belong to another batch or CustomCombiner. Pass the second output "
+            "of the same embedding_lookup."
         )
         checks = [
             Check(_has_shape(tensor, shape), lambda: text(message))

@@ -82,8 +82,8 @@ class PortableEngine(Engine, StepQueue):
         if lacking:
             raise NotImplementedError(
                 f"The portable engine does not support {' or '.join(lacking)}. The "
-                "host engine does: it needs the compiled library, tables on a CPU, and "
-                "no CustomOptimizer or CustomCombiner."
+                "host engine supports this, but needs the compiled library, tables on "
+                "a CPU, and no CustomOptimizer or CustomCombiner."
             )
 
     @contextlib.contextmanager

@@ -113,9 +113,9 @@ class SparseCoreEngine(Engine):
         assert topology.tpu is not None
         if topology.tpu.cores_per_replica > 1:
             raise NotImplementedError(
-                f"Each replica has {topology.tpu.cores_per_replica} TPU cores, and "
-                "embeddings on SparseCores need one. Use a DeviceAssignment of one "
-                "core per replica."
+                f"Each replica has {topology.tpu.cores_per_replica} TPU cores, but "
+                "embeddings on SparseCores need exactly one. Use a DeviceAssignment "
+                "with one core per replica."
             )
         check_optimizers(plan)
         ops.check_combiners(plan)

@@ -164,8 +164,8 @@ def _was_made_for(batch: PreprocessedFeatures, partitioning: Partitioning) -> Ch
             marks[0],
             " devices of ",
             marks[1],
-            f" SparseCores each, but here are {own[0]} of {own[1]}. Preprocess it with "
-            "this embedding.",
+            f" SparseCores each, but this embedding has {own[0]} devices of {own[1]}. "
+            "Preprocess it with this embedding.",
         )
         tables = text(
             "The preprocessed batch was made by an embedding with other tables, "

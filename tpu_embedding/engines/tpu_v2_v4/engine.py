@@ -34,9 +34,9 @@ from tpu_embedding.tables.rows import PARAMETERS, by_checkpoint_name
 from tpu_embedding.tables.table import Identity, Table
 
 _INITIALIZED_AGAIN = (
-    "The tables of this embedding are gone: the TPU was initialized again after the "
-    "embedding was created. (Creating a SoftwareTPUStrategy does so, too.) Create the "
-    "TPUEmbedding or the Keras layer again, and restore a checkpoint."
+    "The tables of this embedding are lost, because the TPU was initialized again "
+    "after the embedding was created. (Creating a SoftwareTPUStrategy does so, too.) "
+    "Create the TPUEmbedding or the Keras layer again, and restore a checkpoint."
 )
 
 
@@ -67,8 +67,8 @@ class TPUV2V4Engine(Engine):
             raise NotImplementedError(
                 "`initialize_tpu_embedding=False` shares the tables of another "
                 "TPUEmbedding, but not its count of updates: a learning rate that "
-                "takes the step would start at 0. Pass a rate without arguments that "
-                "reads a tf.Variable, which both can use."
+                "takes the number of updates would start at 0. Pass a callable without "
+                "arguments that reads a tf.Variable, which both can share."
             )
         shapes = self._shapes = self._output_shape_list()
         cores = self._tpu.cores_per_replica
@@ -162,9 +162,9 @@ class TPUV2V4Engine(Engine):
         if not isinstance(tables, Mapping) or set(tables) != expected:
             raise ValueError(
                 "On TPU v2 to v4, preserved outputs are the number of a lookup, and a "
-                "preprocessed batch has no stacked tables. Pass to apply_gradients the "
-                "second output of embedding_lookup, and to a lookup what "
-                "preprocess_features or enqueue of this embedding gives."
+                "preprocessed batch has no stacked tables. Pass the second output of "
+                "embedding_lookup to apply_gradients, and the result of this "
+                "embedding's preprocess_features or enqueue to a lookup."
             )
         if not looked_up:
             return Prepared(None, features)
@@ -248,8 +248,8 @@ class TPUV2V4Engine(Engine):
             return
         if self._options.topology.program() is not None:
             raise NotImplementedError(
-                "On TPU v2 to v4, `flush()` reads a table through the host, which a "
-                "program on the TPU cannot do. Call it outside of strategy.run."
+                "On TPU v2 to v4, `flush()` reads a table through the host, which is "
+                "impossible in a program on the TPU. Call it outside of strategy.run."
             )
         self._still_there()
         smallest = min(
