@@ -642,7 +642,7 @@ def test_a_lookup_leaves_the_pending_update_its_room() -> None:
     _step(embedding, [1, 2])
     _step(embedding, [3])
     embedding.enqueue({"film": tf.constant([1, 2])})
-    with pytest.raises(tf.errors.InvalidArgumentError, match="call `flush` before"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="Call `flush` before"):
         embedding.dequeue()
     embedding.flush()
     assert embedding.vocabularies[table].ids.tolist() == [2, 3]
@@ -665,9 +665,7 @@ def test_small_tables_evict_by_default(eviction: str, unknown: str) -> None:
 def test_error_of_a_full_table_names_min_rows() -> None:
     embedding, _ = _embedding(te.GrowingVocabulary(10, eviction="lru"))
     _step(embedding, range(10))
-    text = (
-        "needs 2 more, and 1 can be freed: evictions leave min_rows=9 ids.* Lower min"
-    )
+    text = "needs 2 more, and 1 can be freed: evictions keep min_rows=9 ids.* Lower min"
     with pytest.raises(tf.errors.InvalidArgumentError, match=text):
         _step(embedding, [10, 11])
 

@@ -160,7 +160,7 @@ REFUSED = [
     Refused(
         "weights_count",
         dense([1, 2, 3], weights=[1, 2]),
-        "Feature f0: 2 weights for 3 ids. Weights have the feature's own structure.",
+        "Feature f0: 2 weights for 3 ids. Pass one weight for each id.",
     ),
     Refused(
         "weights_indices",

@@ -78,7 +78,7 @@ void TestFilesThatDoNotFit() {
   const File file(10, 8);
   std::shared_ptr<FileRows> rows;
   CHECK_EQ(*FileRows::Open(file.path, 11, 8, &rows),
-           file.path + " has 80 bytes, and its table has 11 rows of 8.");
+           file.path + " has 80 bytes, but its table has 11 rows of 8.");
   CHECK_EQ(*FileRows::Open(file.path + "x", 10, 8, &rows),
            file.path + "x cannot be opened.");
   CHECK_TRUE(!rows);
@@ -91,7 +91,7 @@ void TestAFileThatBecomesShorter() {
   const std::vector<int64_t> wanted = {1, 7, 9};
   std::string found(24, '\0');
   CHECK_EQ(*rows->Read(wanted.data(), 3, found.data(), Halves),
-           file.path + " cannot be read any more, or became shorter.");
+           file.path + " can no longer be read, or became shorter.");
   CHECK_TRUE(!rows->Read(wanted.data(), 1, found.data(), Halves));
   CHECK_TRUE(found.substr(0, 8) == file.Row(1));
 }

@@ -422,7 +422,7 @@ void TestSubmissions() {
   int64_t epoch = Begin(&queue, 0);
   Submit(&queue, 0, 1, epoch);
   CheckRefused(queue.BeginLookup(0, kRun, &epoch),
-               "Gradients of the step before came");
+               "Only some replicas applied");
   epoch = Begin(&queue, 0);
   Submit(&queue, 0, 2, epoch);
   CHECK_TRUE(Submit(&queue, 1, 3, Begin(&queue, 1)));
@@ -435,7 +435,7 @@ void TestSubmissions() {
   queue.TakeDue();
   epoch = Begin(&queue, 1, 13);
   CheckRefused(queue.Submit(1, 4, 4, epoch, NoCount, &apply_now),
-               "The gradients belong to a step for which the replica before");
+               "The gradients belong to a step for which the previous");
 }
 
 void TestFailedSubmissions() {

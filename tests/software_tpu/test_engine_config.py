@@ -173,7 +173,7 @@ def test_a_malformed_configuration_is_refused_and_changes_nothing(
 
 
 def test_bytes_of_something_else_are_refused():
-    with pytest.raises(tf.errors.InvalidArgumentError, match="is no serialized TPUEmb"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="is not a serialized TPU"):
         tf.raw_ops.ConfigureTPUEmbedding(config=b"no proto")
 
 

@@ -186,7 +186,7 @@ def _check_sizes(feature: FeatureInput) -> list[Bound]:
                 num_weights,
                 " weights for ",
                 num_ids,
-                " ids. Weights have the feature's own structure.",
+                " ids. Pass one weight for each id.",
             ),
         )
     return checks

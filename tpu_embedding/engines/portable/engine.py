@@ -357,7 +357,7 @@ def _read_stack(
     steps -= tf.concat([[0], pointers], 0)
     are_whole = tf.stack([steps[0], steps[-1], tf.size(gains, tf.int64)])
     checks = {
-        "a feature has a number of samples that is negative or too large": (
+        "a feature has a negative or too large number of samples": (
             tf.reduce_all(tf.concat(shapes, 0) >= 0)
             & tf.reduce_all(sizes <= tf.int32.max)
         ),
@@ -380,7 +380,7 @@ def _read_stack(
     rows = tokens - tf.gather(tf.constant(begins, tf.int64), owners)
     known = (rows >= 0) & (rows < tf.gather(tf.constant(num_rows, tf.int64), owners))
     paths = ", ".join(spec.path for spec in specs)
-    what = f"a token id belongs to no row of the table of its feature ({paths})"
+    what = f"a token id is not a row of the table of its feature ({paths})"
     with tf.control_dependencies(_require_stack(stack, {what: tf.reduce_all(known)})):
         samples = tf.repeat(numbers, steps[1:-1])
         values = (rows, samples, gains)
@@ -390,7 +390,7 @@ def _read_stack(
 
 def _require_stack(stack: Stack, checks: dict[str, tf.Tensor]) -> list[Any]:
     """Refuses a stack with the first text whose condition is false."""
-    end = ". Pass on what the lookup gave."
+    end = ". Pass the second output of embedding_lookup unchanged."
     return require(
         [
             Check(

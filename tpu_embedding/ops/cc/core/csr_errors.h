@@ -44,12 +44,13 @@ inline std::string IdBufferSizeText(const std::string& table,
 
 inline std::string BucketLimitText(const std::string& table, int64_t shard,
                                    int bucket, int64_t ids, int64_t unique) {
-  return Concat("Table ", table, ": a SparseCore asks SparseCore ", shard,
-                " for ", ids, " ids, ", unique, " of them unique, of bucket ",
-                bucket, " of 64, the smallest part that minibatches can have. ",
-                "That is above the limits of the table (max_ids_per_table, ",
-                "max_unique_ids_per_table). Raise them or make the batch ",
-                "smaller.");
+  return Concat(
+      "Table ", table, ": a SparseCore asks SparseCore ", shard, " for ", ids,
+      " ids, ", unique, " of them unique, in bucket ", bucket,
+      " of 64. Minibatches cannot split a bucket. "
+      "These numbers exceed the limits of the table (max_ids_per_table, ",
+      "max_unique_ids_per_table). Raise them or make the batch "
+      "smaller.");
 }
 
 inline std::string MinibatchesText(const std::string& table, int64_t count,

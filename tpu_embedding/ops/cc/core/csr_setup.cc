@@ -75,7 +75,7 @@ Error AddGroups(CsrSetup* setup, int t) {
     if (group.place.rotation != place.rotation ||
         group.place.num_tokens != place.num_tokens) {
       return Concat("Feature ", feature.spec.path, ": the features of one ",
-                    "table must have one rotation and vocabulary size.");
+                    "table must have the same rotation and vocabulary size.");
     }
     group.table = t;
     group.features.push_back(f);

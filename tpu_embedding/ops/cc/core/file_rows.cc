@@ -41,7 +41,7 @@ Error FileRows::Open(const std::string& path, int64_t num_rows,
   if (size % row_bytes != 0 || size / row_bytes != num_rows) {
     opened->reset();
     return path + " has " + std::to_string(size) +
-           " bytes, and its table has " + std::to_string(num_rows) +
+           " bytes, but its table has " + std::to_string(num_rows) +
            " rows of " + std::to_string(row_bytes) + ".";
   }
   ExpectNoNeighbours(descriptor);
@@ -65,7 +65,7 @@ Error FileRows::Read(const int64_t* rows, int64_t count, char* out,
       if (!ReadFromDisk(rows[i], out + i * row_bytes_)) failed = true;
     }
   });
-  if (failed) return path_ + " cannot be read any more, or became shorter.";
+  if (failed) return path_ + " can no longer be read, or became shorter.";
   return std::nullopt;
 }
 

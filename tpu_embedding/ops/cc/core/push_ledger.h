@@ -47,11 +47,11 @@ class PushLedger {
     }
     if (push.number <= source.newest - window_) {
       return "A push of scheduled function " + std::to_string(push.number) +
-             " came after function " + std::to_string(source.newest) +
-             " had pushed. A server remembers the last " +
+             " arrived after function " + std::to_string(source.newest) +
+             " had pushed. A server remembers only the last " +
              std::to_string(window_) +
-             " functions, so it cannot tell whether this push was applied "
-             "before. Call join() before so many functions have been "
+             " functions, so it cannot tell whether this push was already "
+             "applied. Call join() before that many functions have been "
              "scheduled.";
     }
     source.newest = std::max(source.newest, push.number);

@@ -26,7 +26,8 @@ Error CheckPointers(const StackInput& input, int64_t num_samples) {
   if (input.num_row_pointers != num_samples + 1) {
     return Stack(input) + std::to_string(input.num_row_pointers) +
            " row_pointers for " + std::to_string(num_samples) +
-           " samples; it needs one more than samples.";
+           " samples; the number of row_pointers must be 1 plus the number of "
+           "samples. Pass the second output of embedding_lookup unchanged.";
   }
   const int32_t* pointers = input.row_pointers;
   if (pointers[0] != 0 || pointers[num_samples] != input.num_tokens ||
@@ -34,7 +35,8 @@ Error CheckPointers(const StackInput& input, int64_t num_samples) {
       !std::is_sorted(pointers, pointers + num_samples + 1)) {
     return Stack(input) +
            "row_pointers must rise from 0 to the number of sorted_token_ids, "
-           "which is that of sorted_gains. Pass on what the lookup gave.";
+           "which is that of sorted_gains. Pass the second output of "
+           "embedding_lookup unchanged.";
   }
   return std::nullopt;
 }
@@ -67,7 +69,7 @@ Error ReadFeature(const StackedFeature& feature, const StackInput& input,
              ", whose table has the ids [" +
              std::to_string(feature.row_offset) + ", " +
              std::to_string(feature.row_offset + feature.vocabulary_size) +
-             "). Pass on what the lookup gave.";
+             "). Pass the second output of embedding_lookup unchanged.";
     }
     batch->rows[i] = static_cast<int32_t>(row);
   }
@@ -109,8 +111,8 @@ Error ReadStack(const std::vector<StackedFeature>& features,
     samples.push_back(NumSamples(batches[f]->output_shape));
     if (samples[f] < 0) {
       return Stack(input) + "feature " + features[f].path +
-             " has a number of samples that is negative or too large. Pass on "
-             "what the lookup gave.";
+             " has a negative or too large number of samples. Pass the second "
+             "output of embedding_lookup unchanged.";
     }
     total += samples[f];
   }

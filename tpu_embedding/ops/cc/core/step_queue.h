@@ -341,7 +341,7 @@ class StepQueue {
         DiscardSubmissions();
         *epoch = epoch_;
         if (new_run) return std::nullopt;
-        return "Gradients of the step before came from some replicas only, so "
+        return "Only some replicas applied gradients of the previous step, so "
                "it was discarded. Put the loop over steps outside of "
                "strategy.run, and in each step look up all batches before "
                "gradients are applied.";
@@ -374,7 +374,7 @@ class StepQueue {
     if (index == partial_.size()) {
       if (replica > 0) {
         DiscardSubmissions();
-        return "The gradients belong to a step for which the replica before "
+        return "The gradients belong to a step for which the previous replica "
                "has applied none. Put the loop over steps outside of "
                "strategy.run.";
       }
@@ -570,8 +570,8 @@ class StepQueue {
                "training=False; after a step that failed call flush and reset.";
       }
       if (state == State::kSubmitted) {
-        return "dequeue: another replica has not applied its gradients of "
-               "the step before. Put the loop over steps outside of "
+        return "dequeue: another replica has not applied its gradients of the "
+               "previous step. Put the loop over steps outside of "
                "strategy.run; after a step that failed call flush and reset.";
       }
     }

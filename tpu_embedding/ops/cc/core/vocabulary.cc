@@ -85,9 +85,9 @@ Error Vocabulary::Decide(const UnknownIds& unknown, const IdMap& promised,
   if (decision->num_admitted > most) {
     if (!options_.shares_when_full) {
       const std::string freed =
-          Evicts() ? Concat(" can be freed: evictions leave min_rows=",
+          Evicts() ? Concat(" can be freed: evictions keep min_rows=",
                             options_.min_rows,
-                            " ids, and rows whose updates are to come. Nothing "
+                            " ids, and rows with outstanding updates. Nothing "
                             "has changed. Lower min_rows, raise max_rows")
                    : " is free. Nothing has changed. Set `eviction`, raise "
                      "max_rows";
@@ -220,8 +220,9 @@ Error Vocabulary::Load(const VocabularySnapshot& saved) {
               options_.has_clock ? state[11] - 1 : state[1]) ||
       !AreAll(saved.candidate_hits, 0, kMostCount) ||
       (!Evicts() && state[0] && size + num_shared() != state[0])) {
-    return Concat("The vocabulary of table ", options_.table,
-                  " in the file is damaged, or that of another configuration.");
+    return Concat(
+        "The vocabulary of table ", options_.table,
+        " in the file is damaged or belongs to another configuration.");
   }
   num_rows_ = state[0];
   step_ = state[1];

@@ -327,7 +327,7 @@ absl::Status MakeViews(const StepQueueResource& resource,
     for (int k = 0; k < spec.rule->num_slots; ++k, ++next) {
       if (next >= slots.size() || slots[next]->tensor()->shape() != shape) {
         return absl::InvalidArgumentError(absl::StrCat(
-            "Table ", spec.name, ": a slot is missing or is not of shape ",
+            "Table ", spec.name, ": a slot is missing or does not have shape ",
             shape.DebugString(), ". Do not change the shape of a slot."));
       }
       view.slots.push_back(slots[next]->tensor()->flat<float>().data());

@@ -53,7 +53,9 @@ inline absl::Status Unwrap(const tensorflow::Tensor& tensor, const Plan* plan,
   TF_RETURN_IF_ERROR(CheckScalar("batch", tensor));
   *value = tensor.scalar<tensorflow::Variant>()().get<BatchVariant>();
   if (!*value) {
-    return absl::InvalidArgumentError("A variant that is no prepared batch.");
+    return absl::InvalidArgumentError(
+        "A malformed graph: an input is not a prepared batch. Trace the "
+        "function again.");
   }
   if (plan && (*value)->plan.get() != plan) {
     return absl::InvalidArgumentError(

@@ -134,8 +134,8 @@ class MarkRowsOp : public ConsumerOp {
     const auto consumer = resource->changed_rows.Begin(consumer_);
     OP_REQUIRES(context, consumer != nullptr,
                 absl::ResourceExhaustedError(
-                    "A consumer of deltas needs two bits for each row of the "
-                    "tables, which this machine does not have."));
+                    "A consumer of deltas needs two bits of memory for each "
+                    "row of the tables, which this machine does not have."));
     for (int t = 0; t < num_tables; ++t) {
       const auto flat = rows[t].flat<int64_t>();
       if (GrowingTable* const growing = resource->growing[t].get()) {

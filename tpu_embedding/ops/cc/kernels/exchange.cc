@@ -246,8 +246,8 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
       const auto fields = headers_[p].flat<int64_t>();
       if (fields(kSequence) != sequence_) {
         const absl::Status status = absl::FailedPreconditionError(absl::StrCat(
-            "Process ", p, " is at its call number ", fields(kSequence),
-            ", but process ", channel_->rank, " at number ", sequence_,
+            "Process ", p, " is at call number ", fields(kSequence),
+            ", but process ", channel_->rank, " is at call number ", sequence_,
             ": the processes called the embedding in a different order. "
             "Restart the job from the last checkpoint."));
         executor_->StartAbort(status);
@@ -352,7 +352,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
         " called ", CallOf(continues), ", but process ", begins, " called ",
         CallOf(begins),
         ", which begins another step. This step is discarded in all processes: "
-        "nothing of it is applied, and the next one trains.")));
+        "no part of it is applied, and the next step trains.")));
   }
 
   // Notes in the queue that the step of these calls was refused.
@@ -456,19 +456,19 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     if (function && (function->IsCancelling() || function->IsCancelled())) {
       return absl::UnavailableError(absl::StrCat(
           "tpu_embedding: Process ", channel_->rank, " gave up ", phase_name(),
-          ": another op of its function failed, or it was interrupted. "
-          "Nothing of this step was applied. Restart all processes from the "
-          "last checkpoint."));
+          ": another op of its function failed, or it was interrupted. No part "
+          "of this step was applied. Restart all processes from the last "
+          "checkpoint."));
     }
     const int lost = Lost(status.message(), peer);
     const std::string who =
         lost < 0 ? "A process" : absl::StrCat("Process ", lost);
-    return absl::UnavailableError(absl::StrCat(
-        "tpu_embedding: ", who, " was lost during ", phase_name(),
-        " in process ", channel_->rank,
-        ". Nothing of this step was applied. "
-        "Restart all processes from the last checkpoint. TensorFlow says: ",
-        status.message()));
+    return absl::UnavailableError(
+        absl::StrCat("tpu_embedding: ", who, " was lost during ", phase_name(),
+                     " in process ", channel_->rank,
+                     ". No part of this step was applied. Restart all "
+                     "processes from the last checkpoint. TensorFlow says: ",
+                     status.message()));
   }
 
   // Returns which process a failure is about, or -1. Once TensorFlow's
@@ -534,9 +534,10 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     if (name.empty()) name = kPhases[fields(kPhase)];
     std::string found = absl::StrCat("Process ", process, " waits in ", name);
     if (channel != channel_->key) {
-      absl::StrAppend(&found, " of embedding ", channel, ", process ",
-                      channel_->rank, " of embedding ", channel_->key,
-                      " (in the order in which they were made)");
+      absl::StrAppend(
+          &found, " of embedding ", channel, ", process ", channel_->rank,
+          " of embedding ", channel_->key,
+          " (embeddings are numbered in the order of their creation)");
     }
     return found + ". ";
   }
@@ -550,9 +551,9 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
         elsewhere.empty() ? "It is stuck, is ending, has stopped after an "
                             "error, or has no more batches. "
                           : elsewhere,
-        "Nothing of this step was applied. Give every process the same number "
-        "of steps (an empty "
-        "batch counts), and restart all processes from the last checkpoint."));
+        "No part of this step was applied. Give every process the same number "
+        "of steps (an empty batch counts), and restart all processes from the "
+        "last checkpoint."));
     transport_->Abort(status);
   }
 

@@ -66,8 +66,8 @@ absl::Status FeatureInputs::Read(OpKernelConstruction* context,
     FeatureSpec& spec = specs_[f];
     const auto kind = Kinds().find(kinds[f]);
     if (kind == Kinds().end()) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("A malformed graph: an input of kind ", kinds[f], "."));
+      return absl::InvalidArgumentError(absl::StrCat(
+          "A malformed graph: an input has the unknown kind ", kinds[f], "."));
     }
     spec.kind = kind->second;
     spec.declared_source = sources[f];
@@ -102,7 +102,7 @@ absl::Status FeatureInputs::CheckTypes(OpKernelConstruction* context) const {
   TF_RETURN_IF_ERROR(CheckLength("inputs", types.size(), expected.size()));
   if (types == expected) return absl::OkStatus();
   return absl::InvalidArgumentError(
-      "A malformed graph: `inputs` has other types than `call` says.");
+      "A malformed graph: the types of `inputs` are not those in `call`.");
 }
 
 absl::Status FeatureInputs::ReadInputs(
@@ -145,7 +145,7 @@ absl::Status FeatureInputs::ReadInputs(
         return absl::InvalidArgumentError(
             absl::StrCat("Feature ", specs_[f].path, ": ", values.NumElements(),
                          " weights for ", input.num_ids,
-                         " ids. Weights have the feature's own structure."));
+                         " ids. Pass one weight for each id."));
       }
       input.weights = values.flat<float>().data();
     }

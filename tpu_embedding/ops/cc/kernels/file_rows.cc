@@ -63,7 +63,7 @@ class FileRowsOp : public tensorflow::OpKernel {
         shape.dims() == 2 && shape.num_elements() > 0 &&
             shape.num_elements() <= std::numeric_limits<int64_t>::max() / size,
         absl::InvalidArgumentError(absl::StrCat(
-            "The shape must be that of a matrix with values, and is ",
+            "`shape` must be that of a matrix with values. Received: ",
             shape.DebugString(), ".")));
     num_rows_ = shape.dim_size(0);
     columns_ = shape.dim_size(1);
@@ -74,14 +74,14 @@ class FileRowsOp : public tensorflow::OpKernel {
     const Tensor& rows = context->input(0);
     OP_REQUIRES(context, rows.dims() == 1,
                 absl::InvalidArgumentError(
-                    absl::StrCat("`rows` must be a vector, and has the shape ",
+                    absl::StrCat("`rows` must be a vector. Received: shape ",
                                  rows.shape().DebugString(), ".")));
     const auto flat = rows.flat<int64_t>();
     for (int64_t i = 0; i < flat.size(); ++i) {
       OP_REQUIRES(
           context, flat(i) >= 0 && flat(i) < num_rows_,
           absl::InvalidArgumentError(absl::StrCat(
-              path_, " has ", num_rows_, " rows, and no row ", flat(i), ".")));
+              path_, " has ", num_rows_, " rows, but no row ", flat(i), ".")));
     }
     std::shared_ptr<FileRows> file;
     OP_REQUIRES_OK(context, WithinMemory([&] { return Open(&file); }));

@@ -40,10 +40,10 @@ absl::Status GrowingTable::Await(const SharedBatch& batch,
   const absl::Status status =
       CheckRoomLocked(pending, pending_clock_, parallel_for);
   if (status.ok()) return status;
-  return absl::InvalidArgumentError(absl::StrCat(
-      status.message(),
-      " The update is the pending one, and the batch to be looked up has rows "
-      "that it would evict: call `flush` before."));
+  return absl::InvalidArgumentError(
+      absl::StrCat(status.message(),
+                   " This is the pending update, which cannot evict the rows "
+                   "of the next lookup. Call `flush` before that lookup."));
 }
 
 void GrowingTable::Expect(const SharedBatch& batch) {

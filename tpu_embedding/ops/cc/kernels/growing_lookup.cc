@@ -271,10 +271,10 @@ absl::Status GrowingTable::Borrow(const SharedBatch& batch, Purpose purpose,
   const int64_t num_free = free_places_.size();
   const int64_t used = next_place_ - num_free;
   if (used + count >= kMaxBorrowedRows) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat("Table ", plan_.name, ": lookups name ", used + count,
-                     " ids without a row at one time, of which there may be ",
-                     kMaxBorrowedRows - 1, ". Make the batch smaller."));
+    return absl::ResourceExhaustedError(absl::StrCat(
+        "Table ", plan_.name, ": lookups use ", used + count,
+        " ids without a row at the same time, but at most ",
+        kMaxBorrowedRows - 1, " are allowed. Make the batch smaller."));
   }
   for (int64_t i = 0; i < count; ++i) {
     int32_t place = next_place_;

@@ -64,7 +64,8 @@ absl::Status GrowingTable::Array::Adopt(int64_t num_rows,
         "Table ", table, " or a slot of it is ", value.shape().DebugString(),
         " of ", tensorflow::DataTypeString(value.dtype()),
         ", but its vocabulary has ", num_rows, " rows of ", width,
-        " columns. Assign values of the shape and dtype that it has."));
+        " columns. Assign values with the shape and dtype of the table or "
+        "slot."));
   }
   if (num_rows == 0 || Holds(*variable)) return absl::OkStatus();
   std::memcpy(row(0), value.data(), value.TotalBytes());

@@ -89,7 +89,7 @@ absl::Status FailedPrecondition(const Error& error) {
 absl::Status CheckLength(const char* name, int64_t length, int64_t expected) {
   if (length == expected) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat(
-      "A malformed graph: `", name, "` has ", length, " elements where ",
+      "A malformed graph: `", name, "` has ", length, " elements, but ",
       expected, " are needed. Trace the function again."));
 }
 
@@ -237,7 +237,7 @@ absl::Status CheckTables(const std::vector<Variable>& tables,
     const tensorflow::DataType dtype = DataTypeOf(table.storage);
     if (tables[t]->tensor()->dtype() != dtype) {
       return absl::InvalidArgumentError(absl::StrCat(
-          "A malformed graph: table ", table.name, " has another dtype than ",
+          "A malformed graph: table ", table.name, " must have dtype ",
           tensorflow::DataTypeString(dtype), ". Trace the function again."));
     }
     // The rows of a growing table change; GrowingTable checks them.

@@ -212,10 +212,11 @@ class PartitionOp : public tensorflow::OpKernel {
     const Tensor* splits_input = nullptr;
     OP_REQUIRES_OK(context, context->input("splits", &splits_input));
     const int64_t num_tables = setup_.tables.size();
-    OP_REQUIRES(context, splits_input->NumElements() == num_tables,
-                absl::InvalidArgumentError(absl::StrCat(
-                    "splits must have one value for each of the ", num_tables,
-                    " stacked tables, got ", splits_input->NumElements())));
+    OP_REQUIRES(
+        context, splits_input->NumElements() == num_tables,
+        absl::InvalidArgumentError(absl::StrCat(
+            "splits must have one value for each of the ", num_tables,
+            " stacked tables. Received: ", splits_input->NumElements())));
     std::vector<uint64_t> splits(num_tables);
     for (int64_t t = 0; t < num_tables; ++t) {
       splits[t] = splits_input->flat<int64_t>()(t);

@@ -265,7 +265,8 @@ absl::Status ParsePlan(const std::string& text, Plan* plan) {
 absl::Status Record::Parse(const std::string& text) {
   if (fields_.ParseFromString(text)) return absl::OkStatus();
   return absl::InvalidArgumentError(
-      "A malformed graph: an attribute is no record of named fields.");
+      "A malformed graph: an attribute cannot be parsed as named fields. Trace "
+      "the function again.");
 }
 
 absl::Status Record::Read(OpKernelConstruction* context, const char* name) {

@@ -201,8 +201,8 @@ class ReceiveBatchOp : public tensorflow::OpKernel {
     *routed = variant->routed;
     if (*routed && (*routed)->training == training_) return absl::OkStatus();
     return absl::InvalidArgumentError(
-        "A malformed graph: a variant that is no routed batch. Trace the "
-        "function again.");
+        "A malformed graph: an input is not a routed batch. Trace the function "
+        "again.");
   }
 
   SharedPlan plan_;

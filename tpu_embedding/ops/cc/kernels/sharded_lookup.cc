@@ -367,8 +367,10 @@ class CombineOp : public tensorflow::OpKernel {
     OP_REQUIRES_OK(context, context->input("batch", &tensor));
     const BatchVariant* variant = nullptr;
     OP_REQUIRES_OK(context, Unwrap(*tensor, nullptr, &variant));
-    OP_REQUIRES(context, variant->batch,
-                absl::InvalidArgumentError("A variant that is no lookup."));
+    OP_REQUIRES(
+        context, variant->batch,
+        absl::InvalidArgumentError("A malformed graph: `batch` is not a "
+                                   "lookup. Trace the function again."));
     OP_REQUIRES_OK(context, CheckRouted(*variant->batch));
     const Plan& plan = *variant->plan;
     OP_REQUIRES_OK(context, CheckLength("activations", num_features_,

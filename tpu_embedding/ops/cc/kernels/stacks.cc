@@ -121,11 +121,11 @@ absl::Status CheckTokens(const std::vector<StackPlan>& stacks,
   TF_RETURN_IF_ERROR(CheckLength("token_types", types.size(), stacks.size()));
   for (size_t k = 0; k < stacks.size(); ++k) {
     if ((types[k] == tensorflow::DT_INT64) == stacks[k].grows) continue;
-    return absl::InvalidArgumentError(
-        absl::StrCat("Stacked table ", stacks[k].name, ": the token ids are ",
-                     tensorflow::DataTypeString(types[k]),
-                     ". Those of growing tables are int64, all others int32. "
-                     "Pass on what the lookup gave."));
+    return absl::InvalidArgumentError(absl::StrCat(
+        "Stacked table ", stacks[k].name, ": the token ids are ",
+        tensorflow::DataTypeString(types[k]),
+        ". Token ids of growing tables must be int64, all others int32. Pass "
+        "the second output of embedding_lookup unchanged."));
   }
   return absl::OkStatus();
 }
@@ -214,7 +214,7 @@ class ToStacksOp : public tensorflow::OpKernel {
       return absl::InvalidArgumentError(
           absl::StrCat("Stacked table ", stack.name, ": a batch of ", samples,
                        " samples and ", entries,
-                       " ids. Both are numbered by int32; cut the ",
+                       " ids. Both numbers must fit int32: cut the ",
                        "batch into smaller ones."));
     }
     const auto allocate = [&](const char* name, int64_t size, auto** data) {

@@ -110,10 +110,10 @@ class EnqueueOp : public tensorflow::OpKernel {
     OP_REQUIRES_OK(context, context->input_list("batches", &variants));
     BatchQueue& queue = resource->queue;
     const bool all = variants.size() == queue.num_replicas();
-    OP_REQUIRES(context, all || variants.size() == 1,
-                absl::InvalidArgumentError(
-                    "TpuEmbeddingEnqueue takes the batch of one replica or "
-                    "those of all."));
+    OP_REQUIRES(
+        context, all || variants.size() == 1,
+        absl::InvalidArgumentError("TpuEmbeddingEnqueue takes the batch of one "
+                                   "replica or the batches of all replicas."));
     std::vector<SharedBatch> batches;
     const absl::Status status = ReadBatches(variants, *resource, &batches);
     // The other replicas' batches of this step may be queued already.

@@ -81,8 +81,8 @@ class StartTelemetryOp : public tensorflow::OpKernel {
     }
     OP_REQUIRES(context, resource->telemetry.Start(every_, num_rows),
                 absl::ResourceExhaustedError(
-                    "Telemetry needs 4 bytes for each row of the tables, which "
-                    "this machine does not have."));
+                    "Telemetry needs 4 bytes of memory for each row of the "
+                    "tables, which this machine does not have."));
   }
 
  private:

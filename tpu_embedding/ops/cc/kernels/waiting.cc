@@ -31,7 +31,7 @@ absl::Status GetDoubles(const Record& record, const char* name,
   TF_RETURN_IF_ERROR(record.Get(name, &tensor));
   if (tensor.dtype() != tensorflow::DT_DOUBLE) {
     return absl::InvalidArgumentError(
-        absl::StrCat("A malformed graph: `", name, "` is not of float64."));
+        absl::StrCat("A malformed graph: `", name, "` is not float64."));
   }
   const auto flat = tensor.flat<double>();
   values->assign(flat.data(), flat.data() + flat.size());
@@ -66,7 +66,7 @@ struct LockedTable {
     Tensor* const table = variables[0]->tensor();
     if (table->dtype() != tensorflow::DT_FLOAT) {
       return absl::InvalidArgumentError(
-          "A malformed graph: a table whose rows wait is not of float32.");
+          "A malformed graph: a table with waiting rows is not float32.");
     }
     view.parameters = static_cast<float*>(table->data());
     view.num_rows = table->dim_size(0);
@@ -78,7 +78,7 @@ struct LockedTable {
           variables[k]->tensor()->dtype() != tensorflow::DT_FLOAT ||
           variables[k]->tensor()->shape() != table->shape()) {
         return absl::InvalidArgumentError(
-            "A slot is missing or is not of the shape of its table. Do not "
+            "A slot is missing or does not have the shape of its table. Do not "
             "change the shape of a slot.");
       }
       view.slots.push_back(variables[k]->tensor()->flat<float>().data());

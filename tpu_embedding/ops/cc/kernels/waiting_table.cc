@@ -114,7 +114,7 @@ class ReadRowsOp : public tensorflow::OpKernel {
                    CheckIndices("table", {table_}, resource->waiting.size()));
     OP_REQUIRES(context, resource->waiting[table_] != nullptr,
                 absl::InvalidArgumentError(
-                    "A malformed graph: no rows of the table wait."));
+                    "A malformed graph: the table has no waiting rows."));
     std::vector<Variable> tables, slots;
     OP_REQUIRES_OK(context,
                    LookUpArrays(context, *resource->plan, &tables, &slots));

@@ -264,7 +264,7 @@ absl::Status ReadEngineConfig(const std::string& serialized,
                               EngineConfig* config) {
   TPUEmbeddingConfiguration from;
   if (!from.ParseFromString(serialized)) {
-    return Invalid("`config` is no serialized TPUEmbeddingConfiguration.");
+    return Invalid("`config` is not a serialized TPUEmbeddingConfiguration.");
   }
   TF_RETURN_IF_ERROR(ReadTables(from, config));
   TF_RETURN_IF_ERROR(CountRates(config));

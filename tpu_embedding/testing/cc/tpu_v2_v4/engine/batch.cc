@@ -228,8 +228,9 @@ class BatchBuilder {
       const std::string name = Concat("Input ", i);
       if (input.table < 0 ||
           input.table >= static_cast<int>(config_.tables.size())) {
-        return Concat(name, " says no table of the configuration: it has no ",
-                      "`feature_descriptor`, and then the op must have ",
+        return Concat(name,
+                      " refers to no table of the configuration: it has no ",
+                      "`feature_descriptor`, so the op must have ",
                       "`table_ids` in [0, ", config_.tables.size(), ").");
       }
       if (Error error = AddToTable(input, name)) return error;
