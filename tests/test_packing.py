@@ -424,5 +424,5 @@ def test_packed_batches_that_do_not_fit(rng: np.random.Generator):
     with pytest.raises(TypeError, match=r"functional Keras model takes the features"):
         layer(te.PackedFeatures(*untyped))
     layer = tfrs_layer.TPUEmbedding(config(), "sgd")
-    with pytest.raises(NotImplementedError, match="When it replaces TFRS's layer"):
+    with pytest.raises(NotImplementedError, match="As a replacement of TFRS's layer"):
         layer(te.pack(batch(rng)[0]))

@@ -100,7 +100,7 @@ def test_convert_to_sparse_core(
     assert main(["checkpoint", "convert", plain, other, "--to", "sparse-core"]) == 2
     assert "needs `--like CHECKPOINT`" in capsys.readouterr().err
     assert main(["checkpoint", "convert", plain, other, "--like", like]) == 2
-    words = "`--like` is for `--to sparse-core`; this is `--to tensorflow`. Add"
+    words = "`--like` needs `--to sparse-core`. Received: `--to tensorflow`. Add"
     assert words in capsys.readouterr().err
     # A folder means its latest checkpoint; a folder of arrays has no record.
     tf.compat.v1.train.update_checkpoint_state(str(tmp_path), like)
@@ -179,7 +179,7 @@ def test_values_that_are_not_numbers(
             "`--rename` gives table films two names, a and b.",
         ),
         (["convert", "{saved}", "x", "--rename", "films=users"], "no other table has"),
-        (["convert", "{saved}", "x", "--to=numpy", "--new-root=y"], "not for `--to n"),
+        (["convert", "{saved}", "x", "--to=numpy", "--new-root=y"], "no effect with"),
         (["inspect", "{saved}", "--root", "x"], "holds no tables"),
         (
             ["convert", "{saved}", "{saved}.index/x", "--to=numpy", "--no-slots"],

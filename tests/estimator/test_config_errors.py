@@ -41,10 +41,10 @@ CONSTRUCTORS: ErrorTable = {
         "must be PER_HOST_V1 or PER_HOST_V2. Received: PER_SHARD_V1.": (
             lambda: make(**tpu(per_host_input_for_training=False))
         ),
-        'partition_strategy="mod" is for tables on a TPU.': (
+        'partition_strategy="mod" is supported only for tables on a TPU.': (
             lambda: make(spec=MOD, use_tpu=False)
         ),
-        'partition_strategy="mod" is for tables on a TPU. Use "div" with': (
+        'partition_strategy="mod" is supported only for tables on a TPU. Use "div"': (
             lambda: make(spec=MOD, eval_on_tpu=False)
         ),
         "EmbeddingConfigSpec, RMSPropParameters: Argument `epsilon` must be positive": (
@@ -77,10 +77,10 @@ CONSTRUCTORS: ErrorTable = {
         "Argument `eval_metrics` must be None or a tuple": (
             lambda: estimator.TPUEstimatorSpec("eval", loss=1.0, eval_metrics=[1])
         ),
-        "dense_features takes columns with a tensor of that kind.": (
+        "dense_features does not support this kind of column.": (
             lambda: estimator.dense_features({}, [ids("a")])
         ),
-        "sequence_features takes columns": (
+        "sequence_features does not support": (
             lambda: estimator.sequence_features(
                 {}, [tf.feature_column.numeric_column("n")]
             )

@@ -190,10 +190,10 @@ def test_ragged_and_other_features(tmp_path: pathlib.Path):
 
 def test_arguments_of_the_model_fn(tmp_path: pathlib.Path):
     without = make(tmp_path, model=lambda features, mode: None)
-    with pytest.raises(ValueError, match="must take `labels`"):
+    with pytest.raises(ValueError, match="must take the argument `labels`"):
         without.train(batches(A, dense([1])), steps=1)
     without = make(tmp_path, params={"p": 1})
-    with pytest.raises(ValueError, match="model_fn must take `params`"):
+    with pytest.raises(ValueError, match="model_fn must take the argument `params`"):
         without.train(batches(A), steps=1)
 
 

@@ -162,7 +162,7 @@ def test_other_files_are_begun_anew(
     pathlib.Path(run._paths["t"]).write_text(content)
     observe(run)
     assert run.load()["t"].examples == 1
-    assert "is no profile, and is begun anew" in said[0]
+    assert "is not a valid profile, so a new one is started" in said[0]
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_damaged_statistics_are_begun_anew(
         content = json.loads(file.read_text())
         content["statistics"] = change and {**content["statistics"], **change}
         file.write_text(json.dumps(content))
-    assert "is no profile, and is begun anew" in said[0]
+    assert "is not a valid profile, so a new one is started" in said[0]
 
 
 @pytest.mark.parametrize("key", ["version", "vocabulary_size"])

@@ -44,7 +44,7 @@ def test_another_optimizer_is_refused_by_name(trained: Any, tmp_path: pathlib.Pa
         f"The checkpoint {path} has no '{TABLE}/Ftrl', '{TABLE}/Ftrl_1', which the "
         "EmbeddingConfigSpec's tables and optimization parameters need. The checkpoint "
         f"has '{TABLE}', '{TABLE}/Adagrad'. Continue with the columns and optimization "
-        "parameters that wrote it, or begin in a new `model_dir` with "
+        "parameters that wrote it, or start in a new `model_dir` with "
         f"`warm_start_from='{path}'`, which restores the tables and initializes their"
     )
     with pytest.raises(tf.errors.NotFoundError, match=text):
@@ -102,7 +102,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path: pathlib.Path):
 def test_a_lost_checkpoint_is_no_new_model(tmp_path: pathlib.Path):
     """TensorFlow itself would evaluate, or train, one of initial values."""
     (tmp_path / "checkpoint").write_text('model_checkpoint_path: "model.ckpt-3"')
-    text = f"names {tmp_path}/model.ckpt-3, and {tmp_path}/model.ckpt-3.index is not"
+    text = f"names {tmp_path}/model.ckpt-3, but {tmp_path}/model.ckpt-3.index does"
     for call in (
         lambda: make(tmp_path).train(INPUTS, max_steps=2),
         lambda: make(tmp_path, use_tpu=False).evaluate(INPUTS, steps=1),
@@ -111,6 +111,6 @@ def test_a_lost_checkpoint_is_no_new_model(tmp_path: pathlib.Path):
         with pytest.raises(tf.errors.NotFoundError, match=re.escape(text)):
             call()
     (tmp_path / "checkpoint").write_bytes(b"\0")
-    text = re.escape(f"{tmp_path / 'checkpoint'} cannot be read, so that it names no")
+    text = re.escape(f"{tmp_path / 'checkpoint'} cannot be read, so the latest")
     with pytest.raises(tf.errors.DataLossError, match=text):
         make(tmp_path).evaluate(INPUTS, steps=1)

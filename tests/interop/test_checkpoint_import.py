@@ -276,7 +276,7 @@ BAD: dict[str, tuple[Any, str]] = {
     ),
     "none": (
         lambda path: read(path, spec(embedding("q"))),
-        "must belong to 'tbl_q', and none matches. The checkpoint has 'c_embedding/",
+        "must belong to 'tbl_q', but none does. The checkpoint has 'c_embedding/",
     ),
     "two": (
         lambda path: read(path, spec(embedding("c"))),
@@ -284,7 +284,7 @@ BAD: dict[str, tuple[Any, str]] = {
     ),
     "shared": (
         lambda path: read(path, spec(*shared("b", "c"))),
-        "must belong to 'tbl_b_c_shared_embedding', and none matches",
+        "must belong to 'tbl_b_c_shared_embedding', but none does",
     ),
     "strategy of no letters": (
         lambda path: read(path, spec(), partition_strategy=""),
@@ -300,12 +300,12 @@ BAD: dict[str, tuple[Any, str]] = {
     ),
     "value of the map": (
         lambda path: read(path, spec(), name_map={"tbl_a": "nothing"}),
-        "must belong to 'tbl_a', and none matches",
+        "must belong to 'tbl_a', but none does",
     ),
     "shape": (
         lambda path: read(path, dict_spec(tables={"t": interop.TableConfig(9, 2)})),
-        "Table 't', parameters: the checkpoint's variable 't' has shape (8, 2), and by "
-        "the spec it would be (9, 2).",
+        "Table 't', parameters: the checkpoint's variable 't' has shape (8, 2), but "
+        "the spec requires (9, 2).",
     ),
     "other tables": (
         lambda path: read(path, dict_spec()).assign(spec().to_tpu_embedding()),
@@ -321,8 +321,8 @@ BAD: dict[str, tuple[Any, str]] = {
         lambda path: read(path, dict_spec()).assign(
             dict_spec(tables={"t": interop.TableConfig(9, 2)}).to_tpu_embedding()
         ),
-        "Table 't', parameters: the imported array has shape (8, 2), the embedding's "
-        "variable (9, 2).",
+        "Table 't', parameters: the imported array has shape (8, 2), but the "
+        "embedding's variable has shape (9, 2).",
     ),
 }
 

@@ -53,7 +53,7 @@ BAD: ErrorTable = {
     TypeError: {
         "must be a list": lambda: Spec("abc", SGD),
         "Received: 3 of type int.": lambda: Spec(3, SGD),
-        "into a list": lambda: Spec(embedding(), SGD),
+        "in a list": lambda: Spec(embedding(), SGD),
         "'abc' of type str.": lambda: Spec(["abc"], SGD),
         "IdentityCategoricalColumn.": lambda: spec(ids("a")),
         "IndicatorColumn.": lambda: spec(fc.indicator_column(ids("a"))),

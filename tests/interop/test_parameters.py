@@ -138,7 +138,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "combiner": (lambda: I.TableConfig(8, 2, combiner="max"), "`combiner` must be"),
     "two rates": (
         lambda: I.TableConfig(8, 2, learning_rate=0.0, learning_rate_fn=abs),
-        "Give a table `learning_rate` or `learning_rate_fn`, not both.",
+        "Pass `learning_rate` or `learning_rate_fn`, not both.",
     ),
     "table parameters": (
         lambda: I.TableConfig(8, 2, optimization_parameters="sgd"),

@@ -161,7 +161,7 @@ REFUSED: ErrorTable = {
         "No column of the EmbeddingConfigSpec has a TPU embedding table.": (
             lambda: spec(tf.feature_column.numeric_column("n"))
         ),
-        "Table 'u' of `table_to_config_dict` is used by no feature.": (
+        "Table 'u' of `table_to_config_dict` is not used by any feature.": (
             lambda: dict_spec(
                 tables={"t": interop.TableConfig(8, 2), "u": interop.TableConfig(8, 2)}
             )

@@ -257,9 +257,7 @@ def test_batches_and_preserved_outputs_of_another_combiner() -> None:
         with pytest.raises(ValueError, match=f"'films' must be {kinds}"):
             one.apply_gradients(tf.ones([2, 2]), other(ids)[1])
     batch = two.preprocess_features(ids)._replace(tables=preserved)
-    with pytest.raises(
-        ValueError, match=r"PartitionedCsrFormatTensor\. Received: Co"
-    ):
+    with pytest.raises(ValueError, match=r"PartitionedCsrFormatTensor\. Received: Co"):
         two(batch)
     short = {"films": preserved["films"]._replace(valencies=tf.constant([2]))}
     with pytest.raises(tf.errors.InvalidArgumentError, match=text):

@@ -52,16 +52,19 @@ def inspect(arguments: argparse.Namespace) -> int:
 def convert(arguments: argparse.Namespace) -> int:
     """Runs `checkpoint convert`."""
     if arguments.to == "numpy" and arguments.new_root is not None:
-        raise ValueError("`--new-root` is not for `--to numpy`: arrays have no object.")
+        raise ValueError(
+            "`--new-root` has no effect with `--to numpy`, because arrays belong to no "
+            "object. Leave it out."
+        )
     if arguments.to != _SPARSE_CORE and arguments.like is not None:
         raise ValueError(
-            f"`--like` is for `--to sparse-core`; this is `--to {arguments.to}`. Add "
+            f"`--like` needs `--to sparse-core`. Received: `--to {arguments.to}`. Add "
             "`--to sparse-core`, or leave `--like` out."
         )
     if arguments.to == _SPARSE_CORE and not arguments.like:
         raise ValueError(
-            "`--to sparse-core` needs `--like CHECKPOINT`, whose layout record says "
-            "where each table goes. Without one, call "
+            "`--to sparse-core` needs `--like CHECKPOINT`, whose layout record holds "
+            "the place of each table. Without such a checkpoint, call "
             "tpu_embedding.checkpoint.save(layouts=...)."
         )
     checkpoint = read(arguments.path, root=arguments.root)
@@ -74,7 +77,7 @@ def convert(arguments: argparse.Namespace) -> int:
     if arguments.to == "numpy":
         if updates is not None:
             print(
-                f"NumPy files do not keep the number of updates, {updates}.",
+                f"NumPy files do not store the number of updates, {updates}.",
                 file=sys.stderr,
             )
         arrays = by_checkpoint_name({n: t.arrays for n, t in tables.items()})

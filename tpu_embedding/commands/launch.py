@@ -63,8 +63,8 @@ class _Options:
         hosts = _numbers("--hosts", parsed.hosts, ":", 1)
         if len(hosts) > 2 or hosts[0] > hosts[-1]:
             raise ValueError(
-                "`--hosts` is a number, or the least and the most: 2:4. Received: "
-                f"{parsed.hosts!r}."
+                "`--hosts` must be a number, or the smallest and largest number, as in "
+                f"2:4. Received: {parsed.hosts!r}."
             )
         self.hosts = range(hosts[0], hosts[-1] + 1)
         self.address = self._checked_address(parsed.address)
@@ -79,7 +79,7 @@ class _Options:
         status = pathlib.Path(self.status or "").absolute()
         if kept and (status.is_dir() or not status.parent.is_dir()):
             raise ValueError(
-                "`--status` names a file in a folder that exists. Received: "
+                "`--status` must be a file in an existing folder. Received: "
                 f"{self.status!r}."
             )
         self.status_interval = _seconds(
@@ -100,8 +100,8 @@ class _Options:
                 raise ValueError("`--address` needs `--hosts` with more than one host.")
         elif address is None or not re.fullmatch(r".+:\d{1,5}", address):
             raise ValueError(
-                "More than one host needs `--address HOST:PORT`: one of the hosts, and "
-                f"a port of it that the others can reach. Received: {address!r}."
+                "More than one host needs `--address HOST:PORT`, one of the hosts and "
+                f"a port that the others can reach. Received: {address!r}."
             )
         return address
 

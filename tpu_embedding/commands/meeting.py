@@ -99,9 +99,9 @@ class Meeting:
                 wait_until = min(deadline, last_call)
         if len(came) not in self._hosts:
             raise TimeoutError(
-                f"{len(came)} of at least {self._hosts[0]} hosts came to "
+                f"{len(came)} of at least {self._hosts[0]} hosts connected to "
                 f"{self._address} within {timeout:g} s (`--timeout`). Run the same "
-                "command on each host; all of them must reach `--address`."
+                "command on each host; each of them must be able to reach `--address`."
             )
         self._form(came)
 

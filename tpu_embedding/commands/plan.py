@@ -56,7 +56,9 @@ def run(arguments: argparse.Namespace) -> int:
     sample = None if arguments.sample is None else load_sample(arguments.sample)
     memory = arguments.machine_gib
     if memory is not None and not 0 < memory * 2**30 < float("inf"):
-        raise ValueError(f"--machine-gib must be a positive number, not {memory}.")
+        raise ValueError(
+            f"--machine-gib must be a positive number. Received: {memory}."
+        )
     report = plan(
         config.features,
         config.optimizer,
@@ -152,14 +154,15 @@ def _of_dict(given: Any) -> Configuration:
         own = _entry("features", entry)
         if str(own.get("table")) not in tables:
             raise ValueError(
-                f"`features`: {entry!r} names no table of {', '.join(tables)}."
+                f"`features`: {entry!r} must name one of the tables "
+                f"{', '.join(tables)}."
             )
         own["table"] = tables[str(own["table"])]
         name = own.setdefault("name", own["table"].name)
         feature = _make(f"`features`: {name!r}", FeatureConfig, own)
         if name in configs:
             raise ValueError(
-                f"`features` has two features {name!r}: give them a `name` each."
+                f"`features` has two features {name!r}. Give each its own `name`."
             )
         configs[name] = feature
     return Configuration(
@@ -188,7 +191,7 @@ def _optimizer(given: Any) -> optimizers.Optimizer | None:
     make = known.get(str(own.pop("name", "")))
     if make is None:
         raise ValueError(
-            f"`optimizer`: {given!r} is not known; its `name` is one of "
+            f"`optimizer`: {given!r} is not known. Its `name` must be one of "
             f"{', '.join(known)}."
         )
     return _make("`optimizer`", make, own)
@@ -204,7 +207,7 @@ def _make(what: str, make: Any, arguments: dict[str, Any]) -> Any:
         if parameter.default is parameter.empty and name not in arguments
     ]
     if missing:
-        raise ValueError(f"{what} has no {' and no '.join(missing)}.")
+        raise ValueError(f"{what} lacks {' and '.join(missing)}.")
     try:
         return make(**arguments)
     except (TypeError, ValueError) as error:

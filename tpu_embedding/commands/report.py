@@ -104,8 +104,8 @@ def _require_writable(path: str) -> None:
             file.write("")
     except tf.errors.OpError as error:
         raise ValueError(
-            f"`--output {path}` cannot be written: {error.message}. Pass the name of a "
-            "file in a folder that exists."
+            f"`--output {path}` cannot be written: {error.message}. Pass a file in an "
+            "existing folder."
         ) from error
     if not existed:
         tf.io.gfile.remove(path)

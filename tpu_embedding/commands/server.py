@@ -56,6 +56,6 @@ def run(_: object) -> None:
         raise RuntimeError(
             f"The server of {kind} {index} cannot listen at {address}, its address in "
             f"the environment variable TF_CONFIG: {error.message.rstrip('.')}. Its "
-            "port must be a number that no other process of this machine uses."
+            "port must not be in use by another process of this machine."
         ) from error
     server.join()

@@ -24,9 +24,9 @@ class TPUEmbedding(layer.TPUEmbedding):
     def _look_up(self, features: Any, weights: Any, serving_config: Any) -> Any:
         if isinstance(features, PackedFeatures) and self._keeps_axes():
             raise NotImplementedError(
-                "When it replaces TFRS's layer, this layer keeps the shape of dense "
-                "ids, which a packed batch does not have. Pass the features "
-                "themselves, or use tpu_embedding.keras.TPUEmbedding by its name."
+                "As a replacement of TFRS's layer, this layer keeps the shape of dense "
+                "ids, which a packed batch lacks. Pass the features themselves, or use "
+                "tpu_embedding.keras.TPUEmbedding directly."
             )
         return super()._look_up(features, weights, serving_config)
 

@@ -381,7 +381,7 @@ class TPUEstimator:
         spec = self._embedding_spec
         if spec is not None and spec.feature_columns is None:
             raise NotImplementedError(
-                f"{where} looks embeddings up with feature columns, and a spec of "
+                f"{where} looks embeddings up with feature columns, but a spec with "
                 "`feature_to_config_dict` has none. Use `feature_columns`."
             )
 
@@ -411,8 +411,8 @@ class TPUEstimator:
             )
         if not self._eval_on_tpu and spec.partition_strategy == "mod":
             raise ValueError(
-                'partition_strategy="mod" is for tables on a TPU. Use "div" with '
-                "use_tpu=False or eval_on_tpu=False."
+                'partition_strategy="mod" is supported only for tables on a TPU. Use '
+                '"div" with use_tpu=False or eval_on_tpu=False.'
             )
         if self._use_tpu:
             spec.adapt()  # Raises for options that have no conversion.

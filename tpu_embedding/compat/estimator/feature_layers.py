@@ -81,9 +81,9 @@ def _sorted(function: str, columns: Sequence[Any], method: str) -> list[Any]:
     for column in columns:
         if not hasattr(column, method) or not hasattr(column, "variable_shape"):
             raise ValueError(
-                f"{function} takes columns with a tensor of that kind. Received: "
-                f"{column!r} of type {errors.type_name(column)}. Wrap "
-                "categorical columns in an embedding or indicator column."
+                f"{function} does not support this kind of column. Received: "
+                f"{column!r} of type {errors.type_name(column)}. Wrap categorical "
+                "columns in an embedding or indicator column."
             )
     return sorted(columns, key=lambda column: column.name)
 

@@ -78,8 +78,9 @@ class Graph:
         config_saver = self.spec.scaffold is not None and self.spec.scaffold.saver
         if self.tables is not None and config_saver:
             logging.warning(
-                "The Scaffold's own Saver is used. It names the embedding tables as "
-                "this process does; leave it out for names that fit other runs."
+                "The Scaffold's own Saver is used. It saves the embedding tables under "
+                "the names of this process; leave it out to save names that other runs "
+                "can restore."
             )
         return self.spec.scaffold or _v1.train.Scaffold()
 
@@ -205,13 +206,13 @@ def _call(function: Callable[..., Any], mode: Mode, given: Mapping[str, Any]) ->
     for argument in given:
         if argument == "labels" and argument not in taken and not everything:
             raise ValueError(
-                f"{name} must take `{argument}`, because the TPUEstimator has one to "
-                "pass."
+                f"{name} must take the argument `{argument}`, which the TPUEstimator "
+                "passes."
             )
     own = [key for key in mode.params if key not in _GIVEN]
     if own and "params" not in taken and not everything and given:
         raise ValueError(
-            f"{name} must take `params`, because the TPUEstimator has one to pass."
+            f"{name} must take the argument `params`, which the TPUEstimator passes."
         )
     offered: dict[str, Any] = {
         "mode": mode.key,

@@ -240,9 +240,9 @@ class EmbeddingProfiler:
         if self._strategy != "mod":
             raise ValueError(
                 f"This profile was taken with partition_strategy={self._strategy!r}, "
-                "but SparseCores hold rows by id modulo their number. Take one with "
-                'partition_strategy="mod" and ProfileOptions(num_shards=...), the '
-                "number of all SparseCores."
+                "but the SparseCore of a row is its id modulo the number of "
+                'SparseCores. Create a profile with partition_strategy="mod" and '
+                "ProfileOptions(num_shards=...), the total number of SparseCores."
             )
         found = self.load()
         return {table: numbers.shard_loads for table, numbers in found.items()}
@@ -292,10 +292,12 @@ class EmbeddingProfiler:
             with open(path, encoding="utf-8") as file:
                 content = json.load(file)
             if {name: content[name] for name in self._key(table)} != self._key(table):
-                raise ValueError("it is of another version or table")
+                raise ValueError("it belongs to another version or table")
             return _statistics(content["statistics"], self._options.num_shards)
         except (ValueError, KeyError, TypeError) as error:
-            logging.warning("%s is no profile, and is begun anew: %s", path, error)
+            logging.warning(
+                "%s is not a valid profile, so a new one is started: %s", path, error
+            )
             return None
 
 

@@ -231,9 +231,9 @@ def latest_checkpoint(folder: str) -> str | None:
         named = os.path.join(folder, "checkpoint")
         if tf.io.gfile.exists(named):
             raise data_loss(
-                f"{named} cannot be read, so that it names no checkpoint. Write it "
-                "anew with tf.train.update_checkpoint_state, or remove it to begin "
-                "anew."
+                f"{named} cannot be read, so the latest checkpoint is unknown. Write "
+                "the file again with tf.train.update_checkpoint_state, or remove it to "
+                "start from scratch."
             )
         return None
     path = state.model_checkpoint_path
@@ -241,9 +241,9 @@ def latest_checkpoint(folder: str) -> str | None:
         raise tf.errors.NotFoundError(
             None,
             None,
-            f"The file `checkpoint` in {folder} names {path}, and {path}.index is not "
-            "there. Put its files back, or name an earlier one in that file; remove "
-            "it to begin anew.",
+            f"The file `checkpoint` in {folder} names {path}, but {path}.index does "
+            "not exist. Restore its files, or name an earlier checkpoint in that file; "
+            "remove the file to start from scratch.",
         )
     return path
 
@@ -262,8 +262,8 @@ def check_restored(graph: Graph, checkpoint: str | None) -> None:
         stored = tf.train.load_checkpoint(checkpoint).get_variable_to_shape_map()
     except tf.errors.OpError as damage:
         raise data_loss(
-            f"The checkpoint {checkpoint} cannot be read: {damage}. Remove its files "
-            "and name an earlier one in the file `checkpoint` beside them."
+            f"The checkpoint {checkpoint} cannot be read: {damage}. Remove its files, "
+            "and name an earlier checkpoint in the file `checkpoint` next to them."
         ) from damage
     missing = [name for name in graph.table_variables if name not in stored]
     if missing:
@@ -275,7 +275,7 @@ def check_restored(graph: Graph, checkpoint: str | None) -> None:
             f"The checkpoint {checkpoint} has no {errors.quoted(missing)}, which the "
             "EmbeddingConfigSpec's tables and optimization parameters need. The "
             f"checkpoint has {errors.quoted(found)}. Continue with the columns and "
-            "optimization parameters that wrote it, or begin in a new `model_dir` with "
+            "optimization parameters that wrote it, or start in a new `model_dir` with "
             f"`warm_start_from={checkpoint!r}`, which restores the tables and "
             "initializes their slots.",
         )
@@ -286,7 +286,7 @@ def check_restored(graph: Graph, checkpoint: str | None) -> None:
                 None,
                 f"{name!r} has shape {tuple(variable.shape)}, but in the checkpoint "
                 f"{checkpoint} it has shape {tuple(stored[name])}. Create the column "
-                "with the number of ids and the dimension of the checkpoint, or begin "
+                "with the number of ids and the dimension of the checkpoint, or start "
                 "in a new `model_dir`.",
             )
 

@@ -70,8 +70,8 @@ class EmbeddingTables:
             if not engine.passes_tensors:
                 raise NotImplementedError(
                     f"TPUEstimator does not run on the {engine.name} engine. It needs "
-                    "the compiled library: `import tpu_embedding` warns where that is "
-                    "not loaded, and says why."
+                    "the compiled library: `import tpu_embedding` warns if that cannot "
+                    "be loaded, with the reason."
                 )
             self._embedding.build()
         self._hide_state()
@@ -217,7 +217,7 @@ class EmbeddingTables:
                     f"The model_fn did not use column {column.name!r} of the "
                     "EmbeddingConfigSpec. Pass the same column to "
                     "tpu_embedding.estimator.dense_features (or to DenseFeatures of "
-                    "tf_keras), or take it out of the spec."
+                    "tf_keras), or remove it from the spec."
                 )
             found = recorded[variable]
             scope = found.variable_scope

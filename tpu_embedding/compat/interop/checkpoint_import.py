@@ -31,9 +31,9 @@ def open_estimator_checkpoint(path: str | os.PathLike[str]) -> Bundle:
     prefix = tf.train.latest_checkpoint(path) or os.fspath(path)
     if not tf.io.gfile.exists(prefix + ".index"):
         raise ValueError(
-            f"There is no checkpoint at {os.fspath(path)!r}. Pass the prefix of one "
-            "(without .index), or the folder of a model, in which a file `checkpoint` "
-            "names the latest."
+            f"There is no checkpoint at {os.fspath(path)!r}. Pass the prefix of a "
+            "checkpoint (without .index), or the folder of a model whose file "
+            "`checkpoint` names the latest one."
         )
     with _readable(prefix):
         return Bundle(prefix)
@@ -260,8 +260,8 @@ def _read_table(
         if shape not in (padded, (size, dimension)):
             raise ValueError(
                 f"Table {table.key!r}, {part}: the checkpoint's variable {name!r} has "
-                f"shape {tuple(shape)}, and by the spec it would be {tuple(padded)}. "
-                "Correct the spec, or name another variable with `name_map`."
+                f"shape {tuple(shape)}, but the spec requires {tuple(padded)}. Correct "
+                "the spec, or name another variable with `name_map`."
             )
         parts[part] = rows_by_id(_read(checkpoint, name), hosts[1])[:size]
     return parts
@@ -278,13 +278,11 @@ def _no_single_variable(
     key: str, found: Sequence[str], checkpoint: Bundle
 ) -> ValueError:
     matches = (
-        f"{len(found)} match: {errors.quoted(sorted(found))}"
-        if found
-        else "none matches"
+        f"{len(found)} match: {errors.quoted(sorted(found))}" if found else "none does"
     )
     return ValueError(
         f"Exactly one variable of the checkpoint {checkpoint.prefix!r} must belong to "
-        f"{key!r}, and {matches}. The checkpoint has "
+        f"{key!r}, but {matches}. The checkpoint has "
         f"{errors.quoted(sorted(checkpoint.shapes))}. Name the right one with "
         f"name_map={{{key!r}: ...}}."
     )
@@ -304,7 +302,8 @@ def _rows(
     if shape != value.shape:
         raise ValueError(
             f"Table {table!r}, {name}: the imported array has shape "
-            f"{tuple(value.shape)}, the embedding's variable {tuple(shape)}."
+            f"{tuple(value.shape)}, but the embedding's variable has shape "
+            f"{tuple(shape)}."
         )
     return parts[name]
 

@@ -73,9 +73,9 @@ class TableConfig:
             )
         if self.learning_rate is not None and self.learning_rate_fn is not None:
             raise ValueError(
-                "Give a table `learning_rate` or `learning_rate_fn`, not both. "
-                f"Received: learning_rate={self.learning_rate!r}, learning_rate_fn="
-                f"{self.learning_rate_fn!r}."
+                "Pass `learning_rate` or `learning_rate_fn`, not both. Received: "
+                f"learning_rate={self.learning_rate!r}, "
+                f"learning_rate_fn={self.learning_rate_fn!r}."
             )
         self._check_parameters()
         if self.initializer is None:
@@ -299,8 +299,8 @@ def _check_same(key: str, first: TableConfig, second: TableConfig) -> None:
         differing.append("initializer")
     if differing:
         raise ValueError(
-            f"Two groups of shared columns use the name of table {key!r} but differ "
-            f"in {' and '.join(differing)}. Give each group its own "
+            f"Two groups of shared columns use the table name {key!r} but differ in "
+            f"{' and '.join(differing)}. Give each group its own "
             "`shared_embedding_collection_name`."
         )
 
@@ -350,10 +350,10 @@ def warn_of_changed_ids(columns: Iterable[Any]) -> None:
     names = [column.name for column in columns if changes_ids(column)]
     if names:
         logging.warning(
-            "With use_tpu=True ids go to the tables as they are. What columns %s do "
-            "with them before (hashing, vocabularies, buckets) acts with use_tpu=False "
-            "and in exported models only, which then look up other rows. Do it in the "
-            "input_fn, and take categorical_column_with_identity.",
+            "With use_tpu=True ids go to the tables unchanged. The hashing, "
+            "vocabularies or buckets of columns %s apply only with use_tpu=False and "
+            "in exported models, which then look up other rows. Convert ids in the "
+            "input_fn, and use categorical_column_with_identity.",
             ", ".join(map(repr, names)),
         )
 

@@ -243,8 +243,8 @@ class EmbeddingConfigSpec(collections.namedtuple("EmbeddingConfigSpec", _FIELDS)
         if self.profile_data_directory:  # An empty path counts as none.
             raise NotImplementedError(
                 "`profile_data_directory` cannot be converted into a TPUEmbedding. "
-                "Give batches to an estimator.EmbeddingProfiler(spec), or leave the "
-                "option at None; no number depends on it."
+                "Pass batches to an estimator.EmbeddingProfiler(spec), or leave the "
+                "option at None, which changes no results."
             )
         return TPUEmbedding(
             adapted.feature_config, adapted.optimizer, adapted.pipelined, **options
@@ -308,7 +308,7 @@ def _check_columns(feature_columns: Any) -> tuple[list[Any], list[Any]]:
         raise TypeError(
             f"Argument `feature_columns` must be a list; each element is {_COLUMNS}. "
             f"Received: {feature_columns!r} of type "
-            f"{errors.type_name(feature_columns)}. Put a single column into a list."
+            f"{errors.type_name(feature_columns)}. Wrap a single column in a list."
         )
     split: tuple[list[Any], list[Any]] = ([], [])
     for column in feature_columns:

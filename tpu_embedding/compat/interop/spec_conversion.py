@@ -257,8 +257,8 @@ class _Optimizers:
             own = self._convert(f"Table {key!r}", table.optimization_parameters)
         if own is None:
             raise ValueError(
-                f"Table {key!r} has no `optimization_parameters`: give them to its "
-                "TableConfig or to the EmbeddingConfigSpec."
+                f"Table {key!r} has no `optimization_parameters`. Set them in its "
+                "TableConfig or in the EmbeddingConfigSpec."
             )
         if table.learning_rate_fn is not None:
             rate = self._rate(table.learning_rate_fn)
@@ -327,7 +327,7 @@ def _clipvalue(
     if own is not None:
         raise ValueError(
             f"{where}: `clipping_limit` of the spec and clip_gradient_min/max of the "
-            "optimization parameters limit the same gradient. Give one of them."
+            "optimization parameters limit the same gradient. Set only one of them."
         )
     if not parameters.use_gradient_accumulation:
         raise ValueError(
@@ -351,7 +351,7 @@ def _check_keys(
     for key in tables:
         if key not in used:
             raise ValueError(
-                f"Table {key!r} of `table_to_config_dict` is used by no feature. "
+                f"Table {key!r} of `table_to_config_dict` is not used by any feature. "
                 "Leave it out, or add a feature that looks it up."
             )
 
