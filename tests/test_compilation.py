@@ -337,8 +337,8 @@ def test_other_versions_are_refused(python: Any) -> None:
     versions = {**compilation.VERSIONS, "libtpu": "0.0.52", "jax": None}
     with pytest.raises(
         RuntimeError,
-        match=r"(?s)libtpu 0\.0\.52, needed is 0\.0\.30; jax is not installed, needed "
-        r"is 0\.8\.2\. Make an environment .*libtpu==0\.0\.30",
+        match=r"(?s)libtpu 0\.0\.52, but 0\.0\.30 is needed; jax is not installed, but "
+        r"0\.8\.2 is needed\. Create an environment .*libtpu==0\.0\.30",
     ):
         compile_step("model:build", python=python(versions=versions))
     with pytest.raises(RuntimeError, match="Cannot run /no/python"):

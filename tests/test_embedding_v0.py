@@ -359,5 +359,5 @@ def test_parameter_servers() -> None:
     assert activations == "[2.0, 5.0]"
     assert gradient == "[0.0, 0.5, 0.0, 0.5, 0.0, 1.0, 0.0, 0.0, 0.0]"
     assert (
-        "Table films would be cut by the strategy's `variable_partitioner`" in refused
+        "Table films would be split by the strategy's `variable_partitioner`" in refused
     )

@@ -193,9 +193,10 @@ def _create_table(spec: TableSpec) -> dict[str, Any]:
     parameters = tf.Variable(table_values(spec).whole, trainable=True, name=spec.name)
     if not isinstance(parameters, tf.Variable):
         raise NotImplementedError(
-            f"Table {spec.name} would be cut by the strategy's `variable_partitioner`, "
-            "and then be read whole for each lookup. Create ParameterServerStrategy "
-            "without one, or with one that leaves this table whole."
+            f"Table {spec.name} would be split by the strategy's "
+            "`variable_partitioner`, so each lookup would read the whole table. Create "
+            "ParameterServerStrategy without a partitioner, or with one that leaves "
+            "this table whole."
         )
     return {PARAMETERS: parameters, **_create_slots(spec, parameters)}
 

@@ -112,7 +112,7 @@ def test_a_table_of_which_every_row_was_updated(tmp_path: pathlib.Path):
     assert report.dead == statistics.DeadRows(
         0,
         "Rows whose momenta are 0 and velocities are 0 have had no update. Exact, but "
-        "a row whose gradients were all 0 counts, too.",
+        "rows whose gradients were always 0 count, too.",
     )
 
 

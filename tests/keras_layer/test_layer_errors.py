@@ -104,7 +104,7 @@ def test_another_backend(monkeypatch: pytest.MonkeyPatch):
 def test_objects_of_the_keras_that_the_process_does_not_use():
     import tf_keras
 
-    variable = "of tf_keras: set TF_USE_LEGACY_KERAS=1 before Python"
+    variable = "from tf_keras: set TF_USE_LEGACY_KERAS=1 before Python"
     with pytest.raises(TypeError, match=variable):
         te.keras.RowSparseOptimizer(tf_keras.optimizers.Adam())
     with pytest.raises(TypeError, match=variable):

@@ -68,7 +68,7 @@ def test_calls_on_v4_take_turns():
     before = models.state(layer)
     with pytest.raises(NotImplementedError, match="cannot look up twice before its"):
         tpu.run(lambda *ids: two_towers(layer, ids), IDS)
-    with pytest.raises(RuntimeError, match="configured already, by another"):
+    with pytest.raises(RuntimeError, match="already configured by another"):
         make_layer(tpu)
     assert_same_bits(models.state(layer), before)
 

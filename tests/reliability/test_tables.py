@@ -76,7 +76,7 @@ def test_tables_that_do_not_fit(engine: str, monkeypatch: pytest.MonkeyPatch) ->
     assert raised.value.message == (
         "The tables and slots take 48.0 GiB (films 16.0 GiB, films/momenta 16.0 GiB, "
         "films/velocities 16.0 GiB), but 40.0 GiB of memory are free. Nothing was "
-        "made. Use a smaller `vocabulary_size` or `dim`, an optimizer with fewer or "
+        "created. Use a smaller `vocabulary_size` or `dim`, an optimizer with fewer or "
         "smaller slots (SGD, RowwiseAdagrad), or a machine with more memory."
     )
     adam = te.Adam(0.1, lazy_adam=False)

@@ -221,7 +221,7 @@ def test_a_batch_of_another_engine_is_refused() -> None:
     )
     batch = host.preprocess_features(BATCH)
     embedding = two_tables()
-    with pytest.raises(ValueError, match="no sizes of stacked table films_users"):
+    with pytest.raises(ValueError, match="no sizes for stacked table films_users"):
         STRATEGY.run(lambda: embedding(batch))
 
 
@@ -262,7 +262,7 @@ def test_a_batch_for_other_hardware_or_tables_is_refused() -> None:
         embedding.apply_gradients(tf.ones([2, 2]), preserved)
 
     embedding.build()
-    with pytest.raises(ValueError, match="'films': `sorted_token_ids` is of size"):
+    with pytest.raises(ValueError, match="'films': `sorted_token_ids` has size"):
         STRATEGY.run(step)
 
 

@@ -281,7 +281,7 @@ class _Dead:
         estimate = (
             "An estimate: checkpoints do not store the initial value."
             if any(self._grows)
-            else "Exact, but a row whose gradients were all 0 counts, too."
+            else "Exact, but rows whose gradients were always 0 count, too."
         )
         rows = f"Rows whose {' and '.join(conditions)} have had no update."
         return DeadRows(self._count, f"{rows} {estimate}")

@@ -125,7 +125,7 @@ def _renamed(
 
 def _rename_error(rename: str, tables: Iterable[str]) -> ValueError:
     return ValueError(
-        "`--rename` must be OLD=NEW, with a table of the checkpoint and a name that no "
+        "`--rename` must be OLD=NEW: a table of the checkpoint, and a name that no "
         f"other table has. Received: {rename}. Tables: {', '.join(tables)}."
     )
 

@@ -401,9 +401,9 @@ class _Estimator(types.ModuleType):
             return getattr(tf.compat.v1.train, name)
         if name not in _ESTIMATOR[part]:
             raise AttributeError(
-                f"{self.__name__}.{name}: TensorFlow has removed Estimators, and "
-                f"tpu_embedding has only {', '.join(_ESTIMATOR[part])} of it here, "
-                "and the hooks of tf.compat.v1.train in tf.estimator."
+                f"{self.__name__}.{name}: TensorFlow has removed Estimators. "
+                f"tpu_embedding provides only {', '.join(_ESTIMATOR[part])} here, and "
+                "the hooks of tf.compat.v1.train in tf.estimator."
             )
         package = "interop" if part == "tpu.experimental" else "estimator"
         value = getattr(importlib.import_module(f"tpu_embedding.{package}"), name)

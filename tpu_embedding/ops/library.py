@@ -126,8 +126,8 @@ def problem_with(path: pathlib.Path, tensorflow_version: str) -> str | None:
         if system not in SYSTEMS:
             return (
                 f"There is no custom-op library for {system}, only for "
-                f"{' and '.join(SYSTEMS)}. The portable engine needs none. It is "
-                "slower, and docs/limitations.md says what it lacks."
+                f"{' and '.join(SYSTEMS)}. The portable engine needs no library. It is "
+                "slower, and docs/limitations.md lists what it lacks."
             )
         return f"The custom-op library is not installed: there is no {path}. {_FIX}"
     version = built_for(path)

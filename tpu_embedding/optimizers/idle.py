@@ -179,8 +179,8 @@ def quadrature(
             return dataclasses.replace(found, weights=weights)
     raise ValueError(
         f"a step keeps {fade:.6g} of the momenta and only {root_fade**2:.6g} of the "
-        "averages of squares, so rows that wait cannot be caught up exactly (increase "
-        "the latter, beta_2 or rho)"
+        "averages of squares, so rows without gradients cannot be caught up exactly "
+        "later (increase beta_2 or rho)"
     )
 
 

@@ -381,10 +381,11 @@ def require_memory(sizes: Mapping[str, int], root: pathlib.Path = _ROOT) -> None
         raise tf.errors.ResourceExhaustedError(
             None,
             None,
-            f"The tables and slots take {sum(sizes.values()) / _GIB:.1f} GiB ({parts}"
-            f"{more}), but {available / _GIB:.1f} GiB of memory are free. Nothing was "
-            "made. Use a smaller `vocabulary_size` or `dim`, an optimizer with fewer "
-            "or smaller slots (SGD, RowwiseAdagrad), or a machine with more memory.",
+            f"The tables and slots take {sum(sizes.values()) / _GIB:.1f} GiB "
+            f"({parts}{more}), but {available / _GIB:.1f} GiB of memory are free. "
+            "Nothing was created. Use a smaller `vocabulary_size` or `dim`, an "
+            "optimizer with fewer or smaller slots (SGD, RowwiseAdagrad), or a machine "
+            "with more memory.",
         )
 
 

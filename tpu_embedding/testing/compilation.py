@@ -45,8 +45,8 @@ UNKNOWN = (
 _PACKAGE = "tpu_embedding"
 _LIBTPU = "compile"  # The stage of tpu_compiler.py in which libtpu compiles.
 _NO_CHECK = (
-    "TPU v2 to v4 have no such check: libtpu lowers their embedding ops only beside a "
-    "TPU. `python -m tpu_embedding plan` estimates their memory."
+    "TPU v2 to v4 have no such check: libtpu compiles their embedding ops only on a "
+    "machine with a TPU. `python -m tpu_embedding plan` estimates their memory."
 )
 _OUTSIDE = (
     "A TPU has no strings, no printing and no Python. Compute this in the data set, or "
@@ -54,7 +54,7 @@ _OUTSIDE = (
     "TensorFlow moves it to the host at run time, which this check cannot show."
 )
 _INSTALL = (
-    "Make an environment for it and name its Python in `python` or in "
+    "Create an environment for it and pass its Python as `python` or in "
     f"{PYTHON_VARIABLE}:\n    python3 -m venv tpu-check\n    tpu-check/bin/pip install "
     + " ".join(f"{name}=={version}" for name, version in VERSIONS.items())
 )
@@ -318,7 +318,7 @@ def _check_versions(executable: str, environment: dict[str, str]) -> bool:
         raise RuntimeError(f"Cannot run {executable}: {error}. {_INSTALL}") from error
     found = json.loads(answer.stdout.splitlines()[-1])
     wrong = [
-        f"{name} {found[name] or 'is not installed'}, needed is {version}"
+        f"{name} {found[name] or 'is not installed'}, but {version} is needed"
         for name, version in VERSIONS.items()
         if found[name] != version
     ]

@@ -494,7 +494,7 @@ def _step_and_specs(built: Any) -> tuple[Callable[..., Any], Any]:
     ):
         raise TypeError(
             "the function must return (step, specs), a function and a list of the "
-            f"specs of its arguments, and returned {built!r}"
+            f"specs of its arguments, but it returned {built!r}"
         )
     return built[0], built[1]
 

@@ -361,6 +361,6 @@ def warn_of_changed_ids(columns: Iterable[Any]) -> None:
 def warn_of_ignored_dict(name: str) -> None:
     """Says that a dict without its partner does nothing beside feature columns."""
     logging.warning(
-        "EmbeddingConfigSpec: `%s` is kept but has no effect beside `feature_columns`.",
+        "EmbeddingConfigSpec: `%s` is kept but has no effect with `feature_columns`.",
         name,
     )

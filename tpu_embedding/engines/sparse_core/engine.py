@@ -233,9 +233,9 @@ class SparseCoreEngine(Engine):
         for stack in self._stacks:
             if stack.stack.name not in batch.sizes:
                 raise ValueError(
-                    "The preprocessed batch has no sizes of stacked table "
-                    f"{stack.stack.name}: another engine made it. Preprocess it with "
-                    "this embedding."
+                    "The preprocessed batch has no sizes for stacked table "
+                    f"{stack.stack.name}, so another engine created it. Preprocess it "
+                    "with this embedding."
                 )
         # The cuts are summed on the TPU, so that what follows is not before all of it.
         tables = self._topology.on_host(

@@ -216,8 +216,7 @@ def check_sizes(tables: Mapping[str, Any], partitioning: Partitioning) -> None:
             expected["sample_count"], found["sample_count"] = table.samples, count
         if wrong:
             raise ValueError(
-                f"Preserved outputs of stacked table {table.name!r}: `{wrong[0]}` is "
-                f"of size {found[wrong[0]]}, but this embedding has "
-                f"{expected[wrong[0]]}. Pass the second output of its own "
-                "embedding_lookup."
+                f"Preserved outputs of stacked table {table.name!r}: `{wrong[0]}` has "
+                f"size {found[wrong[0]]}, but this embedding has {expected[wrong[0]]}. "
+                "Pass the second output of its own embedding_lookup."
             )

@@ -281,7 +281,7 @@ class TPUV2V4Engine(Engine):
                 return
             if initialized:
                 raise RuntimeError(
-                    "The TPU's embedding engine is configured already, by another "
+                    "The TPU's embedding engine is already configured by another "
                     "TPUEmbedding or Keras layer. A TPU system has one engine. Use "
                     "that object (`load_weights` loads other tables into a Keras "
                     "layer), or initialize the TPU system again and create a new "
@@ -355,10 +355,10 @@ class QueuedTickets:
         if before is not None and not before.taken:
             raise NotImplementedError(
                 "On TPU v2 to v4 a lookup of a training step waits until the gradients "
-                "of the one before were applied, so that a step cannot look up twice "
-                "before its backward pass. Look up once, with more features "
-                "over the same tables; or apply the gradients of the first call before "
-                "the second; or use a TPU with SparseCores."
+                "of the previous lookup were applied, so a step cannot look up twice "
+                "before its backward pass. Look up once, with more features over the "
+                "same tables; or apply the gradients of the first call before the "
+                "second; or use a TPU with SparseCores."
             )
         ticket = QueuedTicket(next(self._numbers))
         if training:
