@@ -186,7 +186,7 @@ def test_replicas_sum_their_gradients() -> None:
     dataset = strategy.distribute_datasets_from_function(lambda _: batches)
     strategy.run(step, (next(iter(dataset)),))
     assert table(embedding, "films")[7].tolist() == [1, 1]
-    with pytest.raises(RuntimeError, match="must run inside one replica, of 2"):
+    with pytest.raises(RuntimeError, match="must run inside one of 2 replicas"):
         embedding(BATCH)
 
 

@@ -203,10 +203,10 @@ class Core(EngineTables):
         replica = self.topology.replica()
         if replica is None:
             number = self.topology.num_replicas
-            among = f", of {number}" if number > 1 else ""
+            place = f"one of {number} replicas" if number > 1 else "a replica"
             raise RuntimeError(
-                f"{method} must run inside one replica{among}. Call it in the function "
-                "that you pass to `strategy.run`."
+                f"{method} must run inside {place}. Call it in the function that you "
+                "pass to `strategy.run`."
             )
         return replica
 

@@ -221,7 +221,7 @@ def test_layers_stay_with_their_strategy():
     with pytest.raises(RuntimeError, match="is called under SoftwareTPUStrategy"):
         tpu.run(look_up, (IDS[0],))
     with (
-        pytest.raises(RuntimeError, match="must run inside one replica"),
+        pytest.raises(RuntimeError, match="must run inside a replica"),
         tf.GradientTape(),
     ):
         layer(IDS[0])

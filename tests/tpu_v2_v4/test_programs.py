@@ -346,7 +346,7 @@ def test_calls_that_the_hardware_lacks() -> None:
         with pytest.raises(RuntimeError, match="in the TPU's own memory"):
             read()
     for call in (embedding.dequeue, lambda: embedding.apply_gradients(None)):
-        with pytest.raises(RuntimeError, match="must run inside one replica, of 4"):
+        with pytest.raises(RuntimeError, match="must run inside one of 4 replicas"):
             call()
     with pytest.raises(NotImplementedError, match="cannot discard queued"):
         embedding.reset()

@@ -112,7 +112,7 @@ def write_numpy(
             raise ValueError(
                 f"Table or slot {name!r} cannot be saved as a file below {path}. "
                 "Rename the table, e.g. with `--rename OLD=NEW`, so that no part of "
-                "its path is '', '.' or '..'."
+                "its name is '', '.' or '..'."
             )
     with one_writer(path):
         if os.path.exists(path):

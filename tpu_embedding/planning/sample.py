@@ -163,7 +163,7 @@ class Sample:
             # Ragged rows may fill several axes.
             if found not in (wanted, math.prod(rows) * replicas):
                 return (
-                    "the limits of SparseCores that the sample needs: its batches of "
+                    "what the sample needs of SparseCores, because its batches of "
                     f"feature {spec.path} have {found} samples, but a step of "
                     f"{replicas} devices has {wanted}"
                 )

@@ -446,7 +446,7 @@ def _read_base(path: str) -> tuple[Bundle, Base]:
         )
     if bundle.restore(variable_key("deltas", "sequence")):
         raise ValueError(
-            f"Deltas were applied to {path}. Pass the export without deltas, and call "
+            f"Deltas were applied to {path}. Pass the original export, and call "
             "`resume` of the DeltaWriter with the state of the model."
         )
     return bundle, Base.from_json(bundle.restore(key))

@@ -182,8 +182,8 @@ class _NoReader(StoredReader):
 
 def _not_whole() -> NotImplementedError:
     return NotImplementedError(
-        "Under MultiWorkerMirroredStrategy no process has a whole table, so it cannot "
-        "look up in one alone. In a tf.function without a tf.GradientTape, call the "
+        "Under MultiWorkerMirroredStrategy no process has a whole table, so none can "
+        "look up rows alone. In a tf.function without a tf.GradientTape, call the "
         "layer in `strategy.run`. To export or serve a model with a layer, restore a "
         "checkpoint of it in one process; te.serving.export accepts a TPUEmbedding of "
         "several processes."

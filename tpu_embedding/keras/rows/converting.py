@@ -83,11 +83,10 @@ def _warn_of_skipped(model: Any) -> None:
     ]
     if skipped:
         logging.warning(
-            "te.keras.convert did not change %s. It converts only "
-            "keras.layers.Embedding, not its subclasses, and no layer whose table "
-            "functions of a SavedModel read. Derive your own class from "
-            "te.keras.Embedding, create the model in code, and replace keras-rs layers "
-            "by te.keras.TPUEmbedding.",
+            "te.keras.convert did not change %s. It converts keras.layers.Embedding, "
+            "but not its subclasses, and not layers with tables that functions of a "
+            "SavedModel read. Derive your own class from te.keras.Embedding, create "
+            "the model in code, and replace keras-rs layers by te.keras.TPUEmbedding.",
             ", ".join(skipped),
         )
 
