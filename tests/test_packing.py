@@ -393,7 +393,7 @@ def malformed(splits: list[int]) -> tf.RaggedTensor:
         (
             tf.ragged.constant([[1], [2, 3]]),
             tf.ragged.constant([[0.1, 0.2], [0.3]]),
-            *(ValueError, "The weights of feature feature differ in layout"),
+            *(ValueError, "The weights of feature feature must have the"),
         ),
         (
             {"x": tf.constant([1])},

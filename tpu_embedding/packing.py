@@ -280,5 +280,8 @@ def _weights_fit(path: str, batch: IdBatch) -> Check:
     alike = tf.reduce_all(tf.shape(own) == tf.shape(batch.structure))
     return Check(
         tf.cond(alike, same, lambda: False),
-        lambda: text(f"The weights of feature {path} differ in layout from its ids."),
+        lambda: text(
+            f"The weights of feature {path} must have the indices or row splits of its "
+            "ids."
+        ),
     )

@@ -47,7 +47,7 @@ CALLS: ErrorTable = {
         "Argument `steps` must be an int >= 1.": (
             lambda e: e.evaluate(input_fn, steps=0)
         ),
-        "`predict_keys` 'colour' name none of the predictions 'out'.": (
+        "`predict_keys` 'colour' are not among the predictions 'out'.": (
             lambda e: next(e.predict(batches({"a": dense([[1]])}), ["colour"]))
         ),
         "An input_fn must return a tf.data.Dataset": (
@@ -253,7 +253,7 @@ def test_samples_need_one_first_axis(tmp_path: pathlib.Path):
         return estimator.TPUEstimatorSpec(mode, {"out": out, "sum": tf.reduce_sum(out)})
 
     found = make(tmp_path, model=model).predict(batches(A))
-    with pytest.raises(ValueError, match="with one first axis, the batch"):
+    with pytest.raises(ValueError, match="with the same first axis"):
         next(found)
 
 

@@ -468,7 +468,7 @@ def test_cores_of_a_device_assignment():
         "CPU:3",
         "CPU:0",
     ]
-    with pytest.raises(ValueError, match=r"out of 0 to 1\. Received: \[\[3, 1\]\]"):
+    with pytest.raises(ValueError, match=r"from 0 to 1\. Received: \[\[3, 1\]\]"):
         assigned([[3, 1]])
     with pytest.raises(ValueError, match="not both"):
         SoftwareTPUStrategy(

@@ -309,7 +309,7 @@ def _assigned_cores(assignment: Any, num_devices: int) -> list[list[int]]:
     if len(set(used)) < len(used) or max(used) >= num_devices:
         raise ValueError(
             "`experimental_device_assignment` must assign different devices of one "
-            f"host, out of 0 to {num_devices - 1}. Received: {cores}."
+            f"host, from 0 to {num_devices - 1}. Received: {cores}."
         )
     return cores
 

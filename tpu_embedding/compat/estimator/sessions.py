@@ -82,7 +82,7 @@ def chosen(predictions: Any, keys: Any) -> Any:
     found = predictions if isinstance(predictions, Mapping) else {}
     if not set(names) & set(found):
         raise ValueError(
-            f"`predict_keys` {errors.quoted(names)} name none of the predictions "
+            f"`predict_keys` {errors.quoted(names)} are not among the predictions "
             f"{errors.quoted(found)}."
         )
     return {name: value for name, value in found.items() if name in names}
@@ -217,7 +217,7 @@ def _batch_size(values: Any) -> int:
     sizes = {np.shape(value)[:1] for value in values}
     if len(sizes) != 1 or sizes == {()}:
         raise ValueError(
-            "The predictions must be tensors with one first axis, the batch. Pass "
+            "The predictions must be tensors with the same first axis, the batch. Pass "
             "`yield_single_examples=False` to get them as they are."
         )
     return sizes.pop()[0]
