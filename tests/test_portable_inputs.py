@@ -165,13 +165,13 @@ REFUSED = [
     Refused(
         "weights_indices",
         sparse([[0, 1]], [2, 3], weights=[1], weight_structure=[[0, 2]]),
-        "Feature f0: the weights have other indices than the ids. Build them with "
+        "Feature f0: the weights must have the indices of the ids. Build them with "
         "`with_values`.",
     ),
     Refused(
         "weights_splits",
         ragged([0, 1, 2], weights=[1, 1], weight_structure=[0, 2]),
-        "Feature f0: the weights have other row_splits than the ids.",
+        "Feature f0: the weights must have the row_splits of the ids.",
     ),
     Refused(
         "weights_not_finite",

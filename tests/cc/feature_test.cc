@@ -206,7 +206,7 @@ void TestRefusedStructures() {
   input.weight_structure = other.data();
   input.weight_structure_size = other.size();
   CheckRefused(ragged, input,
-               "Feature user/film: the weights have other row_splits than the "
+               "Feature user/film: the weights must have the row_splits of the "
                "ids. Build them with `with_values`.");
 }
 

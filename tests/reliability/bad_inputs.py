@@ -149,7 +149,7 @@ WEIGHTS = [
     Bad(
         "weights_of_other_splits",
         ragged([1, 2, 3], [0, 1, 3]),
-        ("Feature bad", "the weights have other row_splits", "with_values"),
+        ("Feature bad", "the weights must have the row_splits", "with_values"),
         ragged([1.0, 2.0, 3.0], [0, 2, 3], tf.float32),
     ),
     Bad(
@@ -161,7 +161,7 @@ WEIGHTS = [
     Bad(
         "weights_of_other_indices",
         sparse([[0, 0], [1, 1]], [1, 2], [2, 3]),
-        ("Feature bad", "the weights have other indices", "with_values"),
+        ("Feature bad", "the weights must have the indices", "with_values"),
         sparse([[0, 0], [1, 2]], [1.0, 2.0], [2, 3], tf.float32),
     ),
 ]

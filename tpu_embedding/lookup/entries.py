@@ -255,7 +255,7 @@ def _check_weight_structure(feature: FeatureInput) -> list[Check]:
         Check(
             same & tf.reduce_all(tf.equal(own[:size], other[:size])),
             lambda: text(
-                f"{feature.name}: the weights have other {what} than the ids. Build "
+                f"{feature.name}: the weights must have the {what} of the ids. Build "
                 "them with `with_values`."
             ),
         )

@@ -131,9 +131,9 @@ Error CheckWeights(const FeatureSpec& spec, const FeatureInput& input) {
   if (!std::equal(input.structure, input.structure + input.structure_size,
                   input.weight_structure,
                   input.weight_structure + input.weight_structure_size)) {
-    return Concat("Feature ", spec.path, ": the weights have other ",
+    return Concat("Feature ", spec.path, ": the weights must have the ",
                   spec.kind == InputKind::kSparse ? "indices" : "row_splits",
-                  " than the ids. Build them with `with_values`.");
+                  " of the ids. Build them with `with_values`.");
   }
   return std::nullopt;
 }
