@@ -14,7 +14,7 @@
 
 namespace tpu_embedding {
 
-// The rows whose random bits are made together, in less than half the time.
+// Random bits of this many rows are made at once, in less than half the time.
 constexpr int kRowsAtOnce = 4;
 constexpr int64_t kRandomBlocks = 8;
 constexpr int64_t kRandomColumns = 64;  // of kRandomBlocks blocks of 128 bits
@@ -80,7 +80,7 @@ class Threefry {
     }
   }
 
-  // Runs four rounds, then adds the key for the time kNumber.
+  // Runs four rounds, then adds the key; this is key addition number kNumber.
   template <int kNumber>
   TPU_EMBEDDING_INLINE void OddRounds() {
     Mix<10, 26>(1, 3);
@@ -126,8 +126,8 @@ class Threefry {
   Words words_[4][kCount];
 };
 
-// Calls rows.RoundBlock(r, begin, size, random) for blocks of columns of each
-// row, whose random bits are every kRowsAtOnce-th run of kWordColumns.
+// Calls rows.RoundBlock(r, begin, size, random) for each block of columns of
+// each row. The bits of a row are every kRowsAtOnce-th run of kWordColumns.
 template <class Words, class Rows>
 TPU_EMBEDDING_INLINE void ForRandomBlocks(const Rounding& rounding,
                                           const Rows& rows, int64_t dim) {
@@ -155,10 +155,10 @@ TPU_EMBEDDING_INLINE BFloat16 Round(float value, uint16_t random) {
   return {static_cast<uint16_t>((rounded | (bits & kSign)) >> 16)};
 }
 
-// The functions below round columns of one row, whose random bits are every
-// kRowsAtOnce-th run of kWordColumns.
+// The functions below round columns of one row. They use every kRowsAtOnce-th
+// run of kWordColumns in `random`.
 
-// Rounds as many columns as Words has, correctly if no sum grows too large.
+// Rounds one column per lane; right only if `largest` stays <= kLargestOfSum.
 template <class Words>
 TPU_EMBEDDING_INLINE void RoundLanes(const float* values,
                                      const uint16_t* random, BFloat16* out,
@@ -175,7 +175,7 @@ TPU_EMBEDDING_INLINE void RoundLanes(const float* values,
   std::memcpy(out, &rounded, sizeof(rounded));
 }
 
-// Rounds the columns [begin, end), of any size; a run begins at `begin`.
+// Rounds values of any magnitude in [begin, end); `begin` must start a run.
 TPU_EMBEDDING_INLINE void RoundRuns(const float* __restrict values,
                                     const uint16_t* __restrict random,
                                     int64_t begin, int64_t end,
@@ -207,7 +207,7 @@ TPU_EMBEDDING_INLINE void RoundColumns(const float* values,
   }
 }
 
-// Rows with their numbers. If there are fewer, the last one is repeated.
+// Rows and their numbers. Fewer rows than kRowsAtOnce repeat the last one.
 struct RowsToRound {
   const float* values[kRowsAtOnce];
   int64_t rows[kRowsAtOnce];
@@ -225,20 +225,20 @@ struct RowsToRound {
   }
 };
 
-// A body of simd.h. Of each row, out[d] is one of the two bfloat16 around
-// values[d]: the farther from 0 with a probability that grows by 2^-16 with
-// each step of the lower 16 bits. What a bfloat16 can hold stays as it is; what
-// is finite stays finite; a NaN stays one.
+// A body of simd.h. In each row, out[d] becomes one of the two bfloat16 around
+// values[d]: the one farther from 0 with a probability of 2^-16 times the lower
+// 16 bits. Values that a bfloat16 can hold stay as they are, finite values stay
+// finite, and a NaN stays a NaN.
 //
 // 16 random bits are added to the lower half of the float32, which is then cut
-// off. They are those of Threefry4x32-20 (Salmon et al., "Parallel random
+// off. The bits come from Threefry4x32-20 (Salmon et al., "Parallel random
 // numbers: as easy as 1, 2, 3", SC 2011) with
 //   key     seed (low word, high word), step (low word, high word)
 //   counter 8 * (d / 64) + d / 2 % 8, row, 0, 0
-// of whose four words d takes number d / 16 % 4: the lower half where d is
-// even, else the upper. So eight blocks side by side, word by word, are the
-// bits of 64 columns. It adds, rotates and xors words of 32 bits, which every
-// CPU does on many at once; the multiplications of Philox took twice as long.
+// Column d takes word d / 16 % 4 of the four: the lower half if d is even, else
+// the upper. Eight blocks side by side, word by word, thus hold the bits of 64
+// columns. Threefry adds, rotates and xors words of 32 bits, which every CPU
+// does on many at once; the multiplications of Philox took twice as long.
 struct RoundBody {
   template <class F32xN>
   TPU_EMBEDDING_INLINE static void Run(const RowsToRound& rows, int64_t dim,

@@ -9,8 +9,8 @@
 
 namespace tpu_embedding {
 
-// The sources of the random bits of one table in one step, beside the column
-// and the lower 32 bits of a row's number.
+// What the random bits of one table in one step depend on, besides the column
+// and the lower 32 bits of the row number.
 struct Rounding {
   uint64_t seed = 0;
   uint64_t step = 0;  // the updates that came before

@@ -18,8 +18,8 @@ class Buffer {
   explicit Buffer(int64_t capacity)
       : data_(new T[capacity]), capacity_(capacity), size_(capacity) {}
 
-  // Gives room for `size` elements, of no particular values. Storage that is
-  // large enough is used again: fresh memory costs a page fault per 4 KiB.
+  // Makes room for `size` elements with unspecified values. Storage that is
+  // large enough is reused: fresh memory costs a page fault per 4 KiB.
   void Resize(int64_t size) {
     if (size > capacity_) *this = Buffer(size);
     size_ = size;

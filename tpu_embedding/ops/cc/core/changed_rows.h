@@ -27,7 +27,7 @@ class RowBits {
   void Set(int64_t row) {
     std::atomic<uint64_t>& word = words_[row / 64];
     const uint64_t bit = uint64_t{1} << (row % 64);
-    // Most rows of a step are set already, and to look is cheaper than to set.
+    // Most rows of a step are set already, and testing is cheaper than setting.
     if (!(word.load(std::memory_order_relaxed) & bit)) {
       word.fetch_or(bit, std::memory_order_relaxed);
     }
@@ -44,7 +44,7 @@ class RowBits {
   int64_t Count() const;
   // Calls `visit` with each row that is set, ascending.
   void ForEach(const std::function<void(int64_t)>& visit) const;
-  // Moves the bits of `other` here, which keeps none.
+  // Moves the bits of `other` here, which leaves `other` empty.
   void Take(RowBits* other);
 
  private:
@@ -52,11 +52,11 @@ class RowBits {
   int64_t num_rows_;
 };
 
-// Changes of a growing table that bits of rows do not tell, because its rows
-// pass from id to id. The lock of the table guards it.
+// Changes of a growing table that bits of rows cannot record, because its rows
+// pass from id to id. The lock of the table guards this.
 struct ConsumerIds {
-  // The rows whose ids the consumer may have, so that it must hear of their
-  // end. Null means all rows: nothing was marked yet.
+  // The rows whose ids the consumer may have: it must hear when such an id
+  // loses its row. Null means all rows: nothing was marked yet.
   std::unique_ptr<RowBits> known;
   // Ids that the consumer may have and that lost their rows. `since` and
   // `taken` are as in ConsumerRows.
@@ -70,8 +70,8 @@ struct ConsumerIds {
   }
 };
 
-// What changed for one consumer, by table: `since` has the rows since the last
-// take, `taken` those that were taken and are not committed.
+// What changed for one consumer, per table: `since` has the rows changed since
+// the last take, `taken` the rows that were taken but not committed yet.
 struct ConsumerRows {
   std::vector<std::unique_ptr<RowBits>> since, taken;
   std::vector<ConsumerIds> lost;
@@ -86,7 +86,7 @@ class ChangedRows {
   // Returns the consumers whose rows an update marks.
   std::vector<std::shared_ptr<ConsumerRows>> Consumers() const;
 
-  // Returns a consumer, which is new unless it exists; null if memory is short.
+  // Returns the consumer, made if it is new; null if there is no memory for it.
   std::shared_ptr<ConsumerRows> Begin(const std::string& name);
   // Returns the consumer, or null.
   std::shared_ptr<ConsumerRows> Find(const std::string& name) const;

@@ -26,7 +26,7 @@ int64_t CountIds(const std::vector<FeatureInput>& inputs) {
   return count;
 }
 
-// Returns the samples of all features of a group.
+// Returns the smallest span with the samples of all features of a group.
 SampleSpan SpanOf(const std::vector<SampleRange>& ranges) {
   int64_t first = std::numeric_limits<int64_t>::max();
   int64_t end = 0;
@@ -66,7 +66,7 @@ Error CsrBatch::ReadFeatures(const std::vector<FeatureInput>& inputs,
     for (int64_t f = begin; f < end; ++f) {
       const FeatureSpec& spec = setup_.features[f].spec;
       errors[f] = ReadRows(spec, inputs[f], &rows_[f]);
-      // A sequence leaves entries out of its samples: all are checked here.
+      // The samples of a sequence leave out entries, so all are checked here.
       if (!errors[f] && rows_[f].positions) {
         errors[f] = CheckEntries(spec, inputs[f], rows_[f]);
       }
@@ -225,7 +225,7 @@ Error CsrBatch::PlaceTable(int table, CsrResult* result) {
       u.places.resize(cells.num_shards * minibatches);
       for (int64_t s = 0; s < cells.num_shards; ++s) {
         for (int64_t m = 0; m < minibatches; ++m) {
-          // The start of the cell is not known yet: the place counts from it.
+          // The cell's start is not known yet, so the place is relative to it.
           const int64_t* cut = &u.cuts[s * (minibatches + 1) + m];
           int64_t& count = counts[cells.index(core, m, s)];
           u.places[s * minibatches + m] = count;

@@ -71,7 +71,7 @@ struct CsrSetup {
   }
 };
 
-// Checks what the caller says and derives the groups. Must be called once.
+// Checks the caller's values and derives the groups. Must be called once.
 Error CompleteSetup(CsrSetup* setup);
 
 // What is known of one table of a batch.
@@ -82,8 +82,8 @@ struct CsrResult {
 };
 
 // One batch while it is preprocessed. It can be reused: Prepare discards the
-// batch before but keeps the storage, as fresh memory costs a page fault per
-// 4 KiB.
+// previous batch but keeps its storage, because fresh memory costs a page fault
+// per 4 KiB.
 class CsrBatch {
  public:
   explicit CsrBatch(const CsrSetup& setup) : setup_(setup) {}
@@ -96,8 +96,8 @@ class CsrBatch {
 
   const CsrResult& result(int table) const { return results_[table]; }
 
-  // Returns the number of entries that did not fit into the id buffer of their
-  // stack, of all features of the table that `feature` looks up.
+  // Returns how many entries did not fit into the id buffer of their stack,
+  // summed over all features of the table that `feature` looks up.
   int64_t dropped_ids(int feature) const {
     return dropped_[setup_.features[feature].group];
   }
@@ -118,7 +118,7 @@ class CsrBatch {
     std::vector<int64_t> places;  // [p * num_minibatches + m], in the output
   };
 
-  // Scratch of more threads than this is freed at once.
+  // The pool keeps the scratch of at most this many threads.
   static constexpr size_t kMaxThreads = 64;
 
   // Scratch that a thread reuses for each of its units.

@@ -214,9 +214,9 @@ struct WriteKeys {
   }
 };
 
-// Appends entries of samples in the form kOnes if all ids are valid, else
-// nothing. Of its two passes the first handles many ids with one instruction.
-// Returns whether it appended.
+// Appends entries of samples in the form kOnes if all ids are valid, otherwise
+// nothing. Returns whether it appended. The first of its two passes handles
+// many ids with one instruction.
 template <class Id, class Word>
 bool AppendOnes(const FeatureSpec& spec, const Id* ids, const FeatureRows& rows,
                 const SampleRange& range, CsrEntries* entries) {

@@ -1,9 +1,9 @@
 // Turns the samples of a feature into entries with places in a stacked table.
 //
-// A stacked table is cut over all SparseCores of all devices: shard after shard
-// has one row more, under its number there (its token). Within a stack a table
-// may be rotated, so that the first rows of all tables do not crowd on one
-// shard. `Partition` of layout/partition.py is the same rule.
+// A stacked table is divided over all SparseCores of all devices: row after row
+// goes to the next shard, and its number there is its token. Within a stack a
+// table may be rotated, so that the first rows of all tables do not crowd on
+// one shard. `Partition` of layout/partition.py follows the same rule.
 //
 //   4 shards, rotation 1  id:     0  1  2  3  4
 //                         shard:  1  2  3  0  1
@@ -45,17 +45,17 @@ enum class CsrForm {
 // Sums of ones below this number are exact.
 constexpr int64_t kMaxOnes = int64_t{1} << 24;
 
-// Entries as numbers, whose order is that of their keys:
+// Entries as numbers that sort in the order of their keys:
 //
 //   | key | low part: what tells the entries of a key apart, `low_bits` |
 //
-// Words have 64 bits, 32 of them low; or 32 bits, where those are enough: half
-// the memory to sort.
+// Words have 64 bits, the lower 32 for the low part, or 32 bits if those are
+// enough, which halves the memory to sort.
 struct CsrWords {
   // Keys are below `num_keys`, low parts below `num_lows`.
   void Start(uint64_t num_keys, uint64_t num_lows, bool may_be_narrow,
              int64_t capacity);
-  // Begins words of the same form.
+  // Starts words with the same width and `low_bits` as `other`.
   void StartLike(const CsrWords& other, int64_t capacity);
 
   template <class Word>
@@ -92,14 +92,14 @@ struct SampleSpan {
   int64_t count = 0;
 };
 
-// Entries of one table and one SparseCore, in the order of input. A key is
-// shard * num_tokens + token, as the hardware wants them ordered.
+// Entries of one table on one SparseCore, in input order. A key is shard *
+// num_tokens + token, which is the order that the hardware expects.
 struct CsrEntries {
-  // Removes the entries, and keeps the storage. `samples` matter to kOnes.
+  // Removes the entries but keeps the storage. Only kOnes uses `samples`.
   void Start(const TablePlace& place, const SampleSpan& samples,
              int64_t capacity, CsrForm form);
 
-  // Appends an entry of the form kGains that has its place already.
+  // Appends an entry of the form kGains whose key has been computed.
   void Append(uint32_t key, const CsrPayload& payload) {
     words.wide_words[size] =
         (uint64_t{key} << 32) | static_cast<uint32_t>(size);
@@ -108,8 +108,8 @@ struct CsrEntries {
 
   TablePlace place;
   CsrForm form = CsrForm::kGains;
-  // The low part is, in the form kOnes, the sample less `first_sample`; else it
-  // indexes the arrays below.
+  // In the form kOnes the low part is the sample minus `first_sample`;
+  // otherwise it indexes the arrays below.
   CsrWords words;
   int32_t first_sample = 0;
   Buffer<CsrPayload> payloads;
@@ -117,8 +117,8 @@ struct CsrEntries {
   int64_t size = 0;
 };
 
-// Samples [begin, end) of a feature; `first_sample` is what the first of them
-// is called in `CsrPayload::sample`.
+// Samples [begin, end) of a feature. In `CsrPayload::sample` the first of them
+// has the number `first_sample`.
 struct SampleRange {
   int64_t begin = 0;
   int64_t end = 0;
@@ -129,17 +129,17 @@ struct SampleRange {
 int64_t CountEntries(const FeatureInput& input, const FeatureRows& rows,
                      const SampleRange& range);
 
-// Appends the entries of the samples. Ids are checked. In the form kGains an
-// id that follows itself in a sample makes one entry; the gain is the sum of
-// the weights times the reciprocal of the divisor, in float32 and in this
-// order, as Google's op computes it. The form kOnes is for features without
-// weights that are summed. `max_valency` is the most entries that a sample may
-// have, or 0.
+// Appends the entries of the samples and checks their ids. In the form kGains
+// equal ids that follow each other in a sample make one entry; the gain is the
+// sum of the weights times the reciprocal of the divisor, in float32 and in
+// this order, as Google's op computes it. The form kOnes is for features
+// without weights that are summed. A sample may have at most `max_valency`
+// entries; 0 means any number.
 Error AppendEntries(const FeatureSpec& spec, const FeatureInput& input,
                     const FeatureRows& rows, const SampleRange& range,
                     int64_t max_valency, CsrEntries* entries);
 
-// Checks the ids and weights of a whole input, also those that the samples of a
+// Checks all ids and weights of an input, including those that the samples of a
 // sequence leave out.
 Error CheckEntries(const FeatureSpec& spec, const FeatureInput& input,
                    const FeatureRows& rows);

@@ -1,4 +1,4 @@
-// The texts of what can be wrong with a whole table of a batch.
+// The texts of errors that concern a whole table of a batch.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_CSR_ERRORS_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_CSR_ERRORS_H_

@@ -1,14 +1,14 @@
 // The padded CSR of one stacked table, as the SparseCore ops take it.
 //
-// For each SparseCore, each minibatch and each shard there is one partition:
-// its ids begin at a multiple of 8 and its row pointer says where they end.
-// Fill values stand up to the next multiple of 8. The row pointers are filled
-// up to a multiple of 8 with the end of the last.
+// For each SparseCore, minibatch and shard there is one partition: its ids
+// begin at a multiple of 8, and its row pointer says where they end. Fill
+// values pad it to a multiple of 8. The row pointers of a minibatch are padded
+// to a multiple of 8 with the padded end of its last partition.
 //
 //   2 shards of 3 and 1 ids    ids:          a b c - - - - - d - - - - - - -
 //                              row pointers: 3 9 16 16 16 16 16 16
 //
-// docs/formats.md draws it whole.
+// docs/formats.md has a drawing of the whole format.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_CSR_LAYOUT_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_CSR_LAYOUT_H_
@@ -60,13 +60,13 @@ struct CsrArrays {
 // Returns how many row pointers a SparseCore has in one minibatch.
 inline int64_t PaddedShards(int64_t num_shards) { return AlignCsr(num_shards); }
 
-// Lays out `counts[cell]` ids per cell. What does not fit into `capacity`, a
-// multiple of 8, is dropped: the last ids of the cell that is cut and all of
-// the cells after it.
+// Lays out `counts[cell]` ids per cell. Ids that do not fit into `capacity`, a
+// multiple of 8, are dropped: the last ids of the cell that exceeds it, and all
+// ids of later cells.
 CsrLayout LayOut(const CsrCells& cells, const std::vector<int64_t>& counts,
                  int64_t capacity);
 
-// Writes the row pointers and the fill values, all but the entries.
+// Writes everything but the entries: the row pointers and the fill values.
 void WriteFrame(const CsrLayout& layout, const CsrArrays& arrays);
 
 }  // namespace tpu_embedding

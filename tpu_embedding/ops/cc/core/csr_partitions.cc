@@ -34,7 +34,7 @@ int64_t MergeOnes(const Word* words, int64_t size, Word* merged,
   return last + 1;
 }
 
-// Does the same for entries with gains. Entries with positions stay apart.
+// Merges entries with gains in the same way. Entries with positions stay apart.
 int64_t MergeGains(const CsrEntries& entries, Partitions* partitions) {
   const uint64_t* const words = entries.words.wide_words.data();
   const CsrPayload* const payloads = entries.payloads.data();

@@ -17,15 +17,15 @@
 
 namespace tpu_embedding {
 
-// Takes few bytes for each entry, as all partitions of a table must be known
-// before the first can be written.
+// Takes few bytes per entry, because all partitions of a table must be known
+// before the first one can be written.
 struct Partitions {
   TablePlace place;
   CsrForm form = CsrForm::kGains;
   CsrWords words;  // keys over samples, less `first_sample`
   int32_t first_sample = 0;
-  // In the form kOnes entries [ends[i], ends[i + 1]) became entry i, so that
-  // its gain is their number. [size + 1]
+  // In the form kOnes entries [ends[i], ends[i + 1]) were merged into entry i,
+  // and its gain is their number. [size + 1]
   Buffer<uint32_t> ends;
   Buffer<float> gains;        // in the other forms
   Buffer<int32_t> positions;  // in the sample, where they are kept
@@ -44,8 +44,8 @@ struct SortScratch {
   Buffer<uint64_t> wide_words;
 };
 
-// Sorts `entries` by key; equal keys stay in the order of input. Entries of one
-// sample with one key become one, their gains added, unless positions are
+// Sorts `entries` by key; equal keys stay in input order. Entries with the same
+// sample and key become one with the sum of their gains, unless positions are
 // kept. The words of `entries` are sorted in place.
 void SortIntoPartitions(CsrEntries* entries, SortScratch* scratch,
                         Partitions* partitions);
@@ -53,8 +53,8 @@ void SortIntoPartitions(CsrEntries* entries, SortScratch* scratch,
 // Returns the first entry of a shard whose row of the stack is at least `row`.
 int64_t FirstOfRow(const Partitions& partitions, int64_t shard, int64_t row);
 
-// Counts the ids of one shard by bucket, of `width` rows of the stack each, and
-// adds them to `buckets`.
+// Counts the ids of one shard in each bucket of `width` rows of the stack, and
+// adds the counts to `buckets`.
 void AddBuckets(const Partitions& partitions, int64_t shard, int64_t width,
                 BucketCounts* buckets);
 

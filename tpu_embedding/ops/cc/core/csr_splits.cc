@@ -5,8 +5,8 @@
 namespace tpu_embedding {
 namespace {
 
-// Counts of neighbouring buckets: before their first cut and after their last.
-// Without a cut both count all of them.
+// The counts of neighbouring buckets before their first cut and after their
+// last one. Without a cut, both count all of these buckets.
 struct Section {
   IdCounts head;
   IdCounts tail;

@@ -4,7 +4,7 @@
 // The rows of a stacked table fall into 64 buckets of equal width. The splits
 // are the nodes of a binary tree over the buckets, as one word: bit 0 cuts at
 // bucket 32, bits 1 and 2 at 16 and 48, bits 3 to 6 at 8, 24, 40, 56, and so
-// on. Minibatches are what lies between the cuts.
+// on. The buckets between two cuts form a minibatch.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_CSR_SPLITS_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_CSR_SPLITS_H_
@@ -22,7 +22,7 @@ inline int64_t BucketWidth(int64_t rows) {
   return (rows + kNumBuckets - 1) / kNumBuckets;
 }
 
-// Ids and unique ids, of a partition or as its limit.
+// The numbers of ids and unique ids in a partition, or the limits on them.
 struct IdCounts {
   int64_t ids = 0;
   int64_t unique = 0;
@@ -37,9 +37,9 @@ struct IdCounts {
 
 using BucketCounts = std::array<IdCounts, kNumBuckets>;
 
-// Returns the splits that one partition needs. From the leaves up, two
-// neighbours are cut apart if what lies between their next cuts exceeds the
-// limit. A single bucket above the limit cannot be cut: see `FirstBucketAbove`.
+// Returns the splits that one partition needs. From the leaves up, neighbours
+// are cut apart if the buckets between the nearest cuts on both sides exceed
+// the limit. A single bucket above it cannot be cut: see `FirstBucketAbove`.
 uint64_t FindSplits(const BucketCounts& buckets, const IdCounts& limit);
 
 // Returns the first bucket that exceeds the limit, or -1.

@@ -1,7 +1,6 @@
 // Loops over columns whose number is a compile-time constant, for common dims:
 // fewer instructions between two rows keep more cache misses in flight. Each
-// dim that rules know, too, adds a quarter to the time that they take to
-// compile.
+// dim that the rules know as well makes them take a quarter longer to compile.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_DIMS_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_DIMS_H_
@@ -22,8 +21,8 @@ struct AnyDim {
   static constexpr int64_t Of(int64_t dim) { return dim; }
 };
 
-// The dim that a loop compiled with F32xN knows. CPUs without AVX2 are rare: on
-// them all dims have the code of any dim.
+// The dim that a loop compiled with F32xN knows. CPUs without AVX2 are rare, so
+// on them all dims share the code for any dim.
 template <class F32xN, class Dim>
 using DimOn = std::conditional_t<kWidth<F32xN> <= 4, AnyDim, Dim>;
 

@@ -1,4 +1,4 @@
-// Finds which rows that entries name are the same.
+// Finds which entries name the same row.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_DISTINCT_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_DISTINCT_H_

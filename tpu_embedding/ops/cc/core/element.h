@@ -27,8 +27,8 @@ struct Int8Table {
   operator ConstInt8Table() const { return {codes, grids}; }
 };
 
-// A table [V, dim], row-major, by how its rows are stored. What reads or writes
-// rows is a template over the alternative, which is chosen once for a table.
+// A table [V, dim], row-major, by how its rows are stored. Code that reads or
+// writes rows is a template over the alternative, chosen once for each table.
 using TableData = std::variant<float*, BFloat16*, Int8Table>;
 using ConstTableData =
     std::variant<const float*, const BFloat16*, ConstInt8Table>;

@@ -113,7 +113,7 @@ class CsrWriter {
     return std::is_same_v<Entry, int64_t> || spec_.hash_key;
   }
 
-  // Returns whether each id is an entry of its row, with none to cut or refuse.
+  // Returns whether each id is an entry of its row and none is cut or refused.
   bool KeepsAllEntries() const {
     const bool checks_weights = spec_.check_numerics && input_.weights;
     return !positions_ && !checks_weights &&

@@ -56,7 +56,7 @@ struct FeatureSpec {
   std::string declared_source;  // who declared it, for messages
 };
 
-// Shows one batch of ids as TensorFlow holds it.
+// A view of one batch of ids in the memory of TensorFlow.
 struct FeatureInput {
   const int32_t* ids32 = nullptr;  // exactly one of ids32 and ids64 is set,
   const int64_t* ids64 = nullptr;  // unless there are no ids
@@ -79,11 +79,11 @@ struct FeatureCsr {
   std::vector<int64_t> output_shape;  // without the embedding axis
   Buffer<int64_t> offsets;            // [num_samples + 1]
   Buffer<int32_t> rows;               // [num_entries], each in [0, V)
-  // A growing table has ids instead of `rows`, which it finds when they are
-  // used.
+  // Entries of a growing table have ids instead of `rows`; their rows are
+  // looked up when they are used.
   Buffer<int64_t> ids;
-  // With weights each entry has a gain of its own; without, all of a sample may
-  // share one. At most one buffer has elements; if none has, gains are all 1.
+  // With weights each entry has its own gain; else a sample's entries may share
+  // one. At most one buffer has elements; if none has, all gains are 1.
   Buffer<float> gains;         // [num_entries], or empty
   Buffer<float> sample_gains;  // [num_samples], or empty
   int64_t num_invalid = 0;     // IDs that were dropped or taken modulo V
@@ -96,7 +96,7 @@ struct FeatureCsr {
   }
 };
 
-// The entries of a feature, with rows of its own or found for its ids.
+// The entries of a feature, with the rows in its CSR or rows found for its ids.
 struct FeatureEntries {
   FeatureEntries(const FeatureCsr& own) : csr(&own), rows(&own.rows) {}
   FeatureEntries(const FeatureCsr& own, const Buffer<int32_t>& found)

@@ -1,5 +1,5 @@
 // Finds where the samples of a feature lie in its input. Every reader of ids
-// needs this, whichever form it brings them into.
+// needs this, whatever form it converts them to.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_FEATURE_ROWS_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_FEATURE_ROWS_H_
@@ -12,15 +12,15 @@
 
 namespace tpu_embedding {
 
-// Rows of the input (its shape without the last axis) and where their entries
-// lie. Dense rows have one length, the others have splits.
+// The rows of an input (its shape without the last axis) and where their
+// entries lie. Dense rows all have the same length; the others have splits.
 struct FeatureRows {
   std::vector<int64_t> shape;
   int64_t count = 0;
   int64_t length = 0;               // dense: entries per row
   const int64_t* splits = nullptr;  // sparse and ragged
   Buffer<int64_t> own_splits;       // sparse: what `splits` points to
-  // 0 where a row is one sample, else each position of a row is a sample.
+  // Positions per row, each of them a sample, or 0 if a row is one sample.
   int64_t positions = 0;
   std::vector<int64_t> output_shape;  // without the embedding axis
 
@@ -31,7 +31,7 @@ struct FeatureRows {
 };
 
 // The position of one sparse entry: its row, counted over all axes but the
-// last, and its column. Neither means anything if it is not `inside`.
+// last, and its column. Both are meaningless if the entry is not `inside`.
 struct SparseCell {
   int64_t row;
   int64_t column;

@@ -11,7 +11,7 @@
 namespace tpu_embedding {
 namespace {
 
-// macOS takes no advice, and cannot read from its cache alone.
+// macOS has no posix_fadvise, and cannot read from its cache alone.
 #ifdef __linux__
 void ExpectNoNeighbours(int descriptor) {
   posix_fadvise(descriptor, 0, 0, POSIX_FADV_RANDOM);

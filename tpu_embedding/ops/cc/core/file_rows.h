@@ -13,9 +13,9 @@
 namespace tpu_embedding {
 
 // The rows are copied out of the cache that all processes share, and nothing of
-// the file stays resident in this one. It is not mapped: then a touch of a row
-// may make a MiB resident (measured with Linux 6.18), and a file that gets
-// shorter would end the process.
+// the file stays resident in this process. The file is not mapped: touching a
+// row could then make a MiB resident (measured with Linux 6.18), and a file
+// that became shorter would end the process.
 class FileRows {
  public:
   // Opens a file of `num_rows` rows of `row_bytes` bytes.
@@ -25,8 +25,8 @@ class FileRows {
   FileRows(const FileRows&) = delete;
   FileRows& operator=(const FileRows&) = delete;
 
-  // Copies rows that exist to `out`. Those that are not in the cache are asked
-  // for at once, so that the disk reads many at a time. Thread-safe.
+  // Copies rows, which must exist, to `out`. Requests all that are not in the
+  // cache before it waits, so that the disk reads many at a time. Thread-safe.
   Error Read(const int64_t* rows, int64_t count, char* out,
              const ParallelFor& parallel_for) const;
 

@@ -41,8 +41,8 @@ TPU_EMBEDDING_INLINE double ToDouble(uint64_t integer) {
   return (high - (0x1p84 + 0x1p52)) + low;
 }
 
-// Returns the natural logarithm of a normal x > 0. The libraries of two systems
-// may differ in the last bit of std::log; this does not.
+// Returns the natural logarithm of a normal x > 0. The last bit of std::log may
+// depend on the system's library; the last bit of this does not.
 TPU_EMBEDDING_INLINE double Log(double x) {
   const uint64_t bits = BitsOf(x);
   double mantissa = FromBits(0x3fe0000000000000 | (bits & kMantissa));
@@ -98,8 +98,8 @@ constexpr int64_t kColumns = 64;
 constexpr int kTailsAtOnce = 8;  // a register of AVX-512
 
 // Replaces probabilities by quantiles. The few in the tails, a ninth of those
-// of a truncated normal, are put side by side: with both formulas for each
-// column a row took twice as long.
+// of a truncated normal, are collected side by side: computing both formulas
+// for each column took twice as long.
 TPU_EMBEDDING_INLINE void ToQuantiles(double* values) {
   double tails[kColumns] = {};
   int places[kColumns];

@@ -19,14 +19,14 @@ struct FirstValues {
   double second = 0.0;
   uint64_t seed = 0;
 
-  // Writes the row of `id`, [dim]. bfloat16 is rounded to the nearest. The
-  // arithmetic is that of IEEE 754 alone, so every CPU gives the same bits.
+  // Writes the row of `id`, [dim]; bfloat16 values are rounded to nearest. Uses
+  // nothing but the arithmetic of IEEE 754: every CPU gives the same bits.
   void Write(int64_t id, int64_t dim, float* row) const;
   void Write(int64_t id, int64_t dim, BFloat16* row) const;
 };
 
-// Returns the number, to 7 digits, below which a standard normal variable is
-// with probability `p`, in (0, 1).
+// Returns the quantile of the standard normal distribution, to 7 digits, for a
+// probability `p` in (0, 1).
 double NormalQuantile(double p);
 
 }  // namespace tpu_embedding

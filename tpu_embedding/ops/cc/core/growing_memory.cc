@@ -10,8 +10,8 @@
 namespace tpu_embedding {
 namespace {
 
-// Memory of fewer bytes gets huge pages only where it is full. Larger memory
-// gets the next one while it fills: to clear it costs less than 512 faults.
+// Memory smaller than this gets a huge page only once it fills it. Larger
+// memory gets the next one earlier: clearing it costs less than 512 faults.
 constexpr size_t kLarge = 4 * kHugePage;
 
 // Linux 6.1 can make huge pages of memory that is already in use. The headers

@@ -14,9 +14,9 @@ constexpr size_t kHugePage = size_t{2} << 20;
 // times as long. On systems without them only speed is lost.
 void UseHugePages(const void* data, size_t size);
 
-// Addresses are reserved for all that may ever be needed; a page takes memory
-// once it is written. If the system refuses to reserve so much, the memory
-// doubles when it is full, and moves.
+// Addresses are reserved for all bytes that may ever be needed; a page takes
+// memory once it is written. If the system refuses to reserve that many, the
+// memory is moved and doubled whenever it is full.
 class GrowingMemory {
  public:
   // Reserves `most` bytes, or less if the system refuses, and before them
@@ -26,12 +26,12 @@ class GrowingMemory {
   GrowingMemory(const GrowingMemory&) = delete;
   GrowingMemory& operator=(const GrowingMemory&) = delete;
 
-  // Gives room for `bytes`, of which those that are new are zeros. Throws
-  // std::bad_alloc if there is none, and nothing has changed. Huge pages are
-  // put under them, which take at most one huge page more than needed.
+  // Makes room for `bytes` bytes; new ones are zeros. Throws std::bad_alloc,
+  // having changed nothing, if there is no memory. The bytes get huge pages,
+  // which take at most one huge page more than needed.
   void Grow(size_t bytes);
 
-  // Returns where the bytes after the front, and a huge page, begin.
+  // Returns where the bytes after the front begin; a huge page begins there.
   char* data() const { return data_; }
   // Returns how many bytes may be written; Grow does not count them as used.
   size_t capacity() const { return capacity_; }

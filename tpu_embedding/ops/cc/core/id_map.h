@@ -26,10 +26,10 @@ inline uint64_t MixBits(uint64_t word) {
 // Reading is thread-safe while nothing changes the map.
 class IdMap {
  public:
-  // FindAll prefetches the entry of the id that is so many ids ahead.
+  // FindAll prefetches the entry of the id this many places ahead.
   static constexpr int64_t kAhead = 16;
 
-  // Those who do not know `salt` cannot choose ids whose entries collide.
+  // Only those who know `salt` can choose ids whose entries collide.
   explicit IdMap(uint64_t salt) : salt_(salt) {}
 
   int64_t size() const { return size_; }
@@ -37,7 +37,7 @@ class IdMap {
   // Returns the number of `id`, or -1.
   int32_t Find(int64_t id) const { return Find(id, Hash(id)); }
 
-  // Asks memory for the entry of `id`.
+  // Prefetches the entry of `id`.
   void Prefetch(int64_t id) const { Prefetched(id); }
 
   // Calls found(i, number or -1) for each of the ids, in order.
@@ -54,7 +54,7 @@ class IdMap {
     }
   }
 
-  // Makes room for `count` more ids; the one method that can throw
+  // Makes room for `count` more ids. This is the only method that can throw
   // std::bad_alloc, and then nothing has changed.
   void Reserve(int64_t count) {
     if (HasRoom(size_ + count)) return;
@@ -78,7 +78,7 @@ class IdMap {
       entries_.Erase(entry, *this);
       return;
     }
-    // The entry only must not be found again: its array will go.
+    // It is enough that the entry is not found again: its array will be freed.
     old_.Kill(old_.Find(id, Hash(id), moved_));
   }
 
@@ -107,7 +107,7 @@ class IdMap {
     return entry ? entry->number : -1;
   }
 
-  // Asks memory for the entry of an id, and returns the hash of the id.
+  // Prefetches the entry of an id and returns the hash of the id.
   uint64_t Prefetched(int64_t id) const {
     const uint64_t hash = Hash(id);
     if (entries_.capacity()) entries_.Prefetch(hash);
@@ -117,7 +117,7 @@ class IdMap {
   class Array {
    public:
     Array() = default;
-    // Allocates zeros, which the system gives page by page.
+    // Allocates zeros, for which the system provides pages as they are used.
     explicit Array(int64_t capacity)
         : entries_(static_cast<Entry*>(std::calloc(capacity, sizeof(Entry)))),
           capacity_(capacity),
@@ -199,7 +199,7 @@ class IdMap {
     return capacity;
   }
 
-  // Moves some entries of the old array; frees it after the last.
+  // Moves some entries out of the old array, and frees it after the last one.
   void Move() {
     for (int64_t k = 0; k < kMovedAtOnce && moved_ < old_.capacity(); ++k) {
       const Entry& entry = old_[moved_++];

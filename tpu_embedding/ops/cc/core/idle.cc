@@ -36,16 +36,16 @@ struct Columns {
   const float* square;
   int64_t dim;
   float* out;  // may be `row`
-  // Where the moment and the square are written, or null: in place or
-  // elsewhere. The fades are what waiting leaves of them.
+  // Where the moment and the square are written, in place or elsewhere, or
+  // null. The fades are how waiting shrinks them.
   float* moment_out = nullptr;
   float* square_out = nullptr;
   Shrink moment_fade = {};
   Shrink square_fade = {};
 };
 
-// How the loops divide by a root: epsilon stands beside it, or epsilon^2 inside
-// of it; at each node, or at one for powers of a share.
+// How the loops divide by a root: epsilon is added to the root, or epsilon^2 to
+// the square; at every node, or at one node for powers of a share.
 enum class Root { kNodes, kNodesOfSquares, kPowers, kPowersOfSquares };
 
 template <int kTerms, Root kRoot, bool kFades>
@@ -305,7 +305,7 @@ void WaitingRows::Advance(double weight, double note, double shrinkage) {
   }
   std::fill_n(own + 2, terms, 0.0);
   if (rule_.node_weights.empty()) return;
-  // No row waits from a step before the last flush.
+  // No row has been waiting since before the last flush.
   const int64_t horizon = std::min(rule_.horizon(), next - state_.clock[1]);
   for (int64_t age = 1; age <= horizon; ++age) {
     double* const start = Start(next - age);

@@ -22,8 +22,8 @@ constexpr int kMostPowers = 8;
 constexpr int kMostSlots = 4;
 constexpr int kFewSteps = 128;
 
-// Computes what a factor leaves of a value, rounded once: as a factor near 1
-// would be rounded, too, what is lost is taken off. Infinity stays.
+// Multiplies a value by a factor with one rounding. A factor near 1 would
+// itself be rounded, so the lost part is subtracted. Infinity stays infinite.
 class Shrink {
  public:
   Shrink() = default;  // by nothing
@@ -41,7 +41,7 @@ class Shrink {
   bool keeps_most_ = true;
 };
 
-// The effect of a step with a gradient of zeros on a row; `Idle` of idle.py.
+// The effect on a row of a step whose gradient is zeros; see `Idle` of idle.py.
 struct IdleRule {
   enum class Move { kNone, kMomentum, kSign, kRoot, kFollow };
 
@@ -60,8 +60,8 @@ struct IdleRule {
   bool decays = false;
   std::string name;   // of the table
   int64_t owner = 0;  // the optimizer that this is of
-  // For each slot what `fades` leave after 0, 1, ... steps, or nothing: most
-  // rows wait for few steps.
+  // How `fades` shrink each slot in 0, 1, ... steps; may be empty. Most rows
+  // wait for only a few steps.
   std::vector<std::array<Shrink, kFewSteps>> few_fades;
 
   void MakeFewFades();
@@ -70,7 +70,7 @@ struct IdleRule {
   int64_t horizon() const { return node_weights.size() / nodes.size(); }
 };
 
-// What catches a row up.
+// What is needed to catch up a row.
 struct Wait {
   int64_t steps = 0;
   double decay = 0.0;  // the logarithm of what weight decay leaves
@@ -88,8 +88,8 @@ struct WaitingState {
   int64_t num_rows = 0;
 };
 
-// The rows of a table. Reading may go on in several threads, as may writing of
-// rows that differ.
+// The rows of a table. Several threads may read at the same time, or write
+// different rows.
 class WaitingRows {
  public:
   WaitingRows(const IdleRule& rule, const WaitingState& state);
@@ -99,8 +99,8 @@ class WaitingRows {
   bool none_waits() const { return state_.clock[0] <= state_.clock[1]; }
   bool Waits(int64_t row) const { return Since(row) != state_.clock[0]; }
 
-  // Prefetches what `Find` reads of a row: first the step since when it waits,
-  // and later what the history has of this step.
+  // Prefetch what `Find` reads for a row: first the step since which the row
+  // waits, and later the history of that step.
   void PrefetchSince(int64_t row) const {
     __builtin_prefetch(state_.since + row);
   }
@@ -118,25 +118,25 @@ class WaitingRows {
   void CatchUp(const Wait& wait, const float* row, const float* const* slots,
                int64_t dim, float* row_out, float* const* slots_out) const;
 
-  // Catches up a row that the step that begins now updates, and shrinks it.
+  // Catches up and shrinks a row that is updated in the step about to begin.
   void Begin(int64_t row, float* values, float* const* slots, int64_t dim,
              float shrinkage) const;
   // Notes that a row is caught up.
   void CaughtUp(int64_t row) const { state_.since[row] = state_.clock[0]; }
 
-  // Counts a step; see `Waiting.advance`. A decayed row loses `shrinkage` of
-  // itself.
+  // Counts a step; see `Waiting.advance`. Weight decay multiplies rows by 1 -
+  // `shrinkage`.
   void Advance(double weight, double note, double shrinkage);
   // Returns whether a pass over all rows is due.
   bool is_full() const;
-  // Begins the history anew. All rows must be caught up.
+  // Restarts the history. All rows must be caught up.
   void Restart();
 
  private:
   int64_t Since(int64_t row) const {
     return std::max<int64_t>(state_.since[row], state_.clock[1]);
   }
-  // Returns what waiting leaves of a slot.
+  // Returns how `steps` of waiting shrink a slot.
   Shrink FadeOf(int slot, int64_t steps) const {
     return steps < kFewSteps && !rule_.few_fades.empty()
                ? rule_.few_fades[slot][steps]
@@ -158,8 +158,8 @@ class WaitingRows {
 void ReadCaughtUp(const TableView& table, const WaitingRows& waiting,
                   int64_t row, float* values);
 
-// Catches up the rows [begin, end) of a table and their slots in memory. Rounds
-// bfloat16.
+// Catches up the rows [begin, end) of a table in memory, and their slots.
+// Rounds rows of bfloat16.
 void CatchUpRows(const TableView& table, const WaitingRows& waiting,
                  const Rounding& rounding, int64_t begin, int64_t end);
 

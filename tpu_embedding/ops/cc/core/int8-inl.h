@@ -51,7 +51,7 @@ struct RowRange {
   bool finite;
 };
 
-// Returns the smallest and the largest value of a row.
+// Returns the smallest and largest value of a row, and whether all are finite.
 template <class Words>
 TPU_EMBEDDING_INLINE RowRange RangeOf(const float* values, int64_t dim) {
   using F32xN = FloatsOf<Words>;
@@ -82,7 +82,7 @@ TPU_EMBEDDING_INLINE RowRange RangeOf(const float* values, int64_t dim) {
           EndOf<true>(largest) < kInfinity};
 }
 
-// Returns 0 for values that the arithmetic of TensorFlow's threads takes for 0.
+// Returns 0 for values that TensorFlow's threads treat as 0 in arithmetic.
 inline float WithoutDenormals(float value) {
   return std::abs(value) < std::numeric_limits<float>::min() ? 0.0f : value;
 }
@@ -149,7 +149,7 @@ TPU_EMBEDDING_INLINE void CodeLanes(const Int8Row& grid, const float* values,
   std::memcpy(codes, &rounded, sizeof(rounded));
 }
 
-// Rows with their numbers. If there are fewer, the last one is repeated.
+// Rows and their numbers. Fewer rows than kRowsAtOnce repeat the last one.
 struct RowsToCode {
   const float* values[kRowsAtOnce];
   int64_t rows[kRowsAtOnce];
@@ -191,9 +191,9 @@ struct RowsToCode {
   }
 };
 
-// A body of simd.h: stores rows by the rule of docs/formats.md. A grid that
-// the values fit and of which they fill 0.8 is kept. What lies between two
-// steps of the grid becomes one of them, by the bits that round bfloat16.
+// A body of simd.h: stores rows by the rule of docs/formats.md. A row keeps its
+// grid if its values fit into the grid and fill 0.8 of it. Between two steps of
+// the grid, the random bits that also round bfloat16 choose one of the two.
 struct CodeBody {
   template <class F32xN>
   TPU_EMBEDDING_INLINE static void Run(RowsToCode rows, int64_t dim,

@@ -12,7 +12,7 @@
 namespace tpu_embedding {
 namespace {
 
-// The rows of a sample and their gains. A read of a row prefetches a later one.
+// The rows and gains of a sample. Reading a row prefetches a later one.
 template <class Table, Gains kGains>
 struct RowTerms {
   Table table;
@@ -51,7 +51,7 @@ TPU_EMBEDDING_INLINE RowTerms<Table, kGains> TermsOf(
           RowsAhead(RowBytes(table, dim))};
 }
 
-// Sums the entries of sample `s`, as `SumManyTerms` wants it.
+// Sums entries of sample `s` in the form that `SumManyTerms` expects.
 template <class Table, Gains kGains>
 struct PlainEntries {
   template <class F32xN>

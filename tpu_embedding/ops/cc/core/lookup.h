@@ -24,8 +24,8 @@ void Lookup(const FeatureEntries& entries, const ConstTableData& table,
             int64_t dim, const Quantization& quantization, int64_t begin,
             int64_t end, float* out);
 
-// Returns the rough cycles of the lookup of one feature of a batch: for each id
-// and each sample a fixed part, and one for the width.
+// Estimates the cycles to look up one feature of a batch: each id and each
+// sample costs a constant plus a number that grows with the width.
 inline int64_t LookupCycles(const FeatureEntries& entries, int64_t dim) {
   return (entries.rows->size() + entries.csr->num_samples()) * (20 + dim / 2);
 }

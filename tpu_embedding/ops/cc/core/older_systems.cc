@@ -1,11 +1,11 @@
 // Defines what g++ 12 on Debian 12 would take from the C and C++ libraries of
 // that system, although TensorFlow's wheels run on older ones. Each library of
-// this package has its own, which nothing outside of it sees.
+// this package has its own definitions, which are invisible outside of it.
 
 #ifdef __linux__
 
-// This comes before all headers, as the first declaration decides who sees a
-// symbol.
+// This comes before all headers, because the first declaration of a symbol
+// decides its visibility.
 namespace std {
 [[noreturn, gnu::visibility("hidden")]] void __throw_bad_array_new_length();
 }

@@ -17,9 +17,9 @@ using Range = std::function<void(int64_t begin, int64_t end)>;
 using ParallelFor =
     std::function<void(int64_t total, int64_t cost, const Range& body)>;
 
-// Runs body(i, &space) once for each i in [0, total). Whichever thread is free
-// takes the next: items of very different sizes should begin with the largest.
-// Each thread at work has a `Space` of its own, which stays in its caches.
+// Runs body(i, &space) once for each i in [0, total). A free thread takes the
+// next item, so items of very different sizes should begin with the largest.
+// Each working thread has its own `Space`, which stays in its caches.
 template <class Space>
 void ForEachItemWith(const ParallelFor& parallel_for, int64_t total,
                      int64_t cost,
@@ -32,7 +32,7 @@ void ForEachItemWith(const ParallelFor& parallel_for, int64_t total,
   });
 }
 
-// Does the same without a space.
+// Runs body(i) once for each i in [0, total) in the same way.
 inline void ForEachItem(const ParallelFor& parallel_for, int64_t total,
                         int64_t cost,
                         const std::function<void(int64_t)>& body) {

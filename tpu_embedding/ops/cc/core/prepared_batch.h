@@ -45,7 +45,7 @@ Error PrepareBatch(const std::vector<FeatureSpec>& specs,
                    const std::vector<FeatureInput>& inputs, bool training,
                    const ParallelFor& parallel_for, PreparedBatch* batch);
 
-// Groups each table's entries by row, which is what an update needs of a batch.
+// Groups each table's entries by row, the form that an update needs.
 void GroupRows(const TableMap& tables, const ParallelFor& parallel_for,
                PreparedBatch* batch);
 

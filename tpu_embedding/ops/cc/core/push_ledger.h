@@ -35,8 +35,8 @@ class PushLedger {
   // tell whether it was taken before.
   explicit PushLedger(int64_t window = 1 << 14) : window_(window) {}
 
-  // Calls `take` unless the push was taken before, which sets `*repeated`. A
-  // push whose `take` fails can be made again.
+  // Calls `take`, unless the push was taken before; `*repeated` tells whether
+  // it was. A push whose `take` fails can be made again.
   Error Admit(const Push& push, const std::function<Error()>& take,
               bool* repeated) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -57,7 +57,7 @@ class PushLedger {
     source.newest = std::max(source.newest, push.number);
     const uint64_t slot = static_cast<uint64_t>(push.number) % window_;
     Function& function = source.functions[slot];
-    // Another number in the slot is that of a function before the window.
+    // Another number in the slot belongs to a function before the window.
     if (function.number != push.number) function = Function(push.number);
     int64_t& done = function.PushesOf(push.run);
     *repeated = done < function.taken;
@@ -93,8 +93,8 @@ class PushLedger {
     }
   };
 
-  // The memory of all functions is taken at once: small pieces of it between
-  // those of tensors would keep the allocator from using freed memory again.
+  // The memory of all functions is allocated at once: small allocations between
+  // those of tensors would keep the allocator from reusing freed memory.
   struct Source {
     int64_t newest = 0;
     std::vector<Function> functions;  // by number % window

@@ -15,10 +15,10 @@ namespace tpu_embedding {
 // Decides how a sort cuts its keys into digits.
 class Digits {
  public:
-  // Keys are below `bound` and stand `low_bits` above the end of their number.
-  // Wide digits mean few passes, each of which has to clear and add up its
-  // counters; so few entries get narrow digits. Eleven bits: 2048 counters stay
-  // in the first-level cache.
+  // Keys are below `bound` and begin above the `low_bits` lowest bits of their
+  // number. Wide digits mean few passes, but each pass has to clear and add up
+  // its counters, so few entries get narrow digits. A digit has at most 11
+  // bits, whose 2048 counters stay in the first-level cache.
   Digits(uint64_t bound, int64_t num_entries, int low_bits = 0)
       : low_bits_(low_bits) {
     const int key_bits = bound > 1 ? BitWidth(bound - 1) : 1;
@@ -44,7 +44,7 @@ class Digits {
 };
 
 // Counts the digits of all keys, pass by pass. If the compiler knows the number
-// of passes, the inner loop is gone, which is half of the time.
+// of passes, it unrolls the inner loop, which halves the time.
 template <int kPasses, class Source, class Key>
 void CountDigits(const Digits& digits, const Source& source, const Key& key,
                  int64_t* counts) {

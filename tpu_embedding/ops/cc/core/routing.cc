@@ -19,8 +19,8 @@ constexpr int64_t kHeaderWords = 4;
 // How a message says what a feature's entries are multiplied by.
 enum GainKind : int32_t { kNone = 0, kBySample = 1, kByEntry = 2 };
 
-// A batch with fewer entries than this part of the vocabulary is numbered by a
-// hash table. For others an array of all rows is faster.
+// If the vocabulary has more rows than this per entry of a batch, a hash table
+// numbers the rows. Otherwise an array of all rows is faster.
 constexpr int64_t kMaxRowsPerEntry = 8;
 
 // Numbers rows in the order in which they are first seen.
@@ -157,7 +157,7 @@ class TableRoute {
     for (int64_t i = 0; i < from.size(); ++i) to[i] = numbers->Number(from[i]);
   }
 
-  // Divides rows over owners, which call them number_there(row) in `wanted`.
+  // Divides rows over owners; `wanted` gets number_there(row) of each.
   template <class Row, class Owner, class NumberThere>
   void Divide(const std::vector<Row>& distinct, Buffer<Row> Wanted::* wanted,
               const Owner& owner_of, const NumberThere& number_there) {
@@ -261,7 +261,7 @@ class Writer {
 };
 
 // Writes lengths: one word if all are alike, else -1 and a word for each.
-// Lengths of 0 are written one by one: a word backs each sample of a message.
+// Lengths of 0 are always written one by one: a word must back each sample.
 template <class LengthOf>
 void WriteLengths(int64_t count, const LengthOf& length_of, Writer* writer) {
   const int64_t first = count ? length_of(0) : 0;
@@ -340,7 +340,7 @@ class Reader {
   explicit Reader(const Message& message)
       : next_(message.words), left_(message.size) {}
 
-  // Returns a number in [0, end], or -1 if the message is not one of ours.
+  // Returns the next number if it is in [0, end], or -1 if it is malformed.
   int64_t Word(int64_t end) {
     const int32_t* word = Words(1);
     return word && *word >= 0 && *word <= end ? *word : -1;
@@ -381,8 +381,8 @@ bool ReadOffsets(int64_t count, int64_t entries, Reader* reader,
   if (!same) return false;
   const int32_t* lengths = *same < 0 ? reader->Words(count) : nullptr;
   if (*same < 0 && !lengths) return false;
-  // The words of the entries follow. Nothing is allocated for what is not
-  // there.
+  // The words of the entries follow. Nothing is allocated for entries that the
+  // message does not have.
   if (entries > reader->left() || (*same >= 0 && count * *same != entries) ||
       (*same == 0 && count > 0)) {
     return false;
@@ -482,7 +482,7 @@ bool ReadFeature(Reader* reader, const Read& read_entries, FeatureCsr* csr) {
   return true;
 }
 
-// Returns the message without header and padding, or one that no one can read.
+// Returns the message without header and padding, or an unreadable message.
 Message ContentOf(const Message& message, int64_t words_of_id) {
   const int32_t* words = message.words;
   int64_t size = 0;

@@ -1,15 +1,15 @@
-// Decides which process needs what of a batch if processes divide its tables.
+// Decides which process needs which part of a batch if tables are divided.
 //
-// A table is divided by rows (row r is row r / N of process r % N; of one that
-// grows a hash of an id tells its process) or lives whole in one process. Of a
-// table divided by rows each distinct row of a batch travels to the process
-// that asked for it, once, and is combined there; of a whole table the combined
-// samples travel. Gradients of samples travel to the
-// owners, which sum them entry by entry in the order of the processes: the same
-// sums in the same order as those of one process with N replicas.
+// A table is divided by rows (row r is row r / N of process r % N; in a growing
+// table a hash of the id picks the process) or lives whole in one process. If a
+// table is divided by rows, each distinct row of a batch travels once to the
+// process that asked for it and is combined there; if a table is whole, the
+// combined samples travel. Gradients of samples travel to the owners, which sum
+// them entry by entry in the order of the processes: the same sums in the same
+// order as those of one process with N replicas.
 //
-// The owners are the processes that train, or servers: then workers, which hold
-// nothing, ask, and a server answers one worker at a time.
+// The owners are the processes that train, or servers. Servers are asked by
+// workers, which hold no tables; a server answers one worker at a time.
 //
 //   two processes, table divided by rows, this is process 0
 //   samples: [5 2] [5] [4]     wanted of process 0: rows 1 2 (ids 2 4)
@@ -76,12 +76,12 @@ struct Placement {
   }
   // Returns how many ask an owner: all processes, or one worker.
   int num_senders() const { return served ? 1 : size; }
-  // Returns whether what goes to `process`, or comes from it, stays here.
+  // Returns whether messages to and from `process` stay in this process.
   bool is_own(int process) const { return !served && process == rank; }
 };
 
-// The entries of a feature that another process sums gradients for, if its
-// table is divided by rows. All samples of a whole table are sent as they are.
+// The entries of a feature for which another process sums gradients, if the
+// table is divided by rows. For a whole table all samples are sent as they are.
 struct SentFeature {
   Buffer<int32_t> samples;  // with an entry there, ascending
   Buffer<int32_t> lengths;  // of the same samples
@@ -89,8 +89,8 @@ struct SentFeature {
   Buffer<float> gains;      // by entry or by sample, as FeatureCsr has them
 };
 
-// What is asked of a table divided by rows: distinct rows, as the owner numbers
-// them, or ids if the table grows.
+// What is requested from a table divided by rows: distinct rows, as the owner
+// numbers them, or ids if the table grows.
 struct Wanted {
   Buffer<int32_t> rows;
   Buffer<int64_t> ids;
@@ -110,20 +110,20 @@ struct Sent {
 
 // What one process asks of this process.
 struct PeerRequest {
-  // Rows as numbered here. In evaluation the first feature of a growing table
-  // that is divided by rows has one sample of all ids that are wanted.
+  // Rows have this owner's numbers. In evaluation the first feature of a
+  // growing table that is divided by rows has one sample with all wanted ids.
   std::vector<FeatureCsr> features;
   std::vector<Wanted> wanted;  // by table
-  // Where each entry is in `wanted`, by feature; only for growing tables that
-  // are divided by rows.
+  // The position of each entry in `wanted`, by feature; only for growing tables
+  // that are divided by rows.
   std::vector<Buffer<int32_t>> positions;
 };
 
 struct RoutedBatch {
-  // This process's own features, none on a server. If a table is divided by
-  // rows, its rows are positions among those that arrive: of process 0, then 1,
-  // ... For training `tables` groups the entries of all senders, in their
-  // order; on a worker the groups are empty.
+  // This process's own features; a server has none. The rows of a table that is
+  // divided by rows are positions among those that arrive: from process 0, then
+  // 1, ... For training, `tables` groups the entries of all senders, in their
+  // order; the groups of a worker are empty.
   PreparedBatch batch;
   bool training = false;
   Placement placement;
@@ -139,7 +139,7 @@ struct RoutedBatch {
   bool IsWhole(int process, int feature) const {
     return placement.owners[feature_tables[feature]] == process;
   }
-  // Returns how many samples of an own feature send gradients to `process`.
+  // Returns how many samples of a local feature send gradients to `process`.
   int64_t NumSent(int process, int feature) const;
   bool grows(int feature) const { return table_grows(feature_tables[feature]); }
   bool table_grows(int table) const {
@@ -158,7 +158,7 @@ void RouteBatch(const PreparedBatch& batch, const TableMap& tables,
 int64_t MessageWords(const RoutedBatch& routed, int receiver);
 void WriteMessage(const RoutedBatch& routed, int receiver, int32_t* words);
 
-// A message that came. Padding may follow it.
+// A received message, which padding may follow.
 struct Message {
   const int32_t* words = nullptr;
   int64_t size = 0;
@@ -169,8 +169,8 @@ struct Message {
 Error ReadMessages(const std::vector<Message>& messages, const TableMap& tables,
                    const ParallelFor& parallel_for, RoutedBatch* routed);
 
-// Copies rows [begin, end) of those asked for to where they travel from, array
-// by array. If `narrow` is set, rows of float32 become bfloat16.
+// Copies the wanted rows [begin, end) to their places in the message from `out`
+// on, array by array. If `narrow` is set, rows of float32 become bfloat16.
 void GatherRows(const Buffer<int32_t>& rows, const ConstTableData& table,
                 int64_t dim, bool narrow, int64_t begin, int64_t end,
                 char* out);

@@ -8,14 +8,14 @@
 namespace tpu_embedding {
 namespace {
 
-// The entries in one part of a large table: a sort of so many stays in the
-// second-level cache (7 ns for each entry became 5 there, and 15 became 9).
+// The entries in one part of a large table: sorting so few stays in the
+// second-level cache (an entry took 5 ns instead of 7, and 9 instead of 15).
 constexpr int64_t kEntriesPerPart = 8192;
 // Tables of fewer entries are not cut.
 constexpr int64_t kLargeTable = 4 * kEntriesPerPart;
-// At most 2^8 parts: a thread writes entries to as many places at once.
+// There are at most 2^8 parts: a thread writes to that many places at once.
 constexpr int kMaxPartBits = 8;
-// The entries that one thread hands out at a time, and rough cycles for one.
+// How many entries a thread distributes at a time, and rough cycles for one.
 constexpr int64_t kEntriesPerChunk = 16384;
 constexpr int64_t kCyclesPerMove = 8;
 constexpr int64_t kCyclesPerSort = 30;
@@ -62,10 +62,10 @@ void VisitEntries(const FeatureEntries& entries, int64_t begin, int64_t end,
   }
 }
 
-// Sorts what `source` hands over (see RadixSort), whose rows end in numbers
-// below `bound` and are alike before, and writes the groups to where entry
-// `first` is. Returns the number of rows. Does not write starts[first], so that
-// threads can work side by side.
+// Sorts the entries of `source` (see RadixSort), whose rows differ only in low
+// bits, which are below `bound`, and writes the groups from entry `first` on.
+// Returns the number of rows. Does not write starts[first], so that threads can
+// work side by side.
 template <class Entry, class Source>
 int64_t SortPart(uint64_t bound, int64_t size, const Source& source,
                  int64_t first, SortSpace<Entry>* space, RowGroups* groups) {
@@ -214,7 +214,7 @@ class Grouping {
 
   bool is_cut() const { return part_bits_ > 0; }
 
-  // Copies the gains of samples; 1 for features without, if others have them.
+  // Copies samples' gains; a feature without any gets 1 if others have some.
   void CopySampleGains() {
     const auto has = [](const FeatureEntries& own) {
       return own.csr->sample_gains.size() > 0;

@@ -18,8 +18,8 @@ namespace tpu_embedding {
 
 struct RowEntry {
   int32_t row;
-  // Numbered through all features of the table, as CollectGradients of
-  // kernels/apply_updates.cc does it: another order updates wrong rows.
+  // Counted through all features of a table in the order of CollectGradients in
+  // kernels/apply_updates.cc: any other order would update wrong rows.
   uint32_t sample;
   float gain;
 };
@@ -73,7 +73,7 @@ struct TableEntries {
 void GroupByRow(const std::vector<TableEntries>& tables,
                 const ParallelFor& parallel_for);
 
-// Does the same for entries that are listed, in the order given.
+// Groups the listed entries of one table in the same way, in the order given.
 void GroupByRow(const Buffer<RowEntry>& entries, int64_t vocabulary_size,
                 RowGroups* groups);
 

@@ -1,6 +1,6 @@
 // The options of every rule: clipping, weight decay, and rows without entries.
-// Few files include this, as an option must not be the reason to compile all
-// others.
+// Few files include this, so that a change of the options does not make all
+// others compile again.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_ROW_OPTIONS_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_ROW_OPTIONS_H_

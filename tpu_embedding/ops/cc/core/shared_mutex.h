@@ -1,7 +1,7 @@
 // A mutex that readers share.
 //
-// std::shared_mutex would take functions that only glibc 2.34 has from the
-// system that compiles the wheels, and std::condition_variable those of g++ 12.
+// The system that compiles the wheels would make std::shared_mutex need glibc
+// 2.34, and std::condition_variable the library of g++ 12.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_SHARED_MUTEX_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_SHARED_MUTEX_H_
@@ -12,8 +12,8 @@
 
 namespace tpu_embedding {
 
-// Fits std::unique_lock and std::shared_lock. Readers that come while a writer
-// waits let it pass.
+// Works with std::unique_lock and std::shared_lock. Readers that arrive while a
+// writer waits let the writer go first.
 class SharedMutex {
  public:
   SharedMutex() = default;

@@ -33,7 +33,7 @@ using F32x1 = float;
 template <class F32xN>
 constexpr int64_t kWidth = sizeof(F32xN) / sizeof(float);
 
-// Vectors of as many bfloat16, bytes and words of 32 bits.
+// Vectors of the same numbers of bfloat16, of bytes and of words of 32 bits.
 using U16x16 = uint16_t __attribute__((vector_size(32)));
 using U16x8 = uint16_t __attribute__((vector_size(16)));
 using U16x4 = uint16_t __attribute__((vector_size(8)));
@@ -75,7 +75,7 @@ TPU_EMBEDDING_INLINE void Load(const BFloat16* values, float* value) {
   std::memcpy(value, &word, sizeof(word));
 }
 
-// A row of int8, or its columns from one on.
+// A row of int8, or the rest of a row from some column on.
 struct Int8Row {
   const uint8_t* codes = nullptr;
   float scale = 0.0f;
@@ -89,7 +89,7 @@ struct Int8Row {
 
 constexpr float kMiddleCode = 127.5f;
 
-// Decodes through 16 bits: GCC would widen fourfold one column at a time.
+// Decodes through 16 bits: GCC would do a fourfold widening column by column.
 template <class U8xN, class U16xN, class I32xN, class F32xN>
 TPU_EMBEDDING_INLINE void Decode(const Int8Row& row, F32xN* vector) {
   U8xN codes;

@@ -30,12 +30,12 @@ struct StackedFeature {
 struct StackOutput {
   int32_t* row_pointers = nullptr;  // [num_samples + 1]
   int32_t* sample_ids = nullptr;    // [num_entries]
-  int32_t* token_ids = nullptr;     // [num_entries], or null and
-  int64_t* ids = nullptr;           // [num_entries] of a growing table
+  int32_t* token_ids = nullptr;     // [num_entries], or null
+  int64_t* ids = nullptr;           // [num_entries], for a growing table
   float* gains = nullptr;           // [num_entries]
 };
 
-// A stack that may hold anything: it comes back from the user.
+// A stack that comes back from the user and may hold anything.
 struct StackInput {
   std::string name;
   const int32_t* row_pointers = nullptr;
@@ -51,8 +51,8 @@ void WriteStack(const std::vector<StackedFeature>& features,
                 const std::vector<const FeatureCsr*>& batches,
                 const StackOutput& output);
 
-// Undoes WriteStack. `batches[f]->output_shape` says how many samples feature
-// f has; the rest of the batches is written. On an error they are unspecified.
+// Undoes WriteStack. `batches[f]->output_shape` says how many samples feature f
+// has; the other fields are written. After an error, they are unspecified.
 Error ReadStack(const std::vector<StackedFeature>& features,
                 const StackInput& input,
                 const std::vector<FeatureCsr*>& batches);

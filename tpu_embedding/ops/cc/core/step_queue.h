@@ -10,16 +10,15 @@
 // update is due at once, or with pipelining once it is one step old. No call
 // waits.
 //
-// A step that failed in one replica is discarded in all. The queue learns of it
-// in one of three ways: the failing op says so (Fail...), or a replica begins
-// anew in another run (of strategy.run or of a tf.function) while it, or a
-// replica after it, has its part in a step that others lack: replicas act in
-// ascending order. Complete updates are never discarded, except by Reset.
+// A step that failed in one replica is discarded in all. The queue learns of
+// the failure from the failing op (Fail...), or when a replica starts another
+// run (of strategy.run or of a tf.function) while it, or a replica after it,
+// has its part in a step that others lack: replicas act in ascending order.
+// Complete updates are never discarded, except by Reset.
 //
 // In a job of several processes each has a queue of one replica, and all queues
-// are at the same step. There the exchanges between the processes say what is
-// discarded, in all of them (Left, BeginRun, BeginDequeue, Discard...,
-// Refuse...).
+// are at the same step. There the exchanges between the processes decide what
+// all of them discard (Left, BeginRun, BeginDequeue, Discard..., Refuse...).
 //
 // All methods are thread-safe. An error leaves the queue as it was, unless said
 // otherwise.
@@ -57,7 +56,7 @@ class StepQueue {
   using Count = std::function<int64_t()>;
   // Tells whether a batch can be looked up. It must not call the queue.
   using Accept = std::function<bool(const Batch&)>;
-  // The run of calls outside of strategy.run, with one replica's batch each.
+  // The `run` of calls outside of strategy.run, each with one replica's batch.
   static constexpr int64_t kOutside = 0;
 
   // Is told of batches past the queue whose gradients are discarded. It must
@@ -98,8 +97,8 @@ class StepQueue {
     return std::nullopt;
   }
 
-  // Queues the batch of one replica. `run` tells calls of one strategy.run
-  // from those of another; it is kOutside for calls outside of any.
+  // Queues the batch of one replica. `run` identifies the strategy.run that the
+  // call is part of; it is kOutside for calls outside of any.
   Error Enqueue(int replica, Batch batch, bool training, int64_t run,
                 bool* apply_now) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -207,7 +206,7 @@ class StepQueue {
     return batches;
   }
 
-  // Does the same for gradients of `batch` past the queue.
+  // Does the same as CompletedByOwed for gradients of `batch` past the queue.
   std::vector<Batch> CompletedBy(int replica, const Batch& batch) {
     std::lock_guard<std::mutex> lock(mutex_);
     const size_t index = next_submit_[replica];
@@ -236,7 +235,7 @@ class StepQueue {
     for (StepPart& part : step->replicas) parts.push_back(std::move(part.part));
     Remove(number);
     updates_.push_back({count(), std::move(parts)});
-    // An evaluation that waits already must see the update.
+    // An evaluation batch that is queued already must see the update.
     const Step* next = Find(number + 1);
     const bool at_once = !pipelined_ || (next && !next->training);
     *apply_now = at_once && SetDue(updates_.size());
@@ -244,7 +243,7 @@ class StepQueue {
   }
 
   // Notes that the gradients of `replica` failed their checks. With several
-  // replicas the step is lost; a single one still owes and may try again.
+  // replicas the step is lost; a single one still owes gradients and may retry.
   void FailOwed(int replica) {
     std::lock_guard<std::mutex> lock(mutex_);
     const Step* step = OwedStep(replica);
@@ -258,16 +257,16 @@ class StepQueue {
       Discard(number);
       return;
     }
-    // A replica has not come to the step yet: the step is discarded as if an
-    // input had failed, else the replicas would be at different steps.
+    // A replica has not reached the step yet: the step is discarded as if an
+    // input had failed. Otherwise the replicas would be at different steps.
     Remove(number);
     failed_ = std::min(failed_.value_or(number), number);
     arrived_ = arrived;
   }
 
   // Returns, before a job queues a batch of `run`, how many of the newest
-  // batches an earlier run has left in the queue. It has if its lookup was
-  // refused, if it is `ended`, or if it dequeues what it enqueues and has not.
+  // batches an earlier run abandoned in the queue: its lookup was refused, it
+  // is `ended`, or it dequeues what it enqueues but has not yet done so.
   int64_t Left(int64_t run, int64_t ended) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (enqueue_run_ == kOutside || enqueue_run_ == run) return 0;
@@ -315,7 +314,7 @@ class StepQueue {
     if (const Step* step = OwedStep(0)) Remove(step->number);
   }
 
-  // Notes that a process of the job refused the next lookup. It may be
+  // Notes that a process of the job refused the next lookup. The lookup may be
   // repeated, unless the next run begins with another batch.
   void RefuseNext() {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -323,14 +322,14 @@ class StepQueue {
   }
 
   // Notes that a process of the job refused the gradients that are owed. Others
-  // may be submitted; the dequeue of the next step gives this one up.
+  // may be submitted instead; dequeuing the next step discards the refused one.
   void RefuseOwed() {
     std::lock_guard<std::mutex> lock(mutex_);
     if (Step* step = OwedStep(0)) step->refused = true;
   }
 
-  // Begins a lookup past the queue, whose gradients may come by Submit. By
-  // `*epoch` Submit recognizes late gradients of a given-up step.
+  // Begins a lookup past the queue, whose gradients may come by Submit. With
+  // `*epoch` Submit recognizes late gradients of a discarded step.
   Error BeginLookup(int replica, int64_t run, int64_t* epoch) {
     std::lock_guard<std::mutex> lock(mutex_);
     const bool new_run = IsNewRun(&lookup_runs_, replica, run);
@@ -357,9 +356,9 @@ class StepQueue {
     if (num_replicas() > 1) DiscardSubmissions();
   }
 
-  // Takes a batch together with its gradients. The n-th ones of all replicas
-  // make up one update. With pipelining the newest update is left pending and
-  // those before it are due. `epoch` is BeginLookup's, or nothing if unknown.
+  // Takes a batch with its gradients. The n-th submissions of all replicas make
+  // up one update. With pipelining the newest update stays pending and earlier
+  // ones are due. `epoch` is from BeginLookup, or empty if unknown.
   Error Submit(int replica, Batch batch, Gradients gradients,
                std::optional<int64_t> epoch, const Count& count,
                bool* apply_now) {
@@ -506,7 +505,7 @@ class StepQueue {
     return due_ > 0;
   }
 
-  // Discards what a failed run left, before a batch from outside of runs.
+  // Discards what a failed run left, before a batch outside of runs is queued.
   void EndRun() {
     const auto in_run = [](const std::optional<int64_t>& run) {
       return run.value_or(kOutside) != kOutside;
@@ -647,8 +646,8 @@ class StepQueue {
     for (const int64_t number : numbers) Discard(number);
   }
 
-  // Discards a step that every replica has queued. Those that have not dequeued
-  // it will not.
+  // Discards a step that every replica has queued. Replicas that have not yet
+  // dequeued it skip it.
   void Discard(int64_t number) {
     Remove(number);
     for (int64_t& next : next_dequeue_) next = std::max(next, number + 1);
@@ -679,7 +678,7 @@ class StepQueue {
   size_t due_ = 0;                       // how many of them are to be applied
   int64_t epoch_ = 0;                    // how often submissions were discarded
   std::vector<bool> last_was_training_;  // by replica: of the last dequeue
-  // The run in which each replica began last.
+  // The run of the last enqueue, dequeue and lookup of each replica.
   Runs enqueue_runs_, dequeue_runs_, lookup_runs_;
   std::optional<int64_t> failed_;  // a step discarded
   std::vector<int> arrived_;       // replicas that have begun it

@@ -29,7 +29,7 @@ struct CountedUpdate {
   int64_t samples = 0;
   int64_t samples_without_ids = 0;
 
-  // Makes room for an update of `num_groups` rows, of which `units` change.
+  // Makes room for an update of `num_groups` groups that changes `units` rows.
   void Resize(int64_t num_groups, int64_t units);
   // Counts the samples of a feature, and its invalid IDs.
   void AddSamples(const FeatureCsr& feature);
@@ -73,11 +73,11 @@ class Telemetry {
   // change, if there is not enough memory.
   bool Start(int64_t every, const std::vector<int64_t>& num_rows);
 
-  // Notes that an update of so many samples is about to be applied. Returns
+  // Notes that an update of `samples` samples is about to be applied. Returns
   // whether to count it.
   bool Next(int64_t samples);
 
-  // Takes the counts of that update, by table.
+  // Adds the counts, by table, of the update for which `Next` returned true.
   void Add(std::vector<CountedUpdate> tables);
 
   // Calls `read` while nothing changes.
@@ -89,10 +89,10 @@ class Telemetry {
   };
   void Read(const std::function<void(const View&)>& read) const;
 
-  // Returns how many rows of `table` any counted update named. Call in `Read`.
+  // Returns how many rows of `table` counted updates named. Call it in `Read`.
   int64_t RowsTouched(int table) const;
-  // Returns the `count` rows named most often, the most frequent first, and of
-  // equal ones the lower first. Call it in `Read`.
+  // Returns the `count` rows named most often, by descending count; rows with
+  // equal counts are in ascending order. Call it in `Read`.
   std::vector<HotRow> Hottest(int table, int64_t count) const;
 
  private:

@@ -10,7 +10,7 @@ namespace tpu_embedding {
 
 template <class... Parts>
 std::string Concat(const Parts&... parts) {
-  // The constructor without an argument is newer than TensorFlow's systems.
+  // Some systems of TensorFlow lack the constructor without an argument.
   std::ostringstream text(std::ios_base::out);
   (text << ... << parts);
   return text.str();

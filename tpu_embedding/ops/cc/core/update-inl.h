@@ -23,8 +23,8 @@ namespace tpu_embedding {
 // The number of entries ahead for which gradients are prefetched.
 constexpr int64_t kGradientsAhead = 8;
 
-// The gradients of all entries and their gains, for sums of some of them. A
-// read of a gradient prefetches a later one.
+// The gradients and gains of all entries, of which sums take some. Reading a
+// gradient prefetches a later one.
 template <Gains kGains>
 struct GradientTerms {
   const uint32_t* entries;  // the sample of each
@@ -73,7 +73,7 @@ TPU_EMBEDDING_INLINE void SumEntries(const TableGradients& gradients,
   }
 }
 
-// Sums the same entries, as `SumManyTerms` wants it.
+// Sums entries in the form that `SumManyTerms` expects.
 struct GroupedEntries {
   template <class F32xN>
   TPU_EMBEDDING_INLINE void Run(int64_t begin, int64_t end, int64_t dim,
@@ -108,8 +108,8 @@ struct RowBlock {
   float* gradients;  // [size, dim], the sums, which UpdateRows clips in place
 };
 
-// Shows the rows of a table to a rule: floats that it changes in place. There
-// is one class for each alternative of TableData.
+// Presents the rows of a table to a rule as floats, which it changes in place.
+// There is one class for each alternative of TableData.
 template <class Table>
 class TableRows;
 
@@ -121,7 +121,7 @@ class TableRows<float*> {
 
   const float* data() const { return data_; }
 
-  // Returns the row, in place `k` of the block, until `Close`.
+  // Opens the row at place `k` of the block, to be changed until `Close`.
   template <class F32xN>
   TPU_EMBEDDING_INLINE float* Open(int, int64_t row) {
     return data_ + row * dim_;
@@ -187,8 +187,8 @@ class TableRows<Int8Table>
   using RoundedRows::RoundedRows;
 };
 
-// The needs of a block of rows: a rule, whose type only update_rows knows, and
-// its table.
+// What updating a block of rows needs: a rule, whose type only update_rows
+// knows, and its table.
 struct TableUpdate {
   using UpdateRowsFn = void (*)(const TableUpdate* update,
                                 const RowBlock* block);
@@ -210,7 +210,7 @@ TPU_EMBEDDING_INLINE void Clip(float low, float high, int64_t dim,
 }
 
 // Scales the values down to an L2 norm of `limit`, as apply_rule of
-// optimizers/base.py does: the values of a NaN are NaN.
+// optimizers/base.py does: if one value is NaN, all become NaN.
 TPU_EMBEDDING_INLINE void ClipNorm(float limit, int64_t dim,
                                    float* __restrict values) {
   const float norm = std::sqrt(SumOfSquares(values, dim));
@@ -225,8 +225,8 @@ struct UpdateRows {
   template <class F32xN>
   TPU_EMBEDDING_INLINE static void Run(const TableUpdate* update,
                                        const RowBlock* block) {
-    // No write to a row can change this copy: only so can GCC vectorize loops
-    // that read the constants of a rule conditionally.
+    // No write to a row can change this copy. Without it GCC could not
+    // vectorize loops that read the constants of a rule conditionally.
     const Rule rule = *static_cast<const Rule*>(update->rule);
     const RowOptions& options = *update->options;
     const float decay = update->decay;
@@ -278,11 +278,11 @@ TPU_EMBEDDING_INLINE void PrefetchRowAndSlots(const Table& parameters,
 }
 
 // Loops over the rows of one table; a body of simd.h. It is compiled for each
-// storage of rows and each dim, not for each rule, which takes a fifth of the
-// time, and calls a rule through a pointer for each block of rows: a call for
-// each row made a DLRM step with SGD 2 to 3 % slower. The sum is inlined: as a
-// call it added a tenth to the time of short rows. docs/performance-notes.md
-// has the measurements.
+// storage of rows and each dim, but not for each rule, which takes a fifth of
+// the time to compile. It calls the rule through a pointer once per block of
+// rows: a call per row made a DLRM step with SGD 2 to 3 % slower. The sum is
+// inlined: as a call it made short rows a tenth slower.
+// docs/performance-notes.md has the measurements.
 template <class Table, class KnownDim>
 struct RowLoop {
   template <class F32xN>

@@ -46,7 +46,7 @@ struct TableGradients {
 };
 
 // The constants of a rule, in the order that its header documents, the learning
-// rate of this step, and how a row is rounded that is stored as bfloat16.
+// rate of this step, and how rows that are not stored as float32 are rounded.
 struct RuleArguments {
   std::vector<float> hyperparameters;
   float rate = 0.0f;
@@ -74,8 +74,8 @@ struct UpdatePiece {
 class UpdateObserver {
  public:
   virtual ~UpdateObserver() = default;
-  // Is called before any piece of a table of `num_groups` groups, of which
-  // `units` change.
+  // Is called before any piece of a table is updated. The update has
+  // `num_groups` groups and changes `units` rows.
   virtual void Start(int table, int64_t num_groups, int64_t units) {
     (void)table, (void)num_groups, (void)units;
   }

@@ -9,12 +9,12 @@
 namespace tpu_embedding {
 namespace {
 
-// An update looks at so many rows to evict some, and evicts so many, unless it
-// needs more: this takes about a millisecond.
+// An update examines kRowsPerSlice rows and evicts up to kEvictionsPerSlice,
+// unless it needs more: this takes about a millisecond.
 constexpr int64_t kRowsPerSlice = 65536;
 constexpr int64_t kEvictionsPerSlice = 8192;
 
-// A sweep chooses by so many rows, which are a sample of larger tables.
+// A sweep decides by this many rows, which are a sample if the table is larger.
 constexpr int64_t kRowsPerSample = 65536;
 
 constexpr int64_t kStateSize = 12;
@@ -297,7 +297,7 @@ int64_t Vocabulary::CountEvictable(int64_t most, int64_t now,
 void Vocabulary::MakeRoom(int64_t needed, int64_t num_promised,
                           const Hold& hold) {
   const bool by_age = options_.eviction == Eviction::kAge;
-  // A sweep that begins early has made room before it is needed.
+  // A sweep begins early, so that it has made room before it is needed.
   const int64_t reserve =
       std::max((capacity() - options_.min_rows) / 2, num_promised);
   const bool begins = by_age || (!sweeping_ && room() < needed + reserve);
@@ -311,7 +311,7 @@ void Vocabulary::MakeRoom(int64_t needed, int64_t num_promised,
   if (begins) begin(stride);
   if (sweeping_) SweepSlice(held);
   needed += num_promised;
-  // All rows that the sweep has still to look at may have been used since.
+  // All rows that the sweep has yet to look at may have been used meanwhile.
   for (const int64_t each : {stride, int64_t{1}}) {
     if (room() >= needed) return;
     begin(each);
@@ -344,7 +344,7 @@ void Vocabulary::BeginSweep(int64_t wanted, const RowSet& held,
   std::vector<uint32_t> keys;
   keys.reserve(num_rows_ / stride + 1);
   for (int64_t first = 0; first < num_rows_; first += stride) {
-    // The sample takes any row of the stride, as rows may differ in turns.
+    // The sample takes an arbitrary row per stride: rows may vary periodically.
     const int64_t row =
         first + (uint64_t(first) * 0x9E3779B97F4A7C15 >> 32) % stride;
     if (row < num_rows_ && IsEvictable(row, held, Now())) {

@@ -29,9 +29,9 @@ namespace tpu_embedding {
 
 constexpr int32_t kNoRow = -1;
 
-// What a lookup gives for an id without a row, and its gradients train: zeros,
-// which nothing trains; the first values of the row that the id may get; or row
-// 0, which all such ids share.
+// What a lookup gives for an id without a row, and what its gradients train:
+// zeros, which nothing trains; the first values of the row that the id may get;
+// or row 0, which all such ids share.
 enum class Unknown { kZeros, kInitializer, kShared };
 
 // Which rows are evicted: none; those whose last update is the longest ago;
@@ -52,8 +52,8 @@ struct VocabularyOptions {
   bool shares_when_full = false;  // else an error
   FirstValues first_values;
 
-  // Returns whether lookups promise rows: the update of a lookup that gave
-  // first values creates the row, and leaves rows promised to others alone.
+  // Returns whether lookups promise rows: if a lookup gave first values, its
+  // update creates the row and takes none that was promised to others.
   bool Promises() const { return shares_when_full && min_count == 1; }
 };
 
@@ -87,7 +87,7 @@ struct VocabularySnapshot {
   std::vector<int64_t> rows, hits, last_updates;
   std::vector<int64_t> candidates, candidate_hits;  // 0 hits: none
   // num_rows, updates begun; the counts; the next candidate; the sweep: cursor,
-  // whether it is on its way, threshold, ties; the clock of the last update and
+  // whether it is running, threshold, ties; the clock of the last update plus
   // 1, or 0 without a clock.
   std::vector<int64_t> state;
 };
@@ -126,15 +126,15 @@ class Vocabulary {
   bool HasRoomFor(int64_t count) const { return room() >= count; }
 
   // Returns what a lookup, for an update or not, gives for each id without a
-  // row. `promised` has ids without a row whose first values were given by
-  // lookups whose updates have not come. It may be empty if there is room for
-  // these and for `unknown`.
+  // row. `promised` has the ids without a row for which lookups gave first
+  // values and whose updates are still to come. It may be empty if there is
+  // room for these and for `unknown`.
   std::vector<Unknown> Give(const UnknownIds& unknown, bool training,
                             const IdMap& promised) const;
 
-  // Decides which ids the update will admit: those of `promised`, as in Give,
-  // before others. Fails if the table is full at that clock. Makes room in
-  // memory, also for `num_rows` that grow, but changes nothing else.
+  // Decides which ids the update will admit: ids of `promised`, as in Give,
+  // come before others. Fails if the table is full at that clock. Reserves
+  // memory, including that for a growing `num_rows`, but changes nothing else.
   Error Decide(const UnknownIds& unknown, const IdMap& promised,
                const Hold& hold, int64_t clock, Decision* decision);
 
@@ -148,8 +148,8 @@ class Vocabulary {
   int64_t MostRowsAfter(const Decision& decision) const;
 
   // Begins the update: evicts, admits, and remembers candidates. `rows` gets
-  // the row of each id of `unknown`, or kNoRow. `created` gets the rows that
-  // must get the first values of the id beside them.
+  // the row of each id of `unknown`, or kNoRow. `created` gets the new rows,
+  // each with the id whose first values it must get.
   void Take(const UnknownIds& unknown, const Decision& decision,
             const Hold& hold, int64_t clock, std::vector<int32_t>* rows,
             std::vector<RowOfId>* created);
@@ -170,13 +170,13 @@ class Vocabulary {
   const int64_t* ids() const { return &id_of(0); }
 
   VocabularySnapshot Save() const;
-  // Loads into a new vocabulary, of the same or of other options. After an
-  // error this one cannot be used.
+  // Loads into a new vocabulary, which may have other options. After an error
+  // the vocabulary cannot be used.
   Error Load(const VocabularySnapshot& snapshot);
 
-  // Counts hits of the update that began: those of the groups [begin, end), of
-  // rows that its gradients train; and those of the id of a row that they do
-  // not train.
+  // Count hits of the update that has begun: those in the groups [begin, end),
+  // whose rows its gradients train, and those of one id whose `row` its
+  // gradients do not train.
   void CountHits(const RowGroups& groups, int64_t begin, int64_t end);
   void CountHits(int32_t row, int64_t hits);
 
@@ -222,9 +222,9 @@ class Vocabulary {
   bool IsEvictable(int32_t row, const RowSet& held, int64_t now) const;
 
   int64_t CountEvictable(int64_t most, int64_t now, const Hold& hold) const;
-  // Makes room for `needed` rows now, beside those that are promised.
+  // Makes room for `needed` rows now, besides those that are promised.
   void MakeRoom(int64_t needed, int64_t num_promised, const Hold& hold);
-  // Chooses up to which key rows are evicted, by one row in each `stride`.
+  // Chooses the largest key to evict from a sample of one row per `stride`.
   void BeginSweep(int64_t wanted, const RowSet& held, int64_t stride);
   void SweepSlice(const RowSet& held);
   void EvictRows(const std::vector<int32_t>& rows);
@@ -250,8 +250,8 @@ class Vocabulary {
   std::deque<Candidate> candidates_;
   int64_t next_candidate_ = 0;
 
-  // The sweep over rows evicts those with a smaller key than the threshold, and
-  // of those with an equal key the first `ties_`.
+  // The sweep evicts the rows with a key below the threshold, and the first
+  // `ties_` of the rows with exactly that key.
   int64_t cursor_ = 0;
   bool sweeping_ = false;
   uint32_t threshold_ = 0;

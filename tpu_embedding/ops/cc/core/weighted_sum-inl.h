@@ -14,7 +14,7 @@ namespace tpu_embedding {
 
 constexpr int64_t kCacheLineBytes = 64;
 
-// Prefetches: with kLocality 3 into all caches, with 2 not into the first.
+// Prefetches into all caches (kLocality 3) or into all but the first (2).
 template <int kLocality = 3, class Element>
 TPU_EMBEDDING_INLINE void Prefetch(const Element* values, int64_t size) {
   constexpr int64_t kPerCacheLine = kCacheLineBytes / sizeof(Element);
@@ -23,12 +23,12 @@ TPU_EMBEDDING_INLINE void Prefetch(const Element* values, int64_t size) {
   }
 }
 
-// Keeps the calls of a function that only prefetches: GCC takes it for one
-// without effect and drops them, unless it is inlined.
+// Keeps the calls of a function that only prefetches: unless it is inlined, GCC
+// believes that it has no effect and drops the calls.
 TPU_EMBEDDING_INLINE void KeepCalls() { asm volatile(""); }
 
-// Returns how many rows ahead one is prefetched: 16 KiB, enough to cover a miss
-// to memory (~100 ns) with the work on the rows between, and little beside the
+// Returns how many rows ahead to prefetch: 16 KiB of rows. Working on these
+// takes longer than a miss to memory (~100 ns), and they take up little of the
 // caches.
 inline int64_t RowsAhead(int64_t bytes_per_row) {
   return std::clamp<int64_t>((16 << 10) / std::max<int64_t>(bytes_per_row, 1),
@@ -72,9 +72,9 @@ TPU_EMBEDDING_INLINE void SumBlocks(const Terms& terms, int64_t begin,
   }
 }
 
-// Computes the columns [offset, dim) by at most two blocks, which may overlap
-// each other or columns before `offset`: so odd widths need no loop over single
-// columns. Requires dim >= kColumns.
+// Computes the columns [offset, dim) with at most two blocks, which may overlap
+// each other or columns before `offset`, so that odd widths need no loop over
+// single columns. Requires dim >= kColumns.
 template <class Widest, int64_t kColumns, class Terms>
 TPU_EMBEDDING_INLINE void SumRest(const Terms& terms, int64_t begin,
                                   int64_t end, int64_t offset, int64_t dim,
@@ -90,8 +90,8 @@ TPU_EMBEDDING_INLINE void SumRest(const Terms& terms, int64_t begin,
 // The number of terms that are added one after the other.
 constexpr int64_t kTermsOfBlock = 4096;
 
-// Sums the sums of blocks by pairs of equally many blocks: its error grows with
-// the logarithm of their number.
+// Adds the sums of blocks in pairs that cover equal numbers of blocks, so that
+// the error grows with the logarithm of the number of blocks.
 class SumOfBlocks {
  public:
   void Add(const float* block, int64_t dim) {
@@ -132,14 +132,14 @@ struct SumOfManyTerms {
   }
 };
 
-// Returns whether terms are one block.
+// Returns whether the terms fit into one block.
 TPU_EMBEDDING_INLINE bool AreFewTerms(int64_t begin, int64_t end) {
   return __builtin_expect(end - begin <= kTermsOfBlock, true);
 }
 
-// Writes the sum of terms that are not few to `out`. It is a call, and callers
-// make `terms` for it alone: its code, or `terms` in memory, beside the sum of
-// the usual few made a DLRM step slower.
+// Writes the sum of many terms to `out`. It is not inlined, and callers make
+// `terms` for it alone: its code, or `terms` in memory, next to the sum of the
+// usual few terms made a DLRM step slower.
 template <class Terms>
 __attribute__((noinline, cold)) void SumManyTerms(const Terms& terms,
                                                   int64_t begin, int64_t end,
@@ -178,9 +178,9 @@ TPU_EMBEDDING_INLINE void WeightedSum(const Terms& terms, int64_t begin,
   }
 }
 
-// Adds up a fixed number of sums, whatever registers there are: one sum alone
-// would wait for each addition, and a different number for each clone would
-// give other bits.
+// Returns the sum of squares. Every CPU adds up the same number of partial
+// sums: a single sum would wait for each addition, and a number that depends on
+// the CPU would give other bits.
 TPU_EMBEDDING_INLINE float SumOfSquares(const float* __restrict g,
                                         int64_t dim) {
   constexpr int64_t kSums = 16;

@@ -17,7 +17,7 @@ inline int64_t Padded(int64_t bytes) {
   return (bytes + kWireAlignment - 1) / kWireAlignment * kWireAlignment;
 }
 
-// Returns the nearest bfloat16, ties to even; a NaN stays one.
+// Returns the nearest bfloat16, ties to even; a NaN stays a NaN.
 inline BFloat16 NearestBFloat16(float value) {
   constexpr uint32_t kMagnitude = 0x7FFFFFFF;
   constexpr uint32_t kInfinity = 0x7F800000;

@@ -13,9 +13,9 @@
 
 namespace tpu_embedding {
 
-// To copy a std::exception_ptr needs the libstdc++ of GCC 12, which not every
-// system of TensorFlow has. This carries the kind that callers tell apart, no
-// memory, and the text of all others.
+// Copying a std::exception_ptr needs the libstdc++ of GCC 12, which not every
+// system of TensorFlow has. This class carries the one kind of exception that
+// callers tell apart, std::bad_alloc, and the text of all others.
 class WorkerFailure {
  public:
   // Runs `body` in any thread, and keeps what it throws.

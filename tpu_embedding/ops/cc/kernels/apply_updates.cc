@@ -26,7 +26,7 @@ constexpr int64_t kCyclesPerRow = 50;
 // Rough cycles for counting the hits of a row.
 constexpr int64_t kCyclesPerHit = 10;
 
-// The needs of one table's update while the op runs.
+// What the update of one table needs while the op runs.
 struct TableWork {
   const TableView* view = nullptr;
   RowGroups* merged = nullptr;  // of several replicas, or of a growing table
@@ -161,7 +161,7 @@ int64_t Cycles(const RuleEntry& rule, const TableWork& work, int64_t rows) {
          rows * (kCyclesPerRow + width);
 }
 
-// Lets each observer from `next` on run the next one, and the last the update.
+// Nests the observers from `next` on, the update innermost, and runs them.
 void Observe(const Observers& observers, size_t next, const UpdatePiece& piece,
              const std::function<void()>& update) {
   if (next == observers.size()) return update();
@@ -265,8 +265,8 @@ void CountSamples(const BatchQueue::Update& update, const Plan& plan,
   }
 }
 
-// Decides before an update whether rows make up for it later, or must be caught
-// up before it, as it updates all of them.
+// Decides before an update whether waiting rows make up for it later, or must
+// be caught up first because it updates all rows.
 void BeginWaiting(const StepQueueResource& resource,
                   const ParallelFor& parallel_for,
                   std::vector<TableView>* views, std::vector<TableWork>* work) {
@@ -377,8 +377,8 @@ absl::Status ApplyUpdates(tensorflow::OpKernelContext* context,
       work[t].options = plan.tables[t].options.get();
     }
     if (grows) {
-      // TpuEmbeddingUpdate has met all errors there may be but those of threads
-      // that update at one time: then the update is discarded.
+      // TpuEmbeddingUpdate has checked for all errors but those from concurrent
+      // updates in other threads: after such an error the update is discarded.
       TF_RETURN_IF_ERROR(
           Grow(*update, tables, slots, *resource, WorkerPool(context), &work));
       TF_RETURN_IF_ERROR(MakeViews(*resource, tables, slots, &views));

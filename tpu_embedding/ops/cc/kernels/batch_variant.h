@@ -21,8 +21,8 @@ namespace tpu_embedding {
 using SharedBatch = std::shared_ptr<const PreparedBatch>;
 
 // One batch, or the reason why it was refused: the op that takes it knows the
-// queue and the replica, which have to be told. Copies share the batch. It
-// lives within one process: it is neither encoded nor decoded.
+// queue and the replica that must learn of a refusal. Copies share the batch.
+// It lives within one process: it is neither encoded nor decoded.
 struct BatchVariant {
   BatchVariant() = default;
   BatchVariant(SharedPlan own_plan, SharedBatch own_batch,
@@ -34,8 +34,8 @@ struct BatchVariant {
   SharedPlan plan;
   SharedBatch batch;
   absl::Status status;
-  // When a lookup began (StepQueue::BeginLookup), and whether its gradients
-  // came, which they may once for all copies.
+  // The epoch of a lookup (StepQueue::BeginLookup), and whether its gradients
+  // came: they may come only once for all copies.
   std::optional<int64_t> epoch;
   std::shared_ptr<std::atomic<bool>> used;
   // What TpuEmbeddingRoute gives and TpuEmbeddingReceiveBatch completes.
@@ -66,7 +66,7 @@ inline absl::Status Unwrap(const tensorflow::Tensor& tensor, const Plan* plan,
   return absl::OkStatus();
 }
 
-// Marks a lookup as one whose gradients came; fails if they came before.
+// Marks the gradients of a lookup as taken; fails if they were taken before.
 inline absl::Status TakeOnce(const BatchVariant& looked_up) {
   if (!looked_up.used || !looked_up.used->exchange(true)) {
     return absl::OkStatus();

@@ -26,12 +26,12 @@ namespace tpu_embedding {
 constexpr std::array<const char*, 5> kPhases = {
     "construction", "enqueue", "lookup", "update", "checkpoint"};
 
-// The exchanges of a lane come in one order everywhere. A thread that enqueues
-// ahead of the steps has a lane of its own.
+// The exchanges of a lane have the same order in all processes. A thread that
+// enqueues ahead of the steps has a lane of its own.
 constexpr std::array<const char*, 2> kLanes = {"step", "enqueue"};
 
-// The part of an exchange in a step of the user's: none, its first exchange, or
-// one that belongs to a step that has begun.
+// The role of an exchange in the user's step: none, the first exchange of the
+// step, or a later one of a step that has begun.
 constexpr std::array<const char*, 3> kRoles = {"", "begins", "continues"};
 
 class Channel : public tensorflow::ResourceBase {

@@ -76,9 +76,9 @@ role: what it is of a step: see kernels/channel.h.
 )doc");
 
 constexpr int64_t kAlignment = 64;
-// After this time a log line tells which processes are waited for.
+// After this time a log line names the processes that are still missing.
 constexpr int64_t kReminderSeconds = 10;
-// At its timeout an exchange waits so long for answers from other calls.
+// How long an exchange that timed out waits for answers from other calls.
 constexpr int64_t kAnswerSeconds = 2;
 
 // The header that comes before a message.
@@ -432,7 +432,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     Finish(absl::InternalError("A process refused a step without a reason."));
   }
 
-  // Goes on with `next`, which may use `this`, unless the swap fails.
+  // Swaps tensors. Unless that fails, calls `next`, which may use `this`.
   void SwapTensors(const char* what, const std::vector<Tensor>& sent,
                    const std::vector<Tensor>& received,
                    const std::function<void()>& next) {
@@ -472,8 +472,8 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   }
 
   // Returns which process a failure is about, or -1. Once TensorFlow's
-  // coordination service has noticed a lost process, every message fails, also
-  // that to another `peer`; its text names the lost one.
+  // coordination service has noticed a lost process, every message fails, even
+  // one to another `peer`; the text of the failure names the lost process.
   int Lost(absl::string_view message, int peer) const {
     int lost = peer;
     size_t first = absl::string_view::npos;
@@ -503,9 +503,9 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
                  << ", at most " << channel_->timeout_seconds << " s.";
   }
 
-  // Handles the end of the time. Before the job ends, asks the processes that
-  // are waited for whether they wait elsewhere: in the other lane, or in
-  // another embedding.
+  // Handles the timeout. Before this ends the job, it asks the processes that
+  // are missing whether they wait elsewhere: in the other lane, or in another
+  // embedding.
   void Expire() {
     const auto self = shared_from_this();
     executor_->Ref();

@@ -16,7 +16,7 @@ namespace tpu_embedding {
 // in the attribute `call`.
 class FeatureInputs {
  public:
-  // Takes the features of a plan and adds what `call` says of them.
+  // Takes the features of a plan and adds what `call` says about them.
   absl::Status Read(tensorflow::OpKernelConstruction* context,
                     std::vector<FeatureSpec> specs);
 

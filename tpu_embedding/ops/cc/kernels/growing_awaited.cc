@@ -31,7 +31,7 @@ absl::Status GrowingTable::Await(const SharedBatch& batch,
     for (const auto& known : pending_) {
       if (SharedBatch part = known.lock()) pending.push_back(std::move(part));
     }
-    // Nothing pends, or a reset has discarded it.
+    // No update is pending, or a reset has discarded it.
     if (pending.empty() || pending.size() != pending_.size()) {
       return absl::OkStatus();
     }

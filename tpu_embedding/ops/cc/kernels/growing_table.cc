@@ -29,7 +29,7 @@ uint64_t RandomSalt() {
   return static_cast<uint64_t>(device()) << 32 | device();
 }
 
-// Shows the rows that exist, in memory that has room for more.
+// A buffer of the rows that exist, in memory that has room for more.
 class LiveRowsBuffer : public tensorflow::TensorBuffer {
  public:
   LiveRowsBuffer(std::shared_ptr<GrowingMemory> memory, char* data, size_t size)
@@ -74,7 +74,7 @@ absl::Status GrowingTable::Array::Adopt(int64_t num_rows,
 }
 
 void GrowingTable::Array::Show(int64_t num_rows, Var* variable) const {
-  // Reads copy, so that nothing else refers to the memory.
+  // In this mode reads copy, so that no other tensor refers to the memory.
   variable->copy_on_read_mode.store(true);
   *variable->tensor() =
       Tensor(dtype, TensorShape({num_rows, width}),
@@ -89,7 +89,7 @@ GrowingTable::GrowingTable(const TablePlan& plan, int table,
       changed_rows_(changed_rows),
       salt_(RandomSalt()),
       vocabulary_(std::make_unique<Vocabulary>(*plan.vocabulary, salt_)) {
-  // `beside` counts the rows in front of the table, and after its last one.
+  // `beside` is how many rows to add in front of the table and at its end.
   const auto reserve = [&](tensorflow::DataType dtype, int64_t width,
                            int64_t beside) {
     Array array{nullptr, dtype, width};

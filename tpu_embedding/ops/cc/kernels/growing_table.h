@@ -1,9 +1,9 @@
 // A growing table behind TensorFlow's variables: its vocabulary, and the memory
 // of its rows and slots.
 //
-// The variables hold the rows that there are, in memory reserved for all that
-// may come. A lookup finds rows for ids; in front of row 0 there is memory for
-// what has no row. What the number of an entry means:
+// The variables hold the rows that exist, in memory reserved for all rows that
+// may come. A lookup finds rows for ids; memory in front of row 0 has the
+// values for ids without a row. The number of an entry means:
 //
 //   in a Query    row        the id has this row
 //                 kNoRow     it has none (only until NumberUnknown)
@@ -15,8 +15,8 @@
 //   in an Update  row        its gradients train this row
 //                 num_rows   they are dropped
 //
-// Locks: who looks up holds the variables' read locks, who updates their write
-// locks, and then `mutex`.
+// Locks: a lookup takes the variables' read locks, an update their write locks;
+// both take `mutex_` after them.
 
 #ifndef TPU_EMBEDDING_OPS_CC_KERNELS_GROWING_TABLE_H_
 #define TPU_EMBEDDING_OPS_CC_KERNELS_GROWING_TABLE_H_
@@ -65,7 +65,7 @@ class GrowingTable {
 
   enum class Purpose { kEvaluation, kTraining, kRepetition };
 
-  // `changed_rows`, of this and other tables, learns what this `table` does.
+  // Notes in `changed_rows`, which all tables share, what this `table` does.
   GrowingTable(const TablePlan& plan, int table,
                const ChangedRows& changed_rows);
 
@@ -94,9 +94,9 @@ class GrowingTable {
   // from StoredRows, must be unlocked: this locks them.
   absl::Status AdoptRows(const std::vector<tensorflow::Var*>& stored);
 
-  // Finds the rows of a batch in some tables. In training they stay until its
-  // gradients come; it fails if they leave no room for a pending update. A
-  // repetition gives what the lookup for training gave before.
+  // Finds the rows of a batch in some tables. In training the rows stay until
+  // the batch's gradients come; this fails if they leave no room for a pending
+  // update. A repetition gives what the lookup for training gave before.
   struct Search {
     GrowingTable* table;
     std::vector<tensorflow::Var*> stored;  // as of StoredRows
@@ -110,12 +110,12 @@ class GrowingTable {
   ConstTableData rows() const;
 
   // Fails if the update of these batches, one of each replica, would find the
-  // table full. If it `pends`, later lookups leave it its room. The clock may
-  // be earlier than that of the update.
+  // table full. If the update `pends`, later lookups leave room for it. The
+  // clock may be earlier than that of the update.
   absl::Status CheckRoom(const std::vector<SharedBatch>& batches, int64_t clock,
                          bool pends, const ParallelFor& parallel_for);
 
-  // Tells whether updates pass a clock, and that of the last complete one.
+  // Tell whether updates pass a clock, and the clock of the last complete one.
   bool has_clock() const { return plan_.vocabulary->has_clock; }
   int64_t clock() const { return clock_; }
   void set_clock(int64_t clock) { clock_ = clock; }
@@ -128,9 +128,9 @@ class GrowingTable {
     Update(const Update&) = delete;
     Update& operator=(const Update&) = delete;
 
-    // Return the entries of a feature of the batches of all replicas or
-    // senders, and their rows, for GroupByRow with this many rows: the last one
-    // stands for entries that are dropped.
+    // Return the number of batches, of replicas or senders; the entries of a
+    // feature in one of them, with their rows; and the number of rows for
+    // GroupByRow, the last of which stands for entries that are dropped.
     int num_sources() const { return sources_.size(); }
     FeatureEntries entries(int source, int feature) const {
       return {(*sources_[source])[feature], rows_[source][feature]};
@@ -148,8 +148,8 @@ class GrowingTable {
     std::unique_lock<SharedMutex> lock_;
     std::vector<SharedBatch> batches_;
     std::vector<Query> queries_;  // by batch
-    // The ids that have no row now, and for each query the place of each of its
-    // unknown ids now: its row, or -2 less its number here.
+    // The ids that still have no row, and for each query where each of its
+    // unknown ids is now: its row, or -2 minus its number in `unknown_`.
     UnknownIds unknown_;
     std::vector<std::vector<int32_t>> now_;
     Decision decision_;
@@ -160,8 +160,8 @@ class GrowingTable {
     int64_t num_rows_ = 0;
   };
   // One update of some tables. `Begin` leaves the tables as they were, and
-  // fails if the update is impossible. `Grow` changes them. The locks end with
-  // the updates.
+  // fails if the update is impossible. `Grow` changes them. The tables stay
+  // locked as long as the updates live.
   struct Growth {
     GrowingTable* table;
     std::vector<tensorflow::Var*> arrays;  // StoredRows, then slots
@@ -181,11 +181,11 @@ class GrowingTable {
   int64_t num_rows() const { return vocabulary_->num_rows(); }
   const int64_t* ids() const { return vocabulary_->ids(); }
 
-  // Lets go of the rows that the lookup of this batch found, or the lookup of
-  // the batch whose update this is.
+  // Releases the rows that were found by the lookups of this batch and of the
+  // batch that was looked up for this update.
   void ForgetLookup(const SharedBatch& batch);
 
-  // Evicts what the policy says, but not what lookups and updates wait for.
+  // Evicts rows by the policy, except those that lookups or updates wait for.
   int64_t Evict();
   VocabularyCounts counts() const;
 
@@ -234,8 +234,8 @@ class GrowingTable {
     void Show(int64_t num_rows, tensorflow::Var* variable) const;
   };
 
-  // The most first values in front of a table, and the most after its last row:
-  // one for each id without a row that lookups name at one time.
+  // The limits on first values in front of a table and on those after its last
+  // row: one for each id without a row that lookups use at one time.
   static constexpr int64_t kMaxBorrowedRows = int64_t{1} << 20;
   static constexpr int64_t kRowsPerChunk = 64;
   static constexpr int64_t kCyclesPerFirstValue = 10;
@@ -250,8 +250,8 @@ class GrowingTable {
                           const std::vector<Query*>& queries,
                           const ParallelFor& parallel_for);
   void NumberUnknown(Query* query) const;
-  // Returns storage for rows, an array that is used again if possible: fresh
-  // memory costs a page fault for each 4 KiB.
+  // Returns storage for rows and reuses an array if possible: fresh memory
+  // costs a page fault per 4 KiB.
   Buffer<int32_t> NewRows(int64_t size) const;
   void Return(std::vector<Rows>* rows);
   static absl::Status FindLocked(const SharedBatch& batch, Purpose purpose,
@@ -268,7 +268,7 @@ class GrowingTable {
     std::vector<Unknown> given;
   };
   std::vector<Awaited>::iterator FindAwaited(const SharedBatch& batch);
-  // Begins and ends the memory of the lookup of a batch.
+  // Begin and end the record of the lookup of a batch.
   void Expect(const SharedBatch& batch);
   void Forget(const SharedBatch& batch);
   // Forgets a lookup that failed, which may not have written first values.
@@ -276,8 +276,8 @@ class GrowingTable {
   // Decides what a lookup gives for ids without a row, and remembers it with
   // the rows until its update.
   void Give(const SharedBatch& batch, Purpose purpose, Query* query);
-  // Returns the ids of Vocabulary::Give that live lookups, except that of
-  // `batch`, promise before `count` more ids.
+  // Returns the ids that live lookups, except that of `batch`, have promised,
+  // for Vocabulary::Give. May be empty if `count` more ids have room, too.
   IdMap Promised(const SharedBatch& batch, int64_t count) const;
   // Takes what the lookup of a batch found and gave.
   void TakeGiven(const SharedBatch& batch, Query* query);
@@ -297,7 +297,7 @@ class GrowingTable {
             ConsumerRows* consumer) const;
   // Returns the rows that ids have.
   std::unique_ptr<RowBits> RowsOfIds(const Vocabulary& vocabulary) const;
-  // Tells one consumer that `vocabulary` takes the place of the own one.
+  // Tells one consumer that `vocabulary` replaces that of this table.
   void NoteReplaced(const Vocabulary& vocabulary, ConsumerRows* consumer) const;
   // Holds the rows of all live lookups except those of `batches`, whose rows
   // `add_own` adds.
@@ -310,13 +310,13 @@ class GrowingTable {
   absl::Status Borrow(const SharedBatch& batch, Purpose purpose,
                       const std::vector<int64_t>& ids, Found* found,
                       std::vector<int32_t>* rows);
-  // Decides what each unknown id reads. `first` gets rows to be written before.
+  // Decides what each unknown id reads. `first` gets rows that must be written.
   absl::Status Place(const SharedBatch& batch, Purpose purpose,
                      const Query& query, Found* found,
                      std::vector<int32_t>* reads,
                      std::vector<Vocabulary::RowOfId>* first);
   void ReturnFront(const std::vector<int32_t>& places);
-  // Finds the first values that a lookup has written of rows that are created.
+  // Finds the first values that a lookup has already written for created rows.
   void FindWritten(Update* update) const;
   void WriteFirst(int64_t id, int64_t row) const;
   // `written` is the row that has its first values, or kNoRow.
@@ -336,9 +336,9 @@ class GrowingTable {
   // `next_place_` on.
   std::vector<int32_t> free_places_;
   int32_t next_place_ = 0;
-  // First values after the last row, of ids to which the update of the batch
-  // will give rows: just these, unless others are free or another update comes
-  // first.
+  // First values after the last row, for ids to which the update of the batch
+  // will give just these rows, unless other rows are free or another update
+  // comes first.
   struct Ahead {
     std::weak_ptr<const PreparedBatch> batch;
     int64_t first_row = 0;

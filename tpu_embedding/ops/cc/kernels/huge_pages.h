@@ -17,8 +17,8 @@ class HugePages {
  public:
   explicit HugePages(size_t num_buffers) : known_(num_buffers) {}
 
-  // Advises the buffer of the variable with number `index`, unless it is the
-  // buffer of the last call.
+  // Asks for huge pages under the buffer of the variable with number `index`,
+  // unless that buffer is the one of the last call.
   void Advise(size_t index, const tensorflow::Tensor& value);
 
  private:

@@ -111,7 +111,7 @@ absl::Status CheckScalar(const char* name, const Tensor& tensor) {
 
 absl::Status ActivationShape(const std::vector<int64_t>& samples, int64_t dim,
                              tensorflow::TensorShape* shape) {
-  // This gives a status; the constructor of a shape would end the process.
+  // This returns a status; the constructor of a shape would end the process.
   absl::InlinedVector<int64_t, 4> axes(samples.begin(), samples.end());
   axes.push_back(dim);
   return tensorflow::TensorShape::BuildTensorShape(axes, shape);
@@ -285,7 +285,7 @@ absl::Status LookUpCounters(OpKernelContext* context,
 int64_t AddTo(Var* counter, int64_t number) {
   const tensorflow::mutex_lock lock(*counter->mu());
   const int64_t before = counter->tensor()->scalar<int64_t>()();
-  // The buffer is new: readers of the counter may share the old one.
+  // The buffer is new, because readers of the counter may share the old one.
   Tensor after(tensorflow::DT_INT64, {});
   after.scalar<int64_t>()() = before + number;
   *counter->tensor() = after;

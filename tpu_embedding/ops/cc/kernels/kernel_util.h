@@ -21,7 +21,7 @@ namespace tpu_embedding {
 // the caller, once all workers are done.
 ParallelFor WorkerPool(tensorflow::OpKernelContext* context);
 
-// Make statuses of the core's errors in values, and in the order of calls.
+// Make statuses of the core's errors: in values, or in the order of calls.
 absl::Status InvalidArgument(const Error& error);
 absl::Status FailedPrecondition(const Error& error);
 
@@ -30,8 +30,8 @@ absl::Status FailedPrecondition(const Error& error);
 // have changed anything by then.
 absl::Status WithinMemory(const std::function<absl::Status()>& body);
 
-// Fails unless `length`, that of the list `name`, is `expected`. The lists of
-// an op may not fit together in a graph that was edited by hand.
+// Fails unless `length`, that of the list `name`, is `expected`. In a graph
+// that was edited by hand the lists of an op may have different lengths.
 absl::Status CheckLength(const char* name, int64_t length, int64_t expected);
 
 // Fails unless all of `indices`, the list `name`, are in [0, end).
@@ -92,8 +92,8 @@ TableData RowsOf(const std::vector<Variable>& tables, const Plan& plan,
 ConstTableData ConstRowsOf(const std::vector<Variable>& tables,
                            const Plan& plan, size_t t);
 
-// Fails unless the tables have the shape, which ids were checked for, and the
-// dtype of the plan. The tables must be locked.
+// Fails unless the tables have the dtype of the plan and its shape, for which
+// ids were checked. The tables must be locked.
 absl::Status CheckTables(const std::vector<Variable>& tables, const Plan& plan);
 
 // Looks up the int64 scalars behind the resource inputs `counters`.

@@ -48,7 +48,7 @@ absl::Status ReadPlace(const Record& record, CsrFeature* feature) {
   return record.Get("max_valency", &feature->max_valency);
 }
 
-// Reads what the attribute "plan" records of tables, features and chips.
+// Reads what the attribute "plan" records about tables, features and chips.
 absl::Status ReadSetup(const std::string& plan, CsrSetup* setup, bool* padded) {
   Record record;
   TF_RETURN_IF_ERROR(record.Parse(plan));
@@ -336,7 +336,7 @@ class PartitionOp : public tensorflow::OpKernel {
   FeatureInputs features_;
   CsrSetup setup_;
   bool padded_ = true;
-  // Calls of tf.data run side by side, and each has a batch of its own.
+  // tf.data may run calls of this op side by side; each has its own batch.
   const std::shared_ptr<BatchPool<CsrBatch>> pool_ =
       std::make_shared<BatchPool<CsrBatch>>();
 };

@@ -53,7 +53,7 @@ class Record {
   tensorflow::NameAttrList fields_;
 };
 
-// Reads a feature, without what the kind of its input and build() add.
+// Reads a feature, except for what the kind of its input and build() add.
 absl::Status ReadFeature(const Record& record, FeatureSpec* spec);
 
 struct TablePlan {
@@ -69,8 +69,8 @@ struct TablePlan {
   std::vector<float> hyperparameters;
   std::shared_ptr<const RowOptions> options;
   uint64_t rounding_seed = 0;
-  // What a step without a gradient does to rows that wait for one, and of how
-  // many steps it is kept. Null if rows do not wait.
+  // What a step without a gradient does to rows that wait for one, and how many
+  // steps the history holds. Null if rows do not wait.
   std::shared_ptr<const IdleRule> idle;
   int64_t history = 0;
   // The vocabulary of a growing table, which may have at most `rows` rows.

@@ -1,9 +1,9 @@
 // TpuEmbeddingBeginPushes and TpuEmbeddingCurrentPush set and tell the number
 // under which a scheduled function pushes gradients.
 //
-// The number is known by the id of the run, not by a tensor that would have to
-// be passed through the user's functions: those may be traced before, and are
-// called with and without a number.
+// The number is looked up by the id of the run, not passed as a tensor through
+// the user's functions: those may have been traced before, and are called with
+// and without a number.
 
 #include <cstdint>
 #include <deque>

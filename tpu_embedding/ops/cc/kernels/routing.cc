@@ -75,7 +75,7 @@ training: as of TpuEmbeddingRoute.
 
 using RoutedPool = BatchPool<RoutedBatch>;
 
-// Takes a batch to reuse, which does not keep the one that was looked up.
+// Takes a batch to reuse, which releases the looked-up batch after its use.
 std::shared_ptr<RoutedBatch> TakeFrom(RoutedPool* pool) {
   const std::shared_ptr<RoutedBatch> batch = pool->Take();
   return {batch.get(),

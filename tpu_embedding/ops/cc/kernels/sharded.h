@@ -32,8 +32,8 @@ inline bool Narrow(const Plan& plan, int process) {
 
 // Outputs the list `messages` and, after it, the scalar `refusal`. Each
 // receiver gets a message of `bytes`, which `write(receiver, data)` writes.
-// After an error processes tell each other by the refusal, and the messages are
-// empty; with servers the op itself fails.
+// After an error processes send each other the refusal and empty messages; with
+// servers the op itself fails.
 template <class Write>
 absl::Status SetMessages(tensorflow::OpKernelContext* context,
                          const Placement& placement, const absl::Status& status,
@@ -70,8 +70,8 @@ inline absl::Status MessageShapes(
   return absl::OkStatus();
 }
 
-// Reads the input list `received`, one message from each of `size` senders.
-// They begin at addresses as kWireAlignment says.
+// Reads the input list `received`, one message from each of `size` senders. The
+// messages begin at multiples of kWireAlignment in memory.
 inline absl::Status ReadReceived(tensorflow::OpKernelContext* context, int size,
                                  tensorflow::OpInputList* received) {
   TF_RETURN_IF_ERROR(context->input_list("received", received));

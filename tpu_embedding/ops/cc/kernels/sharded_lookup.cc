@@ -91,8 +91,8 @@ int64_t ElementBytes(bool narrow) {
   return narrow ? sizeof(BFloat16) : sizeof(float);
 }
 
-// Returns how rows are stored when they have arrived: caught up and not
-// rounded, if they may wait.
+// Returns how arrived rows are stored. Rows that may wait are caught up, so
+// they are float32 whatever the storage of the table.
 RowStorage JoinedStorage(const TablePlan& table) {
   return table.idle ? RowStorage::kFloat32 : table.storage;
 }
@@ -233,7 +233,7 @@ class ServeOp : public tensorflow::OpKernel {
     return absl::OkStatus();
   }
 
-  // Returns the rows of ids that a sender wants: those of their entries.
+  // Returns the rows of the ids that a sender wants, as found for its entries.
   static Buffer<int32_t> RowsOfIds(const PeerRequest& request, int sender,
                                    const TablePlan& table, int64_t size,
                                    const GrowingTable::Found& found) {
@@ -266,7 +266,7 @@ class ServeOp : public tensorflow::OpKernel {
     };
     const int64_t num_tables = plan.tables.size();
     const int64_t num_features = plan.features.size();
-    // The work for each that asked: its tables, then its features.
+    // The work for each sender: its tables, then its features.
     std::vector<Work> works;
     std::vector<CaughtUp> caught_up;  // by work
     // Wanted rows by sender and table; `of_ids` has those of growing tables.
@@ -343,7 +343,7 @@ class ServeOp : public tensorflow::OpKernel {
       };
       if (!narrow) return look_up(reinterpret_cast<float*>(to));
       std::vector<float> out((piece.end - piece.begin) * dim);
-      // Lookup writes to where sample 0 would be.
+      // Lookup expects a pointer to where sample 0 would be.
       look_up(out.data() - piece.begin * dim);
       ToBFloat16(out.data(), out.size(),
                  reinterpret_cast<BFloat16*>(to) + piece.begin * dim);
@@ -504,8 +504,8 @@ class CombineOp : public tensorflow::OpKernel {
     return absl::OkStatus();
   }
 
-  // Sets the activations of a feature of a whole table. For others sets
-  // `*output` to where they are to be combined.
+  // Sets the activations of a feature of a whole table. For other features sets
+  // `*output` to where their activations are to be combined.
   absl::Status SetOutput(OpKernelContext* context, const Plan& plan,
                          const PreparedBatch& batch,
                          const OpInputList& received,

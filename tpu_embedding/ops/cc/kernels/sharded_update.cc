@@ -136,7 +136,7 @@ class SendGradientsOp : public tensorflow::OpKernel {
     SharedPlan plan;
     SharedBatch batch;
     absl::Status status = FindBatch(context, &plan, &batch);
-    // If there is no plan, it is not known who would have to be told.
+    // Without a plan it is unknown which processes must learn of the error.
     OP_REQUIRES(context, plan, status);
     ReplicaGradients gradients;
     QueuePtr growing;
@@ -197,7 +197,7 @@ class SendGradientsOp : public tensorflow::OpKernel {
     return CheckGradients(plan, batch, *gradients);
   }
 
-  // Notes what is sent in the queue with growing tables, if there is one.
+  // Notes in the queue with growing tables, if there is one, what is sent.
   static absl::Status NoteSent(OpKernelContext* context,
                                const SharedBatch& batch, QueuePtr* growing) {
     OpInputList queues, batches;
@@ -349,7 +349,7 @@ class ReceiveGradientsOp : public tensorflow::OpKernel {
     TF_RETURN_IF_ERROR(TakeOnce(*given));
     absl::Status room;
     const auto submit = [&]() -> Error {
-      // Processes asked before they sent, but servers do not know each other.
+      // Processes checked this before sending; servers do not know each other.
       room =
           CheckRoom({given->batch}, gradients.clock, parallel_for, *resource);
       if (room.ok()) room = AdvanceClock(*resource, &gradients.clock);
@@ -357,8 +357,8 @@ class ReceiveGradientsOp : public tensorflow::OpKernel {
       return queue.Submit(0, given->batch, std::move(gradients), given->epoch,
                           count, apply_now);
     };
-    // The number is noted together with the update, which from then on is the
-    // queue's: it does not depend on the worker any more.
+    // The push number is recorded together with the update, which then belongs
+    // to the queue and no longer depends on the worker.
     bool repeated = false;
     absl::Status status = FailedPrecondition(
         push ? resource->pushes.Admit(*push, submit, &repeated) : submit());

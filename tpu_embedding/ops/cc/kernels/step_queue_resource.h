@@ -36,20 +36,20 @@ struct ReceivedGradients {
 
 // The gradients and rates that one replica submits.
 struct ReplicaGradients {
-  // Features without a gradient, which counts as zeros, have nothing here.
+  // Empty for a feature without a gradient, which counts as zeros.
   std::vector<std::optional<tensorflow::Tensor>> features;
   // The learning rates by table. One replica evaluates the rates, the others
   // submit zeros: their sum is the rate.
   tensorflow::Tensor rates;
-  // The last replica's clock, or the largest of all processes; 0 of others.
+  // The last replica's clock, or the largest of all processes; else 0.
   int64_t clock = 0;
   std::shared_ptr<const ReceivedGradients> received;  // of a routed batch
 };
 
 using BatchQueue = StepQueue<SharedBatch, ReplicaGradients>;
 
-// Makes what waits in each table; null for tables without rows that wait. See
-// kernels/waiting_table.h.
+// Makes the waiting state of each table; null for tables whose rows never wait.
+// See kernels/waiting_table.h.
 class WaitingTable;
 std::vector<std::shared_ptr<WaitingTable>> MakeWaiting(const Plan& plan);
 
@@ -91,7 +91,7 @@ class StepQueueResource : public tensorflow::ResourceBase {
   std::vector<RowGroups> merged;
   const std::vector<std::shared_ptr<WaitingTable>> waiting;
   std::vector<std::unique_ptr<GrowingTable>> growing;  // null: static
-  // What TpuEmbeddingSendGradients sent last, of growing tables past the queue.
+  // The batch past the queue whose gradients for growing tables were sent last.
   std::weak_ptr<const PreparedBatch> sent;
   Telemetry telemetry;       // off until TpuEmbeddingStartTelemetry
   ChangedRows changed_rows;  // of no consumer until TpuEmbeddingMarkRows
@@ -155,8 +155,8 @@ inline absl::Status CheckRoom(const std::vector<SharedBatch>& completed,
   return absl::OkStatus();
 }
 
-// Notes the clock of an update that is complete and will be applied. Fails if
-// it goes back; on a server, where updates come in any order, it stays then.
+// Notes the clock of a complete update that will be applied. Fails if the clock
+// goes back; on a server, which gets updates in any order, it stays instead.
 inline absl::Status AdvanceClock(const StepQueueResource& resource,
                                  int64_t* clock) {
   int64_t last = 0;
@@ -204,7 +204,7 @@ inline absl::Status LookUpQueue(tensorflow::OpKernelContext* context,
   return CheckIndices("replica", {replica}, (*queue)->queue.num_replicas());
 }
 
-// Finds the growing table with that number in the plan.
+// Finds the growing table that has the number `table` in the plan.
 inline absl::Status LookUpGrowing(const StepQueueResource& resource, int table,
                                   GrowingTable** found) {
   TF_RETURN_IF_ERROR(CheckIndices("table", {table}, resource.growing.size()));
@@ -213,9 +213,9 @@ inline absl::Status LookUpGrowing(const StepQueueResource& resource, int table,
   return absl::InvalidArgumentError("A malformed graph: no growing table.");
 }
 
-// Reads what tells this run of strategy.run from others: the input "runs", or
-// if it is empty the run of the tf.function that the op is in, which is never
-// kOutside.
+// Reads the number that identifies this run of strategy.run: the input "runs",
+// or if that is empty the run of the tf.function that the op is in, which is
+// never kOutside.
 inline absl::Status ReadRun(tensorflow::OpKernelContext* context,
                             int64_t* run) {
   const tensorflow::Tensor* runs = nullptr;

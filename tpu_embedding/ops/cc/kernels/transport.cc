@@ -13,8 +13,8 @@ namespace {
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 
-// Tensors travel in pieces of this size, so many of a process at once: whole
-// tensors of 16 MiB took twice as long.
+// Tensors travel in pieces of this size, kWindow at a time from each process:
+// whole tensors of 16 MiB took twice as long.
 constexpr int64_t kPieceBytes = int64_t{256} << 10;
 constexpr int kWindow = 8;
 
@@ -130,7 +130,7 @@ void Transport::Send(const char* what, const Parts& parts, int p,
   }
 }
 
-// Asks process `p` for the next piece that nobody has asked for.
+// Asks process `p` for the next piece that has not been requested yet.
 void Transport::RequestPiece(const char* what, const Parts& parts, int p,
                              const Done& done) {
   Part& part = (*parts)[p];
@@ -153,7 +153,7 @@ void Transport::RequestPiece(const char* what, const Parts& parts, int p,
           });
 }
 
-// Nobody asks for the pieces after one that failed.
+// Skips the pieces after one that failed: nobody asks for them.
 void Transport::SkipRest(const Parts& parts, int p, const Done& done) {
   Part& part = (*parts)[p];
   while (part.next++ < part.received.size()) {
@@ -172,7 +172,7 @@ void Transport::Receive(int process, const std::string& key, Tensor* tensor,
       done);
 }
 
-// Counts one of those that are waited for. The last one goes on.
+// Counts one arrival. After the last one, goes on with `next_`.
 void Transport::Arrive() {
   if (--waiting_ > 0) return;
   const Next next = std::move(next_);  // It may hold this.

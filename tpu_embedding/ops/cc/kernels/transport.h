@@ -42,16 +42,16 @@ class Transport : public std::enable_shared_from_this<Transport> {
   absl::Status FindMembers(const tensorflow::CollGroupParams& group);
 
   // Sends and receives what is not empty, in pieces; then calls `next` with the
-  // first failure. A failure ends all collectives of the job.
+  // first failure or OK. A failure ends all collectives of the job.
   void Swap(const char* what, const std::vector<tensorflow::Tensor>& sent,
             const std::vector<tensorflow::Tensor>& received, Next next);
 
   // Fails the swap and ends all collectives of the job, unless it has failed.
   void Abort(const absl::Status& status);
 
-  // Asks the processes of which nothing has come for headers of `size` numbers
-  // in the other lanes and in the other channels of this process. Returns
-  // whether it has asked; if not, none is waited for or there is nowhere else.
+  // Asks the processes from which nothing has come for headers of `size`
+  // numbers in the other lanes and in this process's other channels. Returns
+  // false if it asked none: no piece is missing, or there is nowhere to ask.
   bool AskElsewhere(int64_t size, const Answer& answer);
 
   // Names the processes that sent nothing, or else those that took nothing.

@@ -100,7 +100,7 @@ class UpdateRowsOp : public tensorflow::OpKernel {
     return absl::OkStatus();
   }
 
-  // Used for what it keeps of the variables; its queue stays empty.
+  // Used for its plan and its records of the variables; the queue stays empty.
   QueuePtr resource_;
   std::vector<bool> has_gradient_;
   std::vector<IdleRule> idle_;

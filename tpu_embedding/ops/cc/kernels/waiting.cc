@@ -38,7 +38,7 @@ absl::Status GetDoubles(const Record& record, const char* name,
   return absl::OkStatus();
 }
 
-// The table of an op, locked, and what waits in it.
+// The locked table of an op, and its waiting rows.
 struct LockedTable {
   WaitingTables waiting;            // of one table
   std::vector<Variable> variables;  // the table, then its slots

@@ -29,7 +29,7 @@ absl::Status ReadIdleRule(const Record& record, IdleRule* rule);
 absl::Status ReadIdleRules(tensorflow::OpKernelConstruction* context,
                            std::vector<IdleRule>* rules);
 
-// What waits in the tables of one op. Its variables are locked from `LookUp`
+// The waiting rows of one op's tables. The variables are locked from `LookUp`
 // on, and before the tables and the slots: all ops lock in this order.
 class WaitingTables {
  public:
@@ -47,8 +47,8 @@ class WaitingTables {
   std::vector<std::unique_ptr<WaitingRows>> rows_;
 };
 
-// Refuses a step of an optimizer that no longer trains the table, or of a decay
-// that leaves nothing of it.
+// Refuses a step of an optimizer that no longer trains the table, or with a
+// weight decay that would leave nothing of a row.
 absl::Status CheckStep(const IdleRule& rule, const WaitingRows& waiting,
                        double shrinkage);
 
@@ -58,15 +58,15 @@ void AdvanceTable(const ParallelFor& parallel_for,
                   const tensorflow::Tensor& steps, size_t table,
                   const TableView& view, WaitingRows* waiting);
 
-// Catches all rows of a table up, which is locked.
+// Catches up all rows of a table, which is locked.
 void CatchUpAll(const ParallelFor& parallel_for, const TableView& view,
                 WaitingRows* waiting, const Rounding& rounding = {});
 
 // Rough cycles to catch a row up, without those for its columns.
 constexpr int64_t kCyclesPerWait = 150;
 
-// Prefetches what catches a row up. The slots of a row that is caught up are
-// not read.
+// Prefetches what catching up a row reads. The slots of a row that is already
+// caught up are not read.
 TPU_EMBEDDING_INLINE void PrefetchRow(const TableView& view,
                                       const WaitingRows& waiting, int64_t row) {
   std::visit(

@@ -21,7 +21,7 @@ namespace {
 // Rough cycles to find whether an entry names a row that others name.
 constexpr int64_t kCyclesPerReadEntry = 20;
 
-// Returns the steps since when rows wait, which begin as zeros.
+// Returns for each row the step since which it waits; all are 0 at first.
 int32_t* SinceOf(GrowingMemory* memory, int64_t rows) {
   const size_t bytes = rows * sizeof(int32_t);
   if (memory->capacity() < bytes) memory->Grow(bytes);
@@ -184,8 +184,8 @@ float WaitingTable::Decay(float rate) const {
 }
 
 bool WaitingTable::TakesStep(float rate) const {
-  // With more decay a row forgets how it moved faster than its momenta fade:
-  // then the steps after `horizon` count.
+  // With more decay, a row forgets its moves faster than its momenta fade, so
+  // that the steps after `horizon` count, too.
   return std::isfinite(rate) &&
          std::abs(Decay(rate)) * static_cast<float>(idle_->horizon()) <= 1.0f;
 }

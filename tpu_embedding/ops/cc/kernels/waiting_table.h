@@ -1,5 +1,5 @@
-// Tables of an embedding whose rows wait for their gradients: the state that
-// Keras's tables have in variables (kernels/waiting.h) is in the step queue.
+// Tables of an embedding whose rows wait for their gradients. Their state is in
+// the step queue; Keras's tables keep it in variables (kernels/waiting.h).
 
 #ifndef TPU_EMBEDDING_OPS_CC_KERNELS_WAITING_TABLE_H_
 #define TPU_EMBEDDING_OPS_CC_KERNELS_WAITING_TABLE_H_
@@ -29,7 +29,7 @@ struct CaughtUpRows {
   FirstPlaces first;
 };
 
-// What waits in one table. The locks of the table and its slots guard it.
+// The waiting rows of one table. The locks of the table and its slots guard it.
 class WaitingTable {
  public:
   // `plan.idle` must not be null.
@@ -41,7 +41,7 @@ class WaitingTable {
   std::shared_ptr<CaughtUpRows> TakeStorage() { return storage_->Take(); }
 
   // Returns whether rows can make up for a step at this rate later. If not, the
-  // step must update all rows, as `all_rows` says.
+  // step must update all rows, with the options `all_rows()`.
   bool TakesStep(float rate) const;
   const RowOptions& all_rows() const { return all_rows_; }
   // Counts a step at this rate.
@@ -72,8 +72,8 @@ void CatchUpTable(const ParallelFor& parallel_for,
                   const TableView& view);
 
 // Copies of the rows of a table that some entries name, caught up; none by
-// default. What is before the first row of a growing table, or after its last
-// one, is copied as it is, not caught up.
+// default. Rows before the first row of a growing table, or after its last one,
+// are copied as they are, not caught up.
 struct CaughtUp {
   int table = -1;
   const Buffer<int32_t>* rows = nullptr;

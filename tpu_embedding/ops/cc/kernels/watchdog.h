@@ -65,8 +65,8 @@ class Watchdog {
         }
       }
       if (expired.empty()) {
-        // This is the system's clock, as waits by the steady one need glibc
-        // 2.30. If the system's clock is set back, this wait is longer.
+        // This uses the system's clock, because waits on the steady one need
+        // glibc 2.30. If the system's clock is set back, this wait is longer.
         changed_.wait_until(lock,
                             std::chrono::system_clock::now() + (next - now));
         continue;

@@ -1,4 +1,4 @@
-// Finds the rules of the core by name, and what their numbers are read from.
+// Finds the rules of the core by name.
 
 #ifndef TPU_EMBEDDING_TESTING_CC_RUNTIME_CORE_RULES_H_
 #define TPU_EMBEDDING_TESTING_CC_RUNTIME_CORE_RULES_H_

@@ -2,9 +2,9 @@
 //
 // A lookup reads rows of other devices, so no replica can compute it alone. The
 // kernel that arrives last computes for all replicas. The other kernels wait
-// without a thread: they only keep their done callbacks. Were they to block,
-// as many replicas as there are threads would deadlock. A wait ends in one of
-// four ways: the last replica arrives, a replica fails, a replica ends without
+// without a thread: they only keep their done callbacks. If they blocked, as
+// many replicas as there are threads would deadlock. A wait ends in one of four
+// ways: the last replica arrives, a replica fails, a replica ends without
 // arriving, or the timeout expires.
 
 #ifndef TPU_EMBEDDING_TESTING_CC_RUNTIME_REPLICA_BARRIER_H_
@@ -45,7 +45,7 @@ class ReplicaBarrier : public Timed {
  public:
   using Work = std::function<void(const Contexts&, const Finish&)>;
 
-  // `sparse_cores` are those of each device; 0 if programs do not see any.
+  // `sparse_cores` is the number per device; 0 if programs do not see any.
   // `cancel` cancels the functions of all replicas after a failure. It is
   // called once, by any thread.
   ReplicaBarrier(std::vector<std::string> devices, int sparse_cores,

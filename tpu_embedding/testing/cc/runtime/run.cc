@@ -95,7 +95,7 @@ struct Execution {
   }
 
   void End() {
-    // A call that waits would not do: a running callback may be what ends us.
+    // DeregisterCallback could deadlock: End may run within a callback.
     CancellationManager* const manager = context->cancellation_manager();
     if (manager) manager->TryDeregisterCallback(token);
     const absl::Status status = barrier->status();
@@ -217,7 +217,7 @@ class RunOp : public AsyncOpKernel {
     int next = 0;
     for (size_t r = 0; r < functions_.size(); ++r) {
       Execution::Replica& replica = execution->replicas[r];
-      // This is no child of the op's own, which it may outlive by a moment.
+      // This is not a child of the op's manager, which it may briefly outlive.
       replica.cancellation = std::make_unique<CancellationManager>();
       replica.rendezvous.reset(tensorflow::NewLocalRendezvous());
       replica.runner = ReplicaRunner(*context->runner(), r, execution->barrier);

@@ -12,8 +12,8 @@
 namespace tpu_embedding {
 namespace {
 
-// Watches all waits with one thread. It never ends, because other threads may
-// need it while the process exits.
+// Watches all waits with one thread. The thread never ends, because other
+// threads may need it while the process exits.
 class Watch {
  public:
   static Watch& Get() {

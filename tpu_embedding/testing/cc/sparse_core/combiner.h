@@ -29,7 +29,7 @@ struct CombinerInputs {
   tensorflow::Tensor weights;                   // [num_weights]
   std::optional<tensorflow::Tensor> gradients;  // [num_samples, D], for a vjp
 
-  // Checks that they belong together.
+  // Checks that the inputs belong together.
   absl::Status Check(int64_t max_valency, int64_t num_weights,
                      int64_t dim) const;
 
@@ -66,8 +66,8 @@ class CombinerGradient {
   const InlineFunction weights_vjp_;
 };
 
-// Applies SGD: outputs each replica's weights less the rate times `gradient`,
-// as the last output of the op.
+// Applies SGD: sets the last output of the op to the replica's weights minus
+// the rate times `gradient`.
 absl::Status UpdateCombinerWeights(tensorflow::OpKernelContext* context,
                                    const std::vector<float>& gradient);
 

@@ -1,4 +1,4 @@
-// XlaSparseDenseMatmulGradWithCsrInput updates a table by a rule of the user's.
+// XlaSparseDenseMatmulGradWithCsrInput updates a table by a user-defined rule.
 
 #include <algorithm>
 #include <cstdint>

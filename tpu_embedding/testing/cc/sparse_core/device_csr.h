@@ -1,7 +1,7 @@
 // The partitioned CSR of one replica, as the SparseCore ops take it.
 //
-// A device's samples are cut over its SparseCores. The entries of each are
-// partitioned by the SparseCore, of the whole system, that holds the row:
+// A device's samples are divided over its SparseCores. The entries of each are
+// partitioned by which SparseCore of the whole system holds their row:
 //
 //   row_pointers   [SparseCore][minibatch][target], the targets padded to 8
 //   token, sample  a partition ends at its pointer, and the next one begins at
@@ -60,7 +60,7 @@ class DeviceCsr {
   int64_t Sample(const Partition& partition, int64_t entry) const {
     return partition.sparse_core * samples_per_core_ + samples_[entry];
   }
-  // Returns what its gradient belongs to: a sample, or a position in it.
+  // Returns what the entry's gradient belongs to: a sample or a position in it.
   int64_t Place(const Partition& partition, int64_t entry) const {
     const int64_t sample = Sample(partition, entry);
     return positions_ ? sample * max_valency_ + positions_[entry] : sample;

@@ -18,8 +18,8 @@ class InlineFunction {
     OP_REQUIRES_OK(context, context->GetAttr(name, &function_));
   }
 
-  // Calls it and waits. It runs in this thread: a pool whose threads all wait
-  // for each other's work never ends.
+  // Calls the function in this thread and waits for it: if all threads of a
+  // pool waited for each other's work, it would never end.
   absl::Status Call(tensorflow::OpKernelContext* context,
                     const std::vector<tensorflow::Tensor>& arguments,
                     std::vector<tensorflow::Tensor>* results) const;

@@ -27,7 +27,7 @@ absl::Status Inputs(const Contexts& contexts, const char* name,
 
 SparseCoreOp::SparseCoreOp(OpKernelConstruction* context) : BarrierOp(context) {
   OP_REQUIRES_OK(context, context->GetAttr("table_name", &table_));
-  // The ops have this attribute since TensorFlow 2.20.
+  // The ops have had this attribute since TensorFlow 2.20.
   if (context->HasAttr("num_sparsecores_per_device")) {
     OP_REQUIRES_OK(context, context->GetAttr("num_sparsecores_per_device",
                                              &num_sparse_cores_));

@@ -202,7 +202,7 @@ class SendOp : public ProgramOp {
       own.push_back(rate.flat<float>()(0));
     }
     if (rates->empty()) *rates = own;
-    // The rates are compared as bits: so a NaN equals itself.
+    // Comparing the rates as bits makes a NaN equal to itself.
     if (own.empty() || std::memcmp(own.data(), rates->data(),
                                    own.size() * sizeof(float)) == 0) {
       return absl::OkStatus();

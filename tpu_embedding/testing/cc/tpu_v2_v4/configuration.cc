@@ -26,7 +26,7 @@ absl::Status Invalid(const Parts&... parts) {
   return absl::InvalidArgumentError(absl::StrCat(parts...));
 }
 
-// Puts the place before the text of `status`.
+// Prefixes the text of `status` with `place`.
 absl::Status At(const std::string& place, const absl::Status& status) {
   if (status.ok()) return status;
   return absl::Status(status.code(),
@@ -148,7 +148,7 @@ absl::Status ReadTables(const TPUEmbeddingConfiguration& from,
   return absl::OkStatus();
 }
 
-// Counts the rates that come with the gradients, which tags number.
+// Counts the rates that come with the gradients and are numbered by tags.
 absl::Status CountRates(EngineConfig* config) {
   std::set<int> tags;
   for (const EngineTable& table : config->tables) {

@@ -1,5 +1,5 @@
-// ConfigureTPUEmbedding and IsTPUEmbeddingInitialized, and the ops of our own
-// that stand for the initialisation of a TPU, and tell whether there was one.
+// ConfigureTPUEmbedding and IsTPUEmbeddingInitialized, and our own ops that
+// replace the initialization of a TPU and count how often it was initialized.
 
 #include <cmath>
 #include <cstdint>

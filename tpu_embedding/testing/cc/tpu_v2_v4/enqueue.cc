@@ -98,7 +98,7 @@ class EnqueueOp : public AsyncBarrierOp {
     if (!status.ok()) return finish(status);
     status = ReadAll(*engine, contexts, cores, &batches);
     // In a run no replica has queued anything. Outside of runs this core's turn
-    // is over, and so are those of the others.
+    // is over, and other cores lose their batches of the same step.
     const bool alone = ReplicaRunner::Of(contexts[0]) == nullptr;
     const Finish refuse = [engine, alone, finish,
                            core = cores[0]](const absl::Status& ended) {

@@ -250,7 +250,7 @@ class LoadAllOp : public AllTablesOp {
   }
 
  private:
-  // Checks that a sum is empty: it begins with a subnormal number, not 0.
+  // Checks that a sum is empty: its initial value is a subnormal number, not 0.
   static absl::Status CheckSum(const EngineTable& table, const Tensor& sum) {
     const auto values = sum.flat<float>();
     const bool empty = std::all_of(

@@ -12,8 +12,8 @@ using tensorflow::OpKernelContext;
 
 namespace {
 
-// Checks the timeouts of an engine's calls. Each call owns one, so that nothing
-// is checked while no call waits.
+// Checks the timeouts of an engine's calls. Each call owns such an object, so
+// that nothing is checked while no call waits.
 class CallTimeouts : public Timed {
  public:
   explicit CallTimeouts(EnginePtr engine) : engine_(std::move(engine)) {}

@@ -1,5 +1,5 @@
-// a += g^2; w -= rate * g / sqrt(a + epsilon). Slot: accumulators. The rule of
-// TPUs has no hyperparameters, and an epsilon of 0; that of Keras has epsilon.
+// a += g^2; w -= rate * g / sqrt(a + epsilon). Slot: accumulators. The TPU rule
+// has no hyperparameters and an epsilon of 0; the Keras rule has one, epsilon.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_OPTIMIZERS_ADAGRAD_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_OPTIMIZERS_ADAGRAD_H_
@@ -28,10 +28,10 @@ class Adagrad {
     float* __restrict a = slots[0];
     for (int64_t d = 0; d < dim; ++d) {
       a[d] += g[d] * g[d];
-      // To add 0 to a square changes no bit.
+      // Adding 0 to a square changes no bit.
       const float square = a[d] + epsilon_;
-      // If the accumulator stays 0, the gradient is 0 too, and so the step. A
-      // NaN is no 0: it must show in the row.
+      // If the accumulator stays 0, the gradient is 0 and so is the step. A NaN
+      // is not 0: it must show in the row.
       w[d] -= square <= 0.0f ? 0.0f : rate_ * g[d] / std::sqrt(square);
     }
   }

@@ -38,7 +38,7 @@ class CenteredRmsProp {
     for (int64_t d = 0; d < dim; ++d) {
       ms[d] = keep_ * ms[d] + take_ * g[d] * g[d];
       mg[d] = keep_ * mg[d] + take_ * g[d];
-      // Rounding may leave a variance below 0. A NaN is not: it must show.
+      // Rounding may make a variance negative. A NaN must show, so it stays.
       const float difference = ms[d] - mg[d] * mg[d];
       const float variance = difference < 0.0f ? 0.0f : difference;
       mom[d] =

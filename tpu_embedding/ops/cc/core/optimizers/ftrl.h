@@ -8,8 +8,8 @@
 // Slots: accumulators, linears.
 // Hyperparameters: learning_rate_power, l1, l2, beta,
 // multiply_linear_by_learning_rate. allow_zero_accumulator changes nothing
-// here: no term divides by a, and the quadratic term, which is 0 with a, b,
-// beta and l2, gives a row of zeros.
+// here: no term divides by a, and if a, b, beta and l2 are 0, the quadratic
+// term is 0 and gives a row of zeros.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_OPTIMIZERS_FTRL_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_OPTIMIZERS_FTRL_H_

@@ -1,6 +1,6 @@
 // Keras's Adam: m += (g - m) * take_1; v += (g^2 - v) * take_2;
-// w -= rate * m / (sqrt(v) + epsilon). The rate has the bias correction.
-// No option of adam.h: m += (g - m) * take rounds otherwise than
+// w -= rate * m / (sqrt(v) + epsilon). The rate includes the bias correction.
+// This is not an option of adam.h: m += (g - m) * take rounds differently than
 // m = keep * m + take * g, so the two share no line of their loops.
 // Slots: momenta, velocities.
 // Hyperparameters: take_1 = 1 - beta_1 and take_2 = 1 - beta_2, which Keras

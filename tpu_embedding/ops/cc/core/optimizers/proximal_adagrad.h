@@ -1,6 +1,6 @@
 // a += g^2; c = rate / sqrt(a); z = w - c * g;
-// w = sign(z) * max(|z| - c * l1, 0) / (1 + c * l2). Where a stays 0, so does
-// w. Slot: accumulators. Hyperparameters: l1, l2.
+// w = sign(z) * max(|z| - c * l1, 0) / (1 + c * l2). While a is 0, w does not
+// change. Slot: accumulators. Hyperparameters: l1, l2.
 
 #ifndef TPU_EMBEDDING_OPS_CC_CORE_OPTIMIZERS_PROXIMAL_ADAGRAD_H_
 #define TPU_EMBEDDING_OPS_CC_CORE_OPTIMIZERS_PROXIMAL_ADAGRAD_H_
@@ -33,7 +33,7 @@ class ProximalAdagrad {
     for (int64_t d = 0; d < dim; ++d) {
       a[d] += g[d] * g[d];
       const float c = rate_ / std::sqrt(a[d]);
-      // A NaN is no 0: it must show in the row.
+      // A NaN is not 0: it must show in the row.
       w[d] = a[d] <= 0.0f ? w[d] : Shrink(w[d] - c * g[d], c * l1_, c * l2_);
     }
   }

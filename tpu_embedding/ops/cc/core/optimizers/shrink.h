@@ -9,7 +9,7 @@
 
 namespace tpu_embedding {
 
-// Returns the w of least (w - z)^2 / 2 + l1 * |w| + l2 * w^2 / 2. A NaN stays.
+// Minimizes (w - z)^2 / 2 + l1 * |w| + l2 * w^2 / 2 over w; keeps a NaN.
 TPU_EMBEDDING_INLINE float Shrink(float z, float l1, float l2) {
   const float size = std::fabs(z);
   const float left = size <= l1 ? 0.0f : size - l1;

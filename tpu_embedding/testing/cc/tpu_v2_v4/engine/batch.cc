@@ -8,7 +8,7 @@
 namespace tpu_embedding {
 namespace {
 
-// The sample of an entry that belongs to none.
+// Marks an entry that belongs to no sample.
 constexpr int64_t kCut = -1;
 
 // Where the entries of an input go.
@@ -16,9 +16,8 @@ struct Target {
   const EngineOutput* output;
   std::string input;  // for messages
   // Input row r goes to sample r, or (with positions) its entry p to sample r *
-  // positions + p. If outputs are those of tables, `stride` samples belong to
-  // each sample of the batch, and `width` of them, from `first` on, to this
-  // input.
+  // positions + p. If outputs belong to tables, each sample of the batch has
+  // `stride` samples, of which `width`, from `first` on, belong to this input.
   int64_t rows = 0;
   int64_t positions = 0;
   int64_t first = 0;
@@ -220,8 +219,8 @@ class BatchBuilder {
     return std::nullopt;
   }
 
-  // Adds each input at the next places of its table's output, if outputs are
-  // those of tables.
+  // Adds each input at the next free places of its table's output, if outputs
+  // belong to tables.
   Error AddToTables() {
     for (size_t i = 0; i < enqueued_.inputs.size(); ++i) {
       const EnqueueInput& input = enqueued_.inputs[i];

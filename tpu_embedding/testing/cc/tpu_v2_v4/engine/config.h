@@ -36,8 +36,8 @@ struct EngineTable {
   std::shared_ptr<RowOptions> options;  // not null beside an `update`
   float rate = 0.0f;
   int rate_tag = -1;  // >= 0: the rate comes with the gradients
-  // The gradients of all cores are summed before the rule runs once, else it
-  // runs core by core.
+  // If set, the gradients of all cores are summed before the rule runs once;
+  // otherwise the rule runs core by core.
   bool accumulates = true;
   Quantization quantization;
 };
@@ -59,8 +59,8 @@ struct EngineOutput {
 struct EngineConfig {
   std::vector<EngineTable> tables;
   std::vector<EngineOutput> outputs;
-  // The samples of a core, if outputs are those of tables: each sample fills as
-  // many rows of an output as its table has features. Else 0.
+  // The samples per core if outputs belong to tables: each sample fills as many
+  // rows of an output as its table has features. Otherwise 0.
   int64_t batch_size = 0;
   int num_hosts = 1;
   int num_cores = 1;

@@ -126,7 +126,7 @@ Outcome Engine::Send(StepGradients gradients, const ParallelFor& parallel_for) {
             "that a program enqueues under a name is for training only if "
             "apply_gradients has that name."};
   }
-  // This comes late: a step that fails before leaves what is pending pending.
+  // This comes late: a step that fails earlier leaves the pending update alone.
   ApplyPending(parallel_for);
   pending_ = {std::move(awaiting_gradients_->batches), std::move(gradients)};
   awaiting_gradients_.reset();

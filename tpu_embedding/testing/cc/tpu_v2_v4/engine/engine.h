@@ -1,8 +1,8 @@
 // The embedding engine of one configured TPU: its tables, the queue of each
 // core, and the order of steps.
 //
-// A TPU waits where something is missing. Here a call returns instead that it
-// has to wait and for what; PendingCalls tries it again after every change and
+// A TPU waits if something is missing. Here, instead, a call returns that it
+// has to wait, and for what; PendingCalls tries it again after every change and
 // ends the wait at a timeout.
 
 #ifndef TPU_EMBEDDING_TESTING_CC_TPU_V2_V4_ENGINE_ENGINE_H_
@@ -45,7 +45,7 @@ class Engine {
   Outcome Enqueue(const std::vector<Enqueued>& batches);
 
   // Notes that the batch that was to come next on `core` is bad. Batches that
-  // other cores have for the same step go with it.
+  // other cores have for the same step are removed.
   void Refuse(int core);
 
   // Takes the next batch of each core and writes its activations, by core and
@@ -57,7 +57,7 @@ class Engine {
   // or, if the engine is pipelined, when the gradients of the next step come.
   Outcome Send(StepGradients gradients, const ParallelFor& parallel_for);
 
-  // Apply what is pending; then see EngineTables.
+  // Apply what is pending, then do what EngineTables documents.
   void Load(int table, int host, const std::vector<const float*>& values,
             const ParallelFor& parallel_for);
   Outcome Retrieve(int table, int host, const std::vector<float*>& values,

@@ -63,7 +63,7 @@ void PendingCalls::CheckTime(Clock::time_point now) {
   Ended ended;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    // A call may wait for a program that has failed meanwhile.
+    // A call may be waiting for a program that has failed in the meantime.
     TryAll(&ended);
     const std::chrono::duration<double> seconds = timeout_;
     for (auto call = waiting_.begin(); call != waiting_.end();) {

@@ -51,7 +51,7 @@ class PendingCalls {
   // Runs an attempt that never waits.
   Outcome Run(const Attempt& attempt);
 
-  // Ends the wait of `call`, or the call before it has begun.
+  // Ends the wait of `call`, or the whole call if it has not begun yet.
   void Cancel(const std::shared_ptr<Call>& call);
 
   // Ends the waits that have lasted as long as the timeout.

@@ -115,7 +115,7 @@ void EngineTables::UpdateTable(int table, const StepBatches& batches,
     }
     return;
   }
-  // The groups take the batches of all cores as if they were one.
+  // The groups treat the batches of all cores as one batch.
   RowGroups merged;
   entries.vocabulary_size = shape.num_rows;
   entries.groups = &merged;

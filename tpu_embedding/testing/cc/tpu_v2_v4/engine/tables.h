@@ -55,8 +55,8 @@ class EngineTables {
  public:
   explicit EngineTables(const EngineConfig* config);
 
-  // Both have the parameters first, then the slots, in the order of the
-  // configuration; each is [HostRows::Count(host), dim].
+  // Copy the parameters, then the slots in the order of the configuration, from
+  // `values` or to them; each is [HostRows::Count(host), dim].
   void Load(int table, int host, const std::vector<const float*>& values);
   void Retrieve(int table, int host, const std::vector<float*>& values) const;
 
