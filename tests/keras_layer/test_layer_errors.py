@@ -236,5 +236,5 @@ def test_an_unbuilt_layer_cannot_be_called_under_another_strategy():
         layer = make()
     layer.build()
     other = models.mirrored(1)
-    with pytest.raises(RuntimeError, match="was created under MirroredStrategy and"):
+    with pytest.raises(RuntimeError, match="was created under MirroredStrategy but"):
         other.run(lambda: layer({"a": tf.constant([1])}))

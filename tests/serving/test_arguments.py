@@ -381,7 +381,7 @@ REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     ),
     (KEPT, {"storage": "int2"}, ValueError, "Unknown storage 'int2'. Use one of fl"),
     (KEPT, {"storage": {FILMS: "f"}}, ValueError, "Unknown storage 'f'. Use one of"),
-    (KEPT, {"storage": {"movies": "int8"}}, ValueError, "`storage` names 'movies'; k"),
+    (KEPT, {"storage": {"movies": "int8"}}, ValueError, "`storage` names 'movies'. K"),
     (KEPT, {"weighted": ["x"]}, ValueError, "`weighted` names x. Known names: film."),
     (
         KEPT,

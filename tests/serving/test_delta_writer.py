@@ -201,7 +201,7 @@ def test_a_delta_that_failed_is_in_the_next_one(
     assert counts == {name: len(rows) for name, rows in touched.items()}
     assert writer.sequence == 1
     writer.mark_all_rows()
-    with pytest.raises(ValueError, match="films: 60 rows changed since delta 1, and"):
+    with pytest.raises(ValueError, match="films: 60 rows changed since delta 1, but"):
         writer.export_delta(tmp_path / "2.delta")
 
 

@@ -372,7 +372,7 @@ def test_inspects_and_applies_on_the_command_line(
     assert te.serving.apply_delta(model, written.path) == 3
     assert_equal(trainer.served(model), written.after)
     assert main(["delta", "apply", base, two[0], "--to", new]) == 2
-    assert f"{new} exists" in capsys.readouterr().err
+    assert f"{new} already exists" in capsys.readouterr().err
     assert main(["delta", "apply", base, two[1], "--to", new + "er"]) == 2
     assert "Delta 1 is missing" in capsys.readouterr().err
     assert not pathlib.Path(new + "er").exists()
