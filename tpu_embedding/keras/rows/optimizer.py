@@ -295,7 +295,8 @@ class UpdatesRows:
     def _step(self: Any, waiting: Waiting, *rate: Any) -> tf.Tensor:
         """Returns what `Waiting.advance` takes, after the update of a step."""
         used = rate[0] if rate else self.learning_rate
-        step = (*step_of(self, self._rule, used), self._shrinkage(waiting, *rate))
+        own = step_of(self, self._rule, used, waiting.variables[0].dtype)
+        step = (*own, self._shrinkage(waiting, *rate))
         return tf.stack([tf.cast(part, tf.float64) for part in step])
 
     def update_rows(

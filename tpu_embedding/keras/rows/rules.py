@@ -11,6 +11,7 @@ import numbers
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from tpu_embedding import optimizers as rules
@@ -187,11 +188,13 @@ class _Waits(NamedTuple):
       idle: Returns the Idle of an optimizer.
       weight: Returns c_s of `optimizers/idle.py`, of an optimizer and a step's rate.
       note: Returns the further number that the rule needs of a step, from the same.
+      casts: Whether tf.cast forms the factors of slots, which rounds them to float32.
     """
 
     idle: Callable[[Any], Idle]
     weight: Callable[[Any, tf.Tensor], Any] = lambda optimizer, rate: 0.0
     note: Callable[[Any, tf.Tensor], Any] = lambda optimizer, rate: 0.0
+    casts: bool = False
 
 
 def _adam_waits(o: Any) -> Idle:
@@ -202,9 +205,7 @@ def _adam_waits(o: Any) -> Idle:
 
 def _nadam_waits(o: Any) -> Idle:
     fades = (o.beta_1, o.beta_2)
-    return Idle(
-        fades, "root", square=1, epsilon=o.epsilon, epsilon_beta=float(o.beta_2)
-    )
+    return Idle(fades, "root", square=1, epsilon=o.epsilon, epsilon_beta=o.beta_2)
 
 
 def _rmsprop_waits(o: Any) -> Idle:
@@ -226,22 +227,22 @@ def _ftrl_waits(o: Any) -> Idle:
     return Idle((1.0, 1.0), "follow", follow=(-o.learning_rate_power, l1, l2, o.beta))
 
 
-def _powers(optimizer: Any, *bases: Any) -> list[tf.Tensor]:
-    """Returns powers to the number of this step, in float32 as Keras forms them."""
-    step = tf.cast(optimizer.iterations + 1, tf.float32)
-    return [tf.pow(tf.cast(base, tf.float32), step) for base in bases]
+def _powers(optimizer: Any, rate: tf.Tensor, *bases: Any) -> list[tf.Tensor]:
+    """Returns powers to the number of this step, in the dtype of the rate."""
+    step = tf.cast(optimizer.iterations + 1, rate.dtype)
+    return [tf.pow(tf.cast(base, rate.dtype), step) for base in bases]
 
 
 def _adam_weight(optimizer: Any, rate: tf.Tensor) -> Any:
-    power_1, power_2 = _powers(optimizer, optimizer.beta_1, optimizer.beta_2)
-    return tf.cast(rate, tf.float32) * tf.sqrt(1.0 - power_2) / (1.0 - power_1)
+    power_1, power_2 = _powers(optimizer, rate, optimizer.beta_1, optimizer.beta_2)
+    return rate * tf.sqrt(1.0 - power_2) / (1.0 - power_1)
 
 
 def _nadam_weight(optimizer: Any, rate: tf.Tensor) -> Any:
-    power_2, decay = _powers(optimizer, optimizer.beta_2, 0.96)
-    ahead = tf.cast(optimizer.beta_1, tf.float32) * (1.0 - 0.5 * decay * 0.96)
-    product = tf.cast(optimizer._u_product, tf.float32) * ahead
-    return tf.cast(rate, tf.float32) * ahead / (1.0 - product) * tf.sqrt(1.0 - power_2)
+    power_2, decay = _powers(optimizer, rate, optimizer.beta_2, 0.96)
+    ahead = tf.cast(optimizer.beta_1, rate.dtype) * (1.0 - 0.5 * decay * 0.96)
+    product = tf.cast(optimizer._u_product, rate.dtype) * ahead
+    return rate * ahead / (1.0 - product) * tf.sqrt(1.0 - power_2)
 
 
 _ADAM = _Waits(_adam_waits, _adam_weight)
@@ -251,12 +252,19 @@ _WAITS: dict[str, _Waits] = {
     "Adam": _ADAM,
     "AdamW": _ADAM,
     "Ftrl": _Waits(_ftrl_waits, note=lambda optimizer, rate: rate),
-    "Lion": _Waits(lambda o: Idle((o.beta_2,), "sign"), lambda optimizer, rate: rate),
+    "Lion": _Waits(
+        lambda o: Idle((o.beta_2,), "sign"), lambda optimizer, rate: rate, casts=True
+    ),
     "Nadam": _Waits(
-        _nadam_waits, _nadam_weight, lambda optimizer, rate: optimizer.iterations + 1
+        _nadam_waits,
+        _nadam_weight,
+        lambda optimizer, rate: optimizer.iterations + 1,
+        casts=True,
     ),
     "RMSprop": _Waits(_rmsprop_waits, lambda optimizer, rate: 1.0),
-    "SGD": _Waits(_sgd_waits, lambda o, rate: -o.momentum if o.nesterov else -1.0),
+    "SGD": _Waits(
+        _sgd_waits, lambda o, rate: -o.momentum if o.nesterov else -1.0, casts=True
+    ),
 }
 
 
@@ -266,16 +274,23 @@ def idle_of(optimizer: Any, cls: type) -> Idle:
     Raises:
       ValueError: If rows cannot be caught up on such steps; the text says why.
     """
-    idle = _WAITS[cls.__name__].idle(optimizer)
+    waits = _WAITS[cls.__name__]
+    idle = waits.idle(optimizer)
     options = (*idle.fades, idle.epsilon, *idle.follow)
     if not all(isinstance(option, numbers.Real) for option in options):
         raise ValueError("its options are tensors")
+    if waits.casts:
+        *fades, beta = (float(np.float32(x)) for x in (*idle.fades, idle.epsilon_beta))
+        idle = dataclasses.replace(idle, fades=tuple(fades), epsilon_beta=beta)
     _ = idle.quadrature
     return idle
 
 
-def step_of(optimizer: Any, cls: type, rate: Any) -> tuple[Any, Any]:
-    """Returns the weight and the note of a step that begins, for `Waiting.advance`."""
+def step_of(optimizer: Any, cls: type, rate: Any, dtype: Any) -> tuple[Any, Any]:
+    """Returns the weight and the note of a step that begins, for `Waiting.advance`.
+
+    They are computed in the dtype of the table, as Keras does.
+    """
     waits = _WAITS[cls.__name__]
-    rate = tf.convert_to_tensor(rate)
+    rate = tf.cast(rate, dtype)
     return waits.weight(optimizer, rate), waits.note(optimizer, rate)
