@@ -62,7 +62,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def layer_of(table: Any) -> Any:
-    layer = te_keras.Embedding(*table.shape)
+    layer = te_keras.Embedding(*table.shape, dtype=tf.as_dtype(table.dtype).name)
     layer.build(None)
     layer.set_weights([table])
     return layer
@@ -162,8 +162,11 @@ def rounding(steps: int, values: Any) -> float:
 class Pair:
     """A layer whose rows wait, and a table beside it that dense gradients train."""
 
-    def __init__(self, make: Callable[[], Any] = lambda: O.Adam(0.01)) -> None:
-        self.layer, self.table = layer_of(first_table()), plain_table(first_table())
+    def __init__(
+        self, make: Callable[[], Any] = lambda: O.Adam(0.01), first: Any = None
+    ) -> None:
+        first = first_table() if first is None else first
+        self.layer, self.table = layer_of(first), plain_table(first)
         self.ours, self.theirs = te_keras.RowSparseOptimizer(make()), make()
 
     def step(self, gradient: tf.IndexedSlices, own: Any = None) -> None:
@@ -528,6 +531,34 @@ def test_what_cannot_be_caught_up_is_dense_with_one_warning(
     assert "lazy=True" in text
     assert list(pair.ours.updates_rows_by.values()) == ["dense"]
     pair.check(20, size=1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(
+            *(name, dtype), marks=() if name == "adam" else pytest.mark.second_tier
+        )
+        for name in OPTIMIZERS
+        for dtype in ("bfloat16", "float16", "float64")
+        # Its correction of epsilon is not smooth in the first steps.
+        if (name, dtype) != ("nadam, large epsilon", "float64")
+    ],
+)
+@pytest.mark.filterwarnings("ignore:RowSparseOptimizer updates all rows")
+def test_tables_of_other_dtypes(name: str, dtype: str):
+    """Keras rounds the values of 16 bits, and its constants for them, in each step."""
+    first = tf.cast(first_table(), dtype).numpy()
+    pair = Pair(OPTIMIZERS[name], first)
+    for own in gradients(100):
+        values = tf.cast(own.values, dtype)
+        pair.step(tf.IndexedSlices(values, own.indices, own.dense_shape))
+    ours = [pair.layer.get_weights()[0], *slots_of(pair.ours)]
+    theirs = [pair.table.numpy(), *slots_of(pair.theirs)]
+    rtol = 1e-7 if dtype == "float64" else 0.0
+    for found, expected in zip(np.float64(ours), np.float64(theirs), strict=True):
+        atol = rtol * np.abs(expected).max()
+        np.testing.assert_allclose(found, expected, rtol, atol)
 
 
 def test_tables_of_other_layers_are_dense_with_a_warning():

@@ -135,8 +135,7 @@ class UpdatesRows:
         parts = components(variable)
         if not all(isinstance(part, TableVariable) for part in parts):
             return
-        decays = self._decays(variable)
-        idle, why = self._idle(decays, getattr(variable, "constraint", None))
+        idle, why = self._idle(variable, getattr(variable, "constraint", None))
         if why:
             for part in parts:
                 self._step_densely(part, why)
@@ -150,10 +149,10 @@ class UpdatesRows:
         for part, *own in zip(parts, *of_slots, strict=True):
             if part.waiting is not None and part.waiting.owner == owner:
                 continue
-            take_over(part, Waiting(idle, (part, *own), owner, decays))
+            take_over(part, Waiting(idle, (part, *own), owner, self._decays(variable)))
 
     def _idle(
-        self: Any, decays: bool, constraint: Any = None
+        self: Any, variable: Any, constraint: Any = None
     ) -> tuple[Idle | None, str]:
         """Returns what a step does to rows without a gradient; None if none may wait.
 
@@ -167,8 +166,11 @@ class UpdatesRows:
             idle = idle_of(self, self._rule)
         except ValueError as error:
             return None, str(error)
-        if idle.changes_nothing and not decays:
+        if idle.changes_nothing and not self._decays(variable):
             return None, ""  # Keras constrains and averages rows after each step.
+        dtype = tf.as_dtype(variable.dtype)
+        if dtype.size < 4:
+            return None, f"each step rounds its {dtype.name} values"
         if self.use_ema:
             return idle, "`use_ema` averages all rows"
         if constraint is not None:
@@ -238,7 +240,7 @@ class UpdatesRows:
             return waiting is not None and waiting.has_kernels()
         if waiting is not None:
             return True
-        idle, why = self._idle(self._decays(variable))
+        idle, why = self._idle(variable)
         if idle is None and not why:
             return True
         self._step_densely(
@@ -461,12 +463,12 @@ def RowSparseOptimizer(inner: Any, lazy: bool = False) -> Any:  # noqa: N802
     up on these steps when it is read or updated next. Whatever reads a whole table or
     slot first catches all rows up.
 
-    `inner` stays the same object, of a subclass of its class, so slots, learning rates,
-    callbacks and files are those of Keras. Clipping sees the summed gradients. Some
-    steps compute on all rows as in Keras, with one warning: those of tables of other
-    layers than `te.keras.Embedding`, with a `beta_2` that is small beside `beta_1`
-    (such as 0.9 for both), with `gradient_accumulation_steps` and Ftrl's l2 shrinkage,
-    and, where rows that wait move, with `use_ema` and constraints.
+    `inner` stays the same object but gets a subclass of its class, so slots, learning
+    rates, callbacks and files are those of Keras. Clipping sees the summed gradients.
+    Steps compute on all rows, as in Keras, with one warning: for tables of layers other
+    than `te.keras.Embedding`, with a `beta_2` that is small beside `beta_1` (such as
+    0.9 for both), with `gradient_accumulation_steps` or Ftrl's l2 shrinkage, and, if
+    waiting rows move, in tables of 16 bits and with `use_ema` or constraints.
 
     >>> import keras
     >>> optimizer = RowSparseOptimizer(keras.optimizers.Adagrad(0.1))

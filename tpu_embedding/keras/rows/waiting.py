@@ -183,9 +183,7 @@ class Waiting:
     ) -> list[tf.Tensor]:
         unread = self.variables[len(stored) :]
         stored = [*stored, *(gather(variable, rows) for variable in unread)]
-        values = [s if s.dtype.size >= 4 else tf.cast(s, tf.float32) for s in stored]
-        values = self._idled(values, gather(self.since, rows))
-        return [tf.cast(v, s.dtype) for v, s in zip(values, stored, strict=True)]
+        return self._idled(stored, gather(self.since, rows))
 
     def _idled(self, values: list[tf.Tensor], since: tf.Tensor) -> list[tf.Tensor]:
         """Takes the steps since then, all at once."""
