@@ -505,6 +505,18 @@ def test_a_decay_that_leaves_nothing_is_refused(way: str):
     np.testing.assert_array_equal(layer.get_weights()[0], first_table())
 
 
+def test_a_decay_excludes_a_table_by_the_name_of_its_layer():
+    optimizer = te_keras.RowSparseOptimizer(O.SGD(0.1, weight_decay=0.5))
+    optimizer.exclude_from_weight_decay(var_names=["films"])
+    layer = te_keras.Embedding(V, D, name="films")
+    layer(tf.constant([0]))
+    before = layer.get_weights()[0]
+    zeros = tf.IndexedSlices(tf.zeros([1, D]), tf.constant([1]), tf.constant([V, D]))
+    for _ in range(2):
+        optimizer.apply_gradients([(zeros, layer.embeddings)])
+    np.testing.assert_array_equal(layer.get_weights()[0], before)
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [

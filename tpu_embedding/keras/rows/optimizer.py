@@ -178,6 +178,8 @@ class UpdatesRows:
         return idle, ""
 
     def _decays(self: Any, variable: Any) -> bool:
+        # Keras finds excluded variables by the names in TensorFlow, and remembers them.
+        variable = keras_api.value_of(variable)
         return self.weight_decay is not None and self._use_weight_decay(variable)
 
     def update_step(self: Any, gradient: Any, variable: Any, *rate: Any) -> None:
