@@ -421,6 +421,19 @@ def test_another_optimizer_takes_a_table_over(way: str):
     assert not np.array_equal(layer.get_weights()[0], before)
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("weight_decay", None), ("beta_1", 0.5), ("beta_2", 0.5), ("epsilon", 0.1)],
+)
+def test_options_that_change_while_rows_wait_are_refused(option: str, value: Any):
+    layer, optimizer, *_ = trained(2)
+    before = layer.get_weights()[0]
+    setattr(optimizer, option, value)
+    with pytest.raises(RuntimeError, match="an option of this AdamW changed after"):
+        optimizer.apply_gradients([(gradients(1)[0], layer.embeddings)])
+    np.testing.assert_array_equal(layer.get_weights()[0], before)
+
+
 @pytest.mark.parametrize("second", ["adamw", "sgd", "lazy", "use_ema"])
 @pytest.mark.filterwarnings("ignore:RowSparseOptimizer updates all rows")
 def test_an_optimizer_that_is_built_in_a_trace_takes_a_table_over(second: str):

@@ -226,6 +226,15 @@ class UpdatesRows:
         is_own = last is not None and last.owner == self._owner
         if is_own is (waiting is None):
             raise RuntimeError(f"RowSparseOptimizer: {other_optimizer(variable.name)}")
+        if waiting is not None:
+            options = self._idle(variable)[0], self._decays(variable)
+            if options != (waiting.idle, waiting.decays):
+                raise RuntimeError(
+                    f"RowSparseOptimizer: an option of this {self._rule.__name__} "
+                    f"changed after it was built, and rows of {variable.name} wait for "
+                    "steps with the former one. Create another optimizer, which may be "
+                    "one with lazy=True."
+                )
         check_calls(variable, waiting)
         return waiting
 
