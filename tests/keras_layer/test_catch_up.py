@@ -542,6 +542,11 @@ def test_a_decay_excludes_a_table_by_the_name_of_its_layer():
             "`gradient_accumulation_steps` accumulates dense",
             marks=pytest.mark.skipif(not IS_KERAS_3, reason="Of Keras 3."),
         ),
+        pytest.param(
+            lambda: O.Adam(0.01, epsilon=0.01, adaptive_epsilon=True),
+            "`adaptive_epsilon` changes epsilon",
+            marks=pytest.mark.skipif(IS_KERAS_3, reason="Of tf_keras."),
+        ),
     ],
 )
 def test_what_cannot_be_caught_up_is_dense_with_one_warning(

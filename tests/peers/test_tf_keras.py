@@ -22,9 +22,12 @@ def test_options_are_carried(package: str, name: str):
 @pytest.mark.parametrize(
     ("name", "option", "value"),
     [
-        (name, option, value)
-        for name, refused in contract.REFUSED.items()
-        for option, value in {**contract.REFUSED_ALIKE, **refused}.items()
+        *(
+            (name, option, value)
+            for name, refused in contract.REFUSED.items()
+            for option, value in {**contract.REFUSED_ALIKE, **refused}.items()
+        ),
+        ("Adam", "adaptive_epsilon", True),
     ],
 )
 def test_options_are_refused_by_name(name: str, option: str, value: Any):

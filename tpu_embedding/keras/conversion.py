@@ -132,7 +132,7 @@ _CONVERSIONS: dict[str, _Conversion] = {
     "Adam": _Conversion(
         rules.Adam,
         converted=("beta_1", "beta_2", "epsilon"),
-        neutral={"amsgrad": False},
+        neutral={"amsgrad": False, "adaptive_epsilon": False},
         fixed={"sum_inside_sqrt": False},  # Keras adds epsilon outside the root.
         all_rows={"lazy_adam": False},
     ),
@@ -219,6 +219,8 @@ def translate_keras_optimizer(
             f"of tf_keras, but not their subclasses.{hint if wraps else ''}"
         )
     options = optimizer.get_config()
+    # The configuration of tf_keras leaves it out.
+    options["adaptive_epsilon"] = getattr(optimizer, "adaptive_epsilon", False)
     _check(cls.__name__, conversion, options)
     all_rows = {} if lazy else conversion.all_rows
     if all_rows is None:

@@ -110,7 +110,9 @@ class _Rule(NamedTuple):
 _RULES: dict[str, _Rule] = {
     "SGD": _Rule(rules.SGD, unset=("momentum",)),
     "Adagrad": _Rule(_adagrad, ("initial_accumulator_value", "epsilon")),
-    "Adam": _Rule(_adam, ("beta_1", "beta_2", "epsilon"), unset=("amsgrad",)),
+    "Adam": _Rule(
+        _adam, ("beta_1", "beta_2", "epsilon"), unset=("amsgrad", "adaptive_epsilon")
+    ),
     "AdamW": _Rule(_adam, ("beta_1", "beta_2", "epsilon"), unset=("amsgrad",)),
     "Ftrl": _Rule(
         _ftrl,
@@ -142,7 +144,7 @@ def rule_of(optimizer: Any, cls: type, rate: Any) -> base.Optimizer | None:
     rule = _RULES.get(cls.__name__)
     if rule is None:
         return None
-    if any(getattr(optimizer, name) for name in rule.unset):
+    if any(getattr(optimizer, name, False) for name in rule.unset):
         return None
     options = {name: getattr(optimizer, name) for name in rule.options}
     if not all(isinstance(value, numbers.Real) for value in options.values()):
@@ -198,6 +200,8 @@ class _Waits(NamedTuple):
 
 
 def _adam_waits(o: Any) -> Idle:
+    if getattr(o, "adaptive_epsilon", False):  # Of tf_keras.
+        raise ValueError("`adaptive_epsilon` changes epsilon")
     fades = (o.beta_1, o.beta_2, 1.0) if o.amsgrad else (o.beta_1, o.beta_2)
     square = len(fades) - 1  # The largest velocity, which does not fade.
     return Idle(fades, "root", square=square, epsilon=o.epsilon)
