@@ -247,6 +247,8 @@ class ModelTables(WeightTables):
                 raise NotImplementedError(
                     f"te.Telemetry cannot count the updates of the {_LAYER} {name!r}, "
                     "whose table belongs to a strategy or to functions of a SavedModel."
+                    " Train a model that was made in code or loaded from a `.keras` "
+                    "file, without a strategy."
                 )
         return tables
 
