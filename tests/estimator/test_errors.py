@@ -273,7 +273,8 @@ def test_columns_that_change_ids_are_warned_of(said: list[str]):
     make(spec=spec, use_tpu=False)
     assert not said
     make(spec=spec)
-    assert [text for text in said if "columns 'h_embedding', 'v_embedding' apply" in text]
+    columns = "columns 'h_embedding', 'v_embedding' apply"
+    assert [text for text in said if columns in text]
 
 
 def test_another_tensorflow_is_refused_by_name():
