@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf
 
 from tpu_embedding.config import DTYPES
 from tpu_embedding.engines.base import Engine
-from tpu_embedding.engines.calls import Call, EngineOptions, Prepared
+from tpu_embedding.engines.calls import Call, EngineOptions, Prepared, StepQueue
 from tpu_embedding.engines.cpu_base import refuse_tpu_options
 from tpu_embedding.engines.host.batches import HostBatches, plan_record
 from tpu_embedding.engines.host.part import TablePart
-from tpu_embedding.engines.host.queue import DEQUEUE, HostEngineQueue
-from tpu_embedding.engines.host.transport import CollectiveCall, Transport
 from tpu_embedding.engines.host.waiting import waiting_bytes
 from tpu_embedding.engines.process_group import Channel
 from tpu_embedding.engines.telemetry import Counts, joined
@@ -31,7 +29,67 @@ from tpu_embedding.tables.trackable import RowsVariable
 from tpu_embedding.tables.variables import TableVariables, create_variables
 from tpu_embedding.tables.vocabularies import StoredVocabulary
 
+Messages = Sequence[tf.Tensor]
+
+
+class CollectiveCall(NamedTuple):
+    """A call in which all processes take part, in the form that they compare.
+
+    Attributes:
+      phase: One of `PHASES` of process_group.py.
+      name: The call, with the arguments that must be alike everywhere.
+      role: Its role in a step, one of `ROLES`.
+    """
+
+    phase: str
+    name: str
+    role: str
+
+
+DEQUEUE = CollectiveCall("lookup", "dequeue", "continues")
 _UPDATE = CollectiveCall("update", "apply_gradients", "continues")
+
+
+class Transport(Protocol):
+    """The way between this process and the owners of tables.
+
+    Attributes:
+      record: The plan by which a batch is divided over the owners.
+      size: Number of owners.
+      num_senders: Number of processes that send to an owner in one step.
+      is_owner: Whether this process is an owner itself.
+    """
+
+    record: bytes
+    size: int
+    num_senders: int
+    is_owner: bool
+
+    def to_owners(
+        self, collective: CollectiveCall, messages: Messages, refusal: tf.Tensor
+    ) -> list[Messages]:
+        """Sends one message to each owner.
+
+        Args:
+          collective: The call that the messages belong to.
+          messages: The message to each owner.
+          refusal: Why this process refuses the step, or "".
+
+        Returns:
+          For each part of the tables that ops of this process work on, the messages
+          that have arrived, by sender.
+        """
+        ...
+
+    def to_senders(
+        self, collective: CollectiveCall, messages: Messages, refusal: tf.Tensor
+    ) -> Messages:
+        """Sends the answer of one of those parts; what has arrived here from it."""
+        ...
+
+    def push(self) -> Any:
+        """Returns the number of this push, or none where a push cannot come twice."""
+        ...
 
 
 class Routed(NamedTuple):
@@ -48,13 +106,14 @@ class Routed(NamedTuple):
     ready: list[tf.Tensor]
 
 
-class HostEngine(Engine):
+class HostEngine(Engine, StepQueue):
     """Runs one op per step and direction for all tables (see docs/architecture.md).
 
     The tables are whole, in one part in this process; or a transport leads to the
     owners of their parts. Then data travels to or from the owners three times in each
     step: IDs when a batch is prepared or queued, rows or activations in the lookup, and
-    gradients of samples in the update. See ops/cc/core/routing.h.
+    gradients of samples in the update. See ops/cc/core/routing.h. The queue of batches
+    is in the resource of this process's part; that of a job has routed batches.
 
     Attributes:
       pipelined: Whether an update stays pending until the lookups of the next step.
@@ -98,7 +157,7 @@ class HostEngine(Engine):
         self._grows = any(part.vocabularies for part in parts)
         device = None if transport and not transport.is_owner else self._device
         self._batches = HostBatches(options, device, record, groups=not transport)
-        self.queue = HostEngineQueue(self)
+        self.queue: StepQueue = self
 
     @classmethod
     def check(cls, options: EngineOptions) -> Channel | None:
@@ -175,6 +234,12 @@ class HostEngine(Engine):
         ]
         return Routed(sent.routed, parts, parts)
 
+    def route_enqueued(self, batch: tf.Tensor, call: Call) -> Routed:
+        """Routes a batch that enters a queue."""
+        name = f"enqueue(training={call.training})"
+        collective = CollectiveCall("enqueue", name, "begins")
+        return self.route(batch, collective, training=call.training)
+
     def lookup(
         self, prepared: Prepared, call: Call
     ) -> tuple[list[tf.Tensor], Prepared]:
@@ -215,14 +280,6 @@ class HostEngine(Engine):
         own = looked_up[0] if self._is_owner else routed.own
         found = self._combine([], own, received, call)
         return found.activations, Routed(own, looked_up, found.activations[:1])
-
-    def look_up_queued(self, call: Call) -> Any:
-        """Looks up the next batch of the queue; `activations` and `apply_now`."""
-        (part,) = self._parts
-        if self._transport is None:
-            return part.look_up([], call, self._batches.activation_shapes(call))
-        (served,), received = self._serve([[]], DEQUEUE, call)
-        return self._combine([part.handle], served.looked_up, received, call)
 
     def _serve(
         self,
@@ -325,6 +382,36 @@ class HostEngine(Engine):
     def _rates_to_send(self) -> tf.Tensor:
         """Returns the rates of an update, in a process that sends them to owners."""
         return self._parts[0].rates.evaluate()
+
+    def enqueue(self, batches: Sequence[Prepared], call: Call) -> None:
+        (part,) = self._parts
+        values = [batch.value for batch in batches]
+        if self._transport is not None:
+            routed = [self.route_enqueued(value, call) for value in values]
+            values = [own for each in routed for own in each.parts]
+        apply_now = part.enqueue(values, call)
+        if self.pipelined and not call.training:
+            part.apply(apply_now)
+
+    def dequeue(self, call: Call) -> list[tf.Tensor]:
+        (part,) = self._parts
+        if self._transport is None:
+            found = part.look_up([], call, self._batches.activation_shapes(call))
+        else:
+            (served,), received = self._serve([[]], DEQUEUE, call)
+            found = self._combine([part.handle], served.looked_up, received, call)
+        if self.pipelined:
+            part.apply(found.apply_now)
+        return found.activations
+
+    def apply_gradients(
+        self, gradients: Sequence[tf.Tensor | None], call: Call
+    ) -> None:
+        if self._transport is not None:
+            self.send_gradients(None, gradients, call)
+            return
+        (part,) = self._parts
+        part.apply(part.submit([], gradients, call))
 
     def from_tensors(
         self, features: PreprocessedFeatures, *, looked_up: bool

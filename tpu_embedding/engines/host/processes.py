@@ -12,15 +12,42 @@ from tpu_embedding.distribution import ProcessTopology
 from tpu_embedding.engines import fingerprint
 from tpu_embedding.engines.calls import EngineOptions
 from tpu_embedding.engines.host.batches import plan_record
-from tpu_embedding.engines.host.engine import HostEngine
+from tpu_embedding.engines.host.engine import CollectiveCall, HostEngine, Messages
 from tpu_embedding.engines.host.part import TablePart
-from tpu_embedding.engines.host.transport import Processes
 from tpu_embedding.engines.process_group import Channel, calling, connect
 from tpu_embedding.engines.telemetry import Counts
 from tpu_embedding.layout.balancing import place_tables, rows_of_plan
 from tpu_embedding.layout.placement import Placement
+from tpu_embedding.ops import library
 from tpu_embedding.tables.reach import InJob
 from tpu_embedding.tables.variables import Place, TableVariables, create_parts
+
+
+class Processes:
+    """The processes of a synchronous job, each with a part of the tables."""
+
+    def __init__(self, record: bytes, channel: Channel) -> None:
+        self.record, self.is_owner = record, True
+        self.size = self.num_senders = channel.size
+        self._channel = channel
+
+    def to_owners(
+        self, collective: CollectiveCall, messages: Messages, refusal: tf.Tensor
+    ) -> list[Messages]:
+        """See `Transport.to_owners`: this process has one part."""
+        return [self.to_senders(collective, messages, refusal)]
+
+    def to_senders(
+        self, collective: CollectiveCall, messages: Messages, refusal: tf.Tensor
+    ) -> Messages:
+        """See `Transport.to_senders`."""
+        return self._channel.exchange(
+            collective.phase, messages, refusal, collective.name, collective.role
+        )
+
+    def push(self) -> Any:
+        """See `Transport.push`: a step of a job is made once."""
+        return library.NO_NUMBER
 
 
 class ShardedEngine(HostEngine):

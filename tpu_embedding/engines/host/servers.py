@@ -7,7 +7,9 @@ are kept there: a batch exists within one function, so a lost worker leaves noth
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,12 +17,21 @@ import tensorflow as tf
 
 from tpu_embedding.config import DistributedOptions
 from tpu_embedding.distribution import ServerTopology
-from tpu_embedding.engines.calls import EngineOptions, Prepared
+from tpu_embedding.engines.calls import (
+    QUEUE_CAPACITY,
+    Call,
+    EngineOptions,
+    Prepared,
+)
 from tpu_embedding.engines.host.batches import plan_record
-from tpu_embedding.engines.host.engine import HostEngine, Routed
+from tpu_embedding.engines.host.engine import (
+    DEQUEUE,
+    CollectiveCall,
+    HostEngine,
+    Messages,
+    Routed,
+)
 from tpu_embedding.engines.host.part import TablePart
-from tpu_embedding.engines.host.queue import ServerQueue
-from tpu_embedding.engines.host.transport import Servers
 from tpu_embedding.engines.telemetry import Counts
 from tpu_embedding.layout.balancing import part_of_plan, place_on_servers, rows_of_plan
 from tpu_embedding.layout.csr import PreprocessedFeatures
@@ -39,6 +50,34 @@ from tpu_embedding.tables.variables import Place, TableVariables, create_parts
 _PARTS = "_tpu_embedding_parts"
 
 
+class Servers:
+    """Parameter servers, to whose ops TensorFlow carries inputs from other devices."""
+
+    def __init__(self, record: bytes, size: int) -> None:
+        self.record, self.is_owner = record, False
+        self.size, self.num_senders = size, 1
+
+    def to_owners(
+        self, collective: CollectiveCall, messages: Messages, refusal: tf.Tensor
+    ) -> list[Messages]:
+        """See `Transport.to_owners`: a refused step has raised its error already."""
+        del collective, refusal
+        return [[message] for message in messages]
+
+    def to_senders(
+        self, collective: CollectiveCall, messages: Messages, refusal: tf.Tensor
+    ) -> Messages:
+        """See `Transport.to_senders`."""
+        del collective, refusal
+        return messages
+
+    def push(self) -> Any:
+        """See `Transport.push`: read where the function runs, on the worker."""
+        if tf.executing_eagerly():
+            return library.NO_NUMBER
+        return library.load().tpu_embedding_current_push().push
+
+
 class ParameterServerEngine(HostEngine):
     """Looks up and updates tables on servers.
 
@@ -46,6 +85,10 @@ class ParameterServerEngine(HostEngine):
     prepare, check and divide batches, and combine what the servers send. If a
     `ClusterCoordinator` has numbered a push, each server applies it only once, however
     often the function runs.
+
+    Each tf.function has steps of its own, and so has each of its loops and branches:
+    any number of workers may run it at a time. A wrong order of calls raises an error
+    when the function is traced.
     """
 
     name = "parameter_server"
@@ -81,7 +124,9 @@ class ParameterServerEngine(HostEngine):
         record = plan_record(options, places[0], served=True)
         reach = OnServers(self._coordinator)
         super().__init__(options, parts, Servers(record, len(used)), reach)
-        self.queue = self._steps = ServerQueue(self)
+        self._eager = _Steps()
+        self._of_graphs: weakref.WeakKeyDictionary[Any, _Steps]
+        self._of_graphs = weakref.WeakKeyDictionary()
 
     @classmethod
     def check(cls, options: EngineOptions) -> None:
@@ -139,14 +184,75 @@ class ParameterServerEngine(HostEngine):
         """
         self._run(self._flush_parts)
 
-    def apply_all(self) -> None:
-        """Applies all complete updates; rows may wait."""
-        self._run(self._apply_parts)
-
     def start_counting(self, every: int) -> Callable[[int | None], Counts]:
         """See `TableStore.start_counting`; servers see rows, and no samples."""
         read = super().start_counting(every)
         return lambda hot_rows: dataclasses.replace(read(hot_rows), samples=None)
+
+    def enqueue(self, batches: Sequence[Prepared], call: Call) -> None:
+        queued, training = self._steps().queued, call.training
+        if len(queued) >= QUEUE_CAPACITY:
+            raise _wrong_order(
+                f"enqueue: the queue is full ({QUEUE_CAPACITY} batches). Call dequeue "
+                "once for each enqueue."
+            )
+        (batch,) = batches
+        routed = self.route_enqueued(batch.value, call)
+        queued.append((routed, training))
+        if not training:
+            # A refused batch leaves what is pending.
+            with tf.control_dependencies([routed.own]):
+                self._run(self._apply_parts)
+
+    def dequeue(self, call: Call) -> list[tf.Tensor]:
+        steps = self._steps()
+        if not steps.queued:
+            raise _wrong_order(
+                "dequeue: no batch is enqueued. Call enqueue before dequeue, once for "
+                "each dequeue; under ParameterServerStrategy in the same function, "
+                "loop and branch."
+            )
+        batch, training = steps.queued[0]
+        if training and steps.owed is not None:
+            raise _wrong_order(
+                "dequeue: the training batch dequeued before still owes its "
+                "gradients. Call apply_gradients first, or enqueue with "
+                "training=False; after a step that failed call flush and reset."
+            )
+        activations, looked_up = self.look_up_routed(batch, DEQUEUE, call)
+        steps.queued.popleft()
+        steps.was_training = training
+        if training:
+            steps.owed = looked_up
+        return activations
+
+    def apply_gradients(
+        self, gradients: Sequence[tf.Tensor | None], call: Call
+    ) -> None:
+        steps = self._steps()
+        if steps.owed is None or not steps.was_training:
+            if not steps.was_training:
+                problem = (
+                    "the batch was enqueued with training=False. Enqueue with "
+                    "training=True to train on it."
+                )
+            elif steps.queued:
+                problem = "the enqueued batch was not dequeued. Call dequeue first."
+            else:
+                problem = (
+                    "no dequeued batch owes gradients; they can be applied once per "
+                    "dequeue, under ParameterServerStrategy in the same function, loop "
+                    "and branch."
+                )
+            raise _wrong_order(f"apply_gradients: {problem}")
+        self.send_gradients(steps.owed, gradients, call)
+        steps.owed = None
+
+    def _steps(self) -> _Steps:
+        if tf.executing_eagerly():
+            return self._eager
+        graph = tf.compat.v1.get_default_graph()
+        return self._of_graphs.setdefault(graph, _Steps())
 
     def _run(self, call: Callable[[], None]) -> None:
         if tf.executing_eagerly():
@@ -156,7 +262,7 @@ class ParameterServerEngine(HostEngine):
 
     def _apply_parts(self) -> None:
         for part in self._parts:
-            part.apply_all()
+            part.apply_all()  # Rows may wait.
 
     def _flush_parts(self) -> None:
         for part in self._parts:
@@ -164,7 +270,7 @@ class ParameterServerEngine(HostEngine):
             part.catch_up()
 
     def reset(self) -> None:
-        self._steps.reset()
+        self._eager = _Steps()  # Those of functions end with them.
         super().reset()
 
 
@@ -226,3 +332,22 @@ def _require_library(servers: Sequence[str]) -> None:
                 "tpu_embedding, so it cannot hold tables. Start every server and "
                 "worker by `python -m tpu_embedding server`.",
             ) from error
+
+
+class _Steps:
+    """The steps of one function, or of eager calls.
+
+    Attributes:
+      queued: Routed batches, each with its `training`, the oldest first.
+      owed: The lookup whose gradients are awaited, or None.
+      was_training: Whether the last batch that was dequeued is for training.
+    """
+
+    def __init__(self) -> None:
+        self.queued: collections.deque[tuple[Routed, bool]] = collections.deque()
+        self.owed: Routed | None = None
+        self.was_training = True
+
+
+def _wrong_order(text: str) -> tf.errors.FailedPreconditionError:
+    return tf.errors.FailedPreconditionError(None, None, text)
