@@ -41,8 +41,10 @@ if _typing.TYPE_CHECKING:
     from tpu_embedding.packing import PackedFeatures, pack
     from tpu_embedding.parameter_server import ClusterCoordinator
     from tpu_embedding.planning import plan
-    from tpu_embedding.serving.embedding import TPUEmbeddingForServing
-    from tpu_embedding.serving.lookup import serving_embedding_lookup
+    from tpu_embedding.serving.embedding import (
+        TPUEmbeddingForServing,
+        serving_embedding_lookup,
+    )
     from tpu_embedding.tables.growing import FrozenTable
     from tpu_embedding.telemetry import Figure, Telemetry
 
@@ -62,7 +64,7 @@ _MODULES = {
     "install": "compat.drop_in",
     "pack": "packing",
     "plan": "planning",
-    "serving_embedding_lookup": "serving.lookup",
+    "serving_embedding_lookup": "serving.embedding",
     "uninstall": "compat.drop_in",
 }
 _PACKAGES = [

@@ -1,33 +1,164 @@
-"""TPUEmbeddingForServing looks up the tables of a checkpoint on the CPU."""
+"""Lookups in tables and checkpoints by TensorFlow's ops, on the CPU, for serving."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tpu_embedding import distribution, errors
 from tpu_embedding.checkpoint.stored import VariableTables
 from tpu_embedding.checkpoint.trackable import RestoresLayouts
-from tpu_embedding.layout.plan import require_dtypes
+from tpu_embedding.layout.plan import (
+    FeatureSpec,
+    Plan,
+    TableSpec,
+    make_plan,
+    require_dtypes,
+)
 from tpu_embedding.lookup.feature_structure import FeatureStructure
+from tpu_embedding.lookup.features import FeatureLookup
 from tpu_embedding.nest_utils import flatten_with_paths
 from tpu_embedding.serving.growing_tables import RestoredGrowingTable
-from tpu_embedding.serving.lookup import (
-    FeatureLookup,
-    features_at,
-    look_up_structure,
-    plan_of,
-)
 from tpu_embedding.serving.mapping import open_tables
+from tpu_embedding.tables.readers import VariableReader
 from tpu_embedding.tables.table import stored_table
 from tpu_embedding.tables.trackable import RowsVariable
 from tpu_embedding.tables.variables import TableVariables, create_variables
-from tpu_embedding.tf_configs import convert_features, convert_optimizer, freeze_configs
+from tpu_embedding.tf_configs import (
+    convert_features,
+    convert_optimizer,
+    freeze_configs,
+)
 
+# AutoGraph has nothing to convert in these functions.
 _do_not_convert = tf.autograph.experimental.do_not_convert
+
+
+@_do_not_convert
+def serving_embedding_lookup(
+    inputs: Any,
+    weights: Any,
+    tables: Mapping[Any, Any],
+    feature_config: Any,
+    *,
+    invalid_ids: str | None = None,
+) -> Any:
+    """Looks up features with TensorFlow's ops, for serving.
+
+    A drop-in replacement for tf.tpu.experimental.embedding.serving_embedding_lookup,
+    with the numbers of docs/semantics.md:
+
+    >>> import tensorflow as tf
+    >>> import tpu_embedding as te
+    >>> films = te.TableConfig(4, 2, combiner="sum")
+    >>> table = tf.constant([[0.0, 0.0], [1.0, 1.0], [2.0, 2.0], [3.0, 3.0]])
+    >>> seen = tf.ragged.constant([[1, 3], []])
+    >>> te.serving_embedding_lookup(
+    ...     {"seen": seen}, None, {films: table}, {"seen": te.FeatureConfig(films)}
+    ... )["seen"].numpy().tolist()
+    [[4.0, 4.0], [0.0, 0.0]]
+
+    Args:
+      inputs: Some or all features of `feature_config`, in its structure: tf.Tensor,
+        tf.SparseTensor or tf.RaggedTensor, in any mix, int32 or int64 (or whole numbers
+        of a floating point dtype).
+      weights: None, or the structure of `inputs` with floating point weights of each
+        feature's own layout, or None for features without.
+      tables: Variables or tensors [vocabulary_size, dim] by TableConfig, as
+        `embedding_tables` has them.
+      feature_config: A FeatureConfig or a nested structure of them.
+      invalid_ids: The policy for tables of tf.tpu.experimental.embedding: "error"
+        (also if None), "drop" or "mod". A TableConfig of this package has its own.
+
+    Returns:
+      Activations in the structure of `inputs`, float32 [output shape..., dim].
+
+    Raises:
+      TypeError: If a container or dtype is of the wrong type.
+      ValueError: If `inputs` has a feature that `feature_config` lacks, `tables`
+        lacks a table, or a structure, rank or static shape does not fit.
+      tf.errors.InvalidArgumentError: If ids, weights or splits are not valid.
+    """
+    plan = make_plan(*convert_features(feature_config, invalid_ids), None, custom=True)
+    specs = _features_of(inputs, plan)
+    used = {spec.table: spec.path for spec in specs}
+    readers = {
+        index: VariableReader(find_table(plan.tables[index], tables, path))
+        for index, path in used.items()
+    }
+    lookup = FeatureLookup(plan, readers, any_batch_size=True)
+    return _look_up(lookup, specs, inputs, weights)
+
+
+def _features_of(inputs: Any, plan: Plan) -> list[FeatureSpec]:
+    """Returns the features of a plan that `inputs` has.
+
+    Raises:
+      ValueError: If the plan lacks one.
+    """
+    paths = [path for path, _ in flatten_with_paths(inputs)]
+    known: dict[str, list[FeatureSpec]] = {}
+    for spec in plan.features:
+        known.setdefault(spec.path, []).append(spec)
+    unknown = [path for path in paths if path not in known]
+    if unknown:
+        raise ValueError(
+            f"`inputs` has the features {', '.join(unknown)}, which `feature_config` "
+            f"lacks. It has {', '.join(known)}."
+        )
+    return [spec for path in paths for spec in known[path]]
+
+
+def find_table(
+    spec: TableSpec, tables: Mapping[Any, Any], path: str, *, arrays: bool = False
+) -> Any:
+    """Returns the variable or tensor of a table.
+
+    Args:
+      spec: The table.
+      tables: The tables by the TableConfig that the user passed.
+      path: The path of a feature that needs the table, for messages.
+      arrays: Whether the table may be a NumPy array.
+
+    Raises:
+      ValueError: If the table is missing, or of another shape or kind.
+    """
+    if spec.key not in tables:
+        raise ValueError(
+            f"`tables` lacks table {spec.name} of feature {path}. Its keys must be the "
+            "TableConfig objects of `feature_config` themselves."
+        )
+    table = tables[spec.key]
+    shape = (spec.config.vocabulary_size, spec.config.dim)
+    kinds = (tf.Variable, tf.Tensor, *([np.ndarray] if arrays else []))
+    fits = isinstance(table, kinds) and tuple(table.shape) == shape
+    if fits and table.dtype != object and tf.as_dtype(table.dtype).is_floating:
+        return table
+    received = (
+        f"{table.dtype.name} of shape {tuple(table.shape)}"
+        if hasattr(table, "shape") and hasattr(table, "dtype")
+        else repr(table)
+    )
+    raise ValueError(
+        f"Table {spec.name} must be a floating point variable"
+        f"{', tensor or NumPy array' if arrays else ' or tensor'} of shape {shape}. "
+        f"Received: {received}."
+    )
+
+
+def _look_up(
+    lookup: FeatureLookup, specs: Sequence[FeatureSpec], inputs: Any, weights: Any
+) -> Any:
+    """Looks up the leaves of `inputs`; activations in the same structure."""
+    structure = FeatureStructure(inputs, specs)
+    values = structure.for_plan(structure.flatten("inputs", inputs))
+    flat_weights = structure.for_plan(structure.flatten_weights(weights))
+    return structure.pack_joined(lookup(specs, values, flat_weights))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +242,9 @@ class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrack
                 "effect without `mapped`. Pass `mapped`, or leave `verify` out."
             )
         converted = convert_features(feature_config, invalid_ids)
-        self._plan = plan_of(converted, convert_optimizer(optimizer), growing=True)
+        self._plan = make_plan(
+            *converted, convert_optimizer(optimizer), custom=True, growing=True
+        )
         self._structure = FeatureStructure(feature_config, self._plan.features)
         self.core = VariableTables(
             self._plan, self._structure, self._arrays, lambda: self._built().growing
@@ -171,9 +304,8 @@ class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrack
             lists all errors.
         """
         lookup = self._built().lookup
-        paths = [path for path, _ in flatten_with_paths(features)]
-        specs = features_at(self._plan, paths)
-        return look_up_structure(lookup, specs, features, weights)
+        specs = _features_of(features, self._plan)
+        return _look_up(lookup, specs, features, weights)
 
     @property
     def embedding_tables(self) -> dict[Any, tf.Variable]:

@@ -20,13 +20,12 @@ from tpu_embedding.checkpoint.stored import (
 )
 from tpu_embedding.embedding_v0 import TPUEmbeddingV0
 from tpu_embedding.layout.output_shapes import InputShapes
-from tpu_embedding.layout.plan import FeatureSpec, Plan
+from tpu_embedding.layout.plan import FeatureSpec, Plan, make_plan
 from tpu_embedding.lookup.feature_structure import FeatureStructure
 from tpu_embedding.lookup.features import FeatureLookup
 from tpu_embedding.lookup.input_rows import MAX_SAMPLES
 from tpu_embedding.serving.conversion import Source, rows_of
-from tpu_embedding.serving.embedding import TPUEmbeddingForServing
-from tpu_embedding.serving.lookup import find_table, plan_of
+from tpu_embedding.serving.embedding import TPUEmbeddingForServing, find_table
 from tpu_embedding.serving.signatures import (
     KINDS,
     Request,
@@ -294,7 +293,7 @@ def _read_dict(tables: Any, feature_config: Any, invalid_ids: Any) -> Exported:
             "export needs `feature_config` for a dict of tables, to know which feature "
             "looks up which table."
         )
-    plan = plan_of(convert_features(feature_config, invalid_ids))
+    plan = make_plan(*convert_features(feature_config, invalid_ids), None, custom=True)
     structure = FeatureStructure(feature_config, plan.features)
     return _FeatureModel(plan, _gathered(plan, tables), structure)
 
