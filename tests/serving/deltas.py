@@ -139,9 +139,9 @@ KILLED_AT = ("apply", "save", "rename")
 _KILLED = """
 import os, signal, sys
 import tensorflow as tf
-from tpu_embedding.serving import applying
+from tpu_embedding.serving import delta_files
 module, name = {
-    "apply": (applying, "apply_delta"),
+    "apply": (delta_files, "apply_delta"),
     "save": (tf.saved_model, "save"),
     "rename": (tf.io.gfile, "rename"),
 }[sys.argv[4]]
@@ -151,7 +151,7 @@ def killed(*arguments, **options):
         call(*arguments, **options)
     os.kill(os.getpid(), signal.SIGKILL)
 setattr(module, name, killed)
-applying.apply_to_export(sys.argv[1], [sys.argv[2]], sys.argv[3])
+delta_files.apply_to_export(sys.argv[1], [sys.argv[2]], sys.argv[3])
 """
 
 

@@ -297,7 +297,7 @@ def test_what_a_writer_refuses(
     consumer.follow()
     delta = str(tmp_path / "all-1.delta")
     new = str(tmp_path / "new")
-    te.serving.applying.apply_to_export(str(consumer.base), [delta], new)
+    te.serving.delta_files.apply_to_export(str(consumer.base), [delta], new)
     with pytest.raises(ValueError, match="Deltas were applied to"):
         te.serving.DeltaWriter(trainer.embedding, new, "x")
     checkpoint = tf.train.Checkpoint(deltas=consumer.writer)

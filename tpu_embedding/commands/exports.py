@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from tpu_embedding.serving.applying import apply_to_export
-from tpu_embedding.serving.delta_files import Header, read_header
+from tpu_embedding.serving.delta_files import Header, apply_to_export, read_header
 from tpu_embedding.serving.mapping import place
 from tpu_embedding.text import aligned
 

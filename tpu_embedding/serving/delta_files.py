@@ -23,7 +23,7 @@ import os
 import secrets
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -32,6 +32,7 @@ from tpu_embedding.checkpoint.errors import data_loss
 from tpu_embedding.checkpoint.writing import one_writer
 from tpu_embedding.layout.plan import TableSpec
 
+STATE, APPLY = "delta_state", "apply_delta"  # Signatures of models that take deltas.
 MAGIC = b"TPUEMBD1"
 BEGIN, ROWS, END = range(3)  # Kinds of blocks.
 HEAD_BYTES = 24  # Checksum, kind and number.
@@ -312,3 +313,72 @@ def _header(block: bytes) -> Header:
     base = Base.from_json(block[start + counts.nbytes :])
     pairs = tuple((int(upserts), int(deletions)) for upserts, deletions in counts)
     return Header(base, run, follows, sequence, pairs)
+
+
+def apply_delta(model: Any, path: str | os.PathLike[str]) -> int:
+    """Applies a delta to a loaded model, which may answer calls meanwhile.
+
+    A lookup sees each row as it was before the delta or after it. The delta must be
+    the one that follows the delta applied last; the model checks that, and every block
+    of it, before it serves any new row.
+
+    Args:
+      model: What tf.saved_model.load returned for an export with `deltas`.
+      path: The delta.
+
+    Returns:
+      The number of the delta, which is now the one applied last.
+
+    Raises:
+      ValueError: If the model does not take deltas.
+      tf.errors.DataLossError: If the file is not a delta or is truncated.
+      tf.errors.InvalidArgumentError: If the delta was applied before, or one before it
+        is missing, or it follows another export or another run of the trainer, or it
+        is damaged. The model then serves what it served before.
+    """
+    apply = getattr(model, "signatures", {}).get(APPLY)
+    if apply is None:
+        raise ValueError(
+            "The model does not take deltas. Export it with te.serving.export(..., "
+            "deltas=True), and pass what tf.saved_model.load returns."
+        )
+    state: dict[str, tf.Tensor] = {}
+    for block in delta_blocks(path):
+        state = apply(block=tf.constant(block))
+    if not state or state["next_block"]:
+        raise data_loss(
+            f"Delta {os.fspath(path)} is truncated: the last block is missing."
+        )
+    return int(state["sequence"])
+
+
+def apply_to_export(
+    path: str, deltas: Sequence[str | os.PathLike[str]], destination: str
+) -> int:
+    """Writes an export to which deltas were applied, and which takes those after them.
+
+    Args:
+      path: An export with `deltas`; it stays as it is.
+      deltas: Deltas in their order.
+      destination: A folder that does not exist yet.
+
+    Returns:
+      The number of the delta applied last.
+
+    Raises:
+      ValueError: If `destination` exists, or the model does not take deltas.
+      tf.errors.OpError: As `apply_delta` does.
+    """
+    with one_writer(destination):
+        if tf.io.gfile.exists(destination):
+            raise ValueError(f"{destination} exists. Give the new export a new path.")
+        unfinished = destination + _UNFINISHED
+        if tf.io.gfile.exists(unfinished):  # A killed process may have left one.
+            tf.io.gfile.rmtree(unfinished)
+        model: Any = tf.saved_model.load(path)
+        sequence = 0
+        for delta in deltas:
+            sequence = apply_delta(model, delta)
+        tf.saved_model.save(model, unfinished, signatures=dict(model.signatures))
+        tf.io.gfile.rename(unfinished, destination)
+    return sequence

@@ -21,10 +21,12 @@ import tensorflow as tf
 from tpu_embedding.lookup.graph_checks import Check, require, text
 from tpu_embedding.serving.conversion import ConvertedTable
 from tpu_embedding.serving.delta_files import (
+    APPLY,
     BEGIN_FIELDS,
     END,
     HEAD_BYTES,
     ROWS_FIELDS,
+    STATE,
     Base,
 )
 from tpu_embedding.serving.following_tables import (
@@ -34,8 +36,6 @@ from tpu_embedding.serving.following_tables import (
     scatter,
 )
 from tpu_embedding.tables.variables import create_state
-
-STATE, APPLY = SIGNATURES = ("delta_state", "apply_delta")
 
 
 def ids_key(index: int) -> str:
