@@ -26,7 +26,7 @@ from reference import growing
 from steps import train_on
 
 import tpu_embedding as te
-from tpu_embedding.checkpoint import growing_tables, writing
+from tpu_embedding.checkpoint import restoring, writing
 from tpu_embedding.cluster_config import STATUS_VARIABLE
 from tpu_embedding.layout.placement import IdPartition
 from tpu_embedding.tables import rows as table_rows
@@ -275,7 +275,7 @@ def save_in_blocks(strategy: Any, path: str, *, alone: bool = False) -> int:
     assert np.array_equal(saved.parameters.numpy(), state["parameters"])
     for name, vector in saved.vocabulary.items():
         assert np.array_equal(vector.read(), state[name]), name
-    reading = mock.patch.object(growing_tables, "_read", wraps=growing_tables._read)
+    reading = mock.patch.object(restoring, "_read", wraps=restoring._read)
     with reading as read:
         te.checkpoint.restore(embedding, path)
     assert max(len(call.args[1]) for call in read.mock_calls) < 1200  # Of one part.
