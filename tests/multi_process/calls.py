@@ -22,7 +22,7 @@ from multi_process.training import Case
 from steps import train_on
 
 import tpu_embedding as te
-from tpu_embedding.checkpoint import formats
+from tpu_embedding.checkpoint import saving
 from tpu_embedding.planning import machines
 
 
@@ -296,7 +296,7 @@ def fail_to_restore(strategy: Any, case: Case, path: str) -> tuple[str, str]:
     embedding = training.create(strategy, case)
     is_bad = rank(strategy) == strategy.num_replicas_in_sync - 1
     missing = tf.errors.NotFoundError(None, None, f"{path} is missing")
-    hidden = mock.patch.object(formats, "read", side_effect=missing)
+    hidden = mock.patch.object(saving, "read", side_effect=missing)
     with hidden if is_bad else contextlib.nullcontext():
         return failure(lambda: te.checkpoint.restore(embedding, path))
 

@@ -14,8 +14,7 @@
 """
 
 from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint, LogicalTable
-from tpu_embedding.checkpoint.formats import read, read_layouts
-from tpu_embedding.checkpoint.saving import restore, save
+from tpu_embedding.checkpoint.saving import read, read_layouts, restore, save
 from tpu_embedding.layout.partition import TableLayout
 
 __all__ = [

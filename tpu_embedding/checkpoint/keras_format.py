@@ -56,7 +56,7 @@ def is_keras(path: str) -> bool:
 def read_keras(
     path: str, root: str | None, tables: Collection[str]
 ) -> LogicalCheckpoint:
-    """See `formats.read`."""
+    """See `checkpoint.read`."""
     if not os.path.exists(path):
         raise errors.not_found(path)
     holders: dict[str, dict[str, TableRows]] = {}

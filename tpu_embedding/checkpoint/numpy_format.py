@@ -51,7 +51,7 @@ def is_numpy(path: str) -> bool:
 def read_numpy(
     path: str, root: str | None, tables: Collection[str]
 ) -> LogicalCheckpoint:
-    """See `formats.read`."""
+    """See `checkpoint.read`."""
     if root is not None:
         raise ValueError(
             f"{path} holds arrays, not objects, so `root` must be None. Received: "

@@ -205,7 +205,7 @@ class _BundleRows(TableRows):
 def read_tensorflow(
     prefix: str, root: str | None, tables: Collection[str]
 ) -> LogicalCheckpoint:
-    """See `formats.read`."""
+    """See `checkpoint.read`."""
     bundle = Bundle(prefix)
     objects = bundle.objects()
     slots = [slot for node in objects.values() for slot in node.slots]

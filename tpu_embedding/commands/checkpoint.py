@@ -18,9 +18,8 @@ from tpu_embedding.checkpoint.checkpoint_view import (
     LogicalTable,
     hashing_vectors,
 )
-from tpu_embedding.checkpoint.formats import read, read_layouts
 from tpu_embedding.checkpoint.numpy_format import write_numpy
-from tpu_embedding.checkpoint.saving import DEFAULT_ROOT
+from tpu_embedding.checkpoint.saving import DEFAULT_ROOT, read, read_layouts
 from tpu_embedding.checkpoint.writing import Progress, write_tensorflow
 from tpu_embedding.tables.rows import by_checkpoint_name
 from tpu_embedding.text import aligned

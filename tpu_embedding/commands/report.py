@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint
-from tpu_embedding.checkpoint.formats import read
+from tpu_embedding.checkpoint.saving import read
 from tpu_embedding.checkpoint.statistics import TableReport, table_reports
 from tpu_embedding.commands.checkpoint import TextProgress, printable
 from tpu_embedding.errors import check_path
