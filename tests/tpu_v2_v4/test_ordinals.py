@@ -21,7 +21,7 @@ from tpu_v2_v4.test_conformance import KINDS, make_strategy, make_twin
 
 import tpu_embedding as te
 from tpu_embedding import distribution
-from tpu_embedding.engines.errors import check_device
+from tpu_embedding.engines.base import check_device
 
 ENQUEUE = "EnqueueTPUEmbeddingArbitraryTensorBatch"
 INPUTS = "%s, %i, %w, %m"

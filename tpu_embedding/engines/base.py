@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
+from tpu_embedding.distribution import Topology
 from tpu_embedding.engines.calls import Call, EngineOptions, Prepared, StepQueue
 from tpu_embedding.engines.process_group import Channel
 from tpu_embedding.engines.telemetry import Counts
@@ -19,6 +20,7 @@ from tpu_embedding.layout.csr import (
 )
 from tpu_embedding.layout.plan import Plan
 from tpu_embedding.layout.stacking import Layout, lay_out_whole
+from tpu_embedding.lookup.graph_checks import Check, require, text
 from tpu_embedding.tables.table import RowChanges, Table
 
 
@@ -335,3 +337,40 @@ class TracedTicket:
             )
         self.taken = True
         return self.content
+
+
+def check_device(topology: Topology, device: str | tf.Tensor) -> list[Any]:
+    """Refuses a core that the user named, and returns the checks of its ordinal."""
+    assert topology.tpu is not None
+    if topology.program() is not None:
+        raise ValueError(
+            "Argument `device` of enqueue is not supported inside strategy.run, "
+            "where each replica enqueues for its own core. "
+            f"Received: {device}. Leave it at None."
+        )
+    if isinstance(device, str):
+        return []
+    if not device.dtype.is_integer or device.shape.rank != 0:
+        raise ValueError(
+            "Argument `device` of enqueue must be the name of a TPU device, or its "
+            f"ordinal, an integer scalar tensor. Received: {device}."
+        )
+    if len(topology.tpu.hosts) > 1:
+        raise ValueError(
+            "Argument `device` of enqueue is an ordinal, which identifies a device "
+            f"of one host, but this TPU has {len(topology.tpu.hosts)} hosts. Pass the "
+            "name of the device."
+        )
+    number = tf.cast(device, tf.int64)
+    known = [topology.tpu.ordinal(name) for name in topology.tpu.all_devices]
+
+    def unknown() -> tf.Tensor:
+        ordinals = ", ".join(map(str, known))
+        return text(
+            "Argument `device` of enqueue is ",
+            number,
+            f", but the TPU devices of the strategy are {ordinals}.",
+        )
+
+    ok = tf.reduce_any(number == tf.constant(known, tf.int64))
+    return require([Check(ok, unknown)])

@@ -1,9 +1,9 @@
-"""Learning rates and the like, evaluated once per update, and the count of updates."""
+"""Functions of users: learning rates and the like, evaluated once per update."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -92,6 +92,17 @@ def evaluate_rate(rate: Callable[..., Any], updates: Any) -> tf.Tensor:
     """Evaluates a callable learning rate after so many updates, as a float32 scalar."""
     arguments = [updates] if takes_step(rate) else []
     return _scalar("learning_rate", rate, rate(*arguments))
+
+
+def trace_function(
+    table: str, what: str, function: Callable[..., Any], inputs: Sequence[Any]
+) -> Any:
+    """Traces a rule or combiner; a note on its errors says which table it is of."""
+    try:
+        return tf.function(function, autograph=False).get_concrete_function(*inputs)
+    except Exception as error:
+        error.add_note(f"That is from the function of the {what} of table {table!r}.")
+        raise
 
 
 def returned_number(argument: str, function: Any, value: Any) -> tf.Tensor:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tpu_embedding.combiners import CustomCombiner
-from tpu_embedding.engines import errors
+from tpu_embedding.engines.rates import trace_function
 from tpu_embedding.layout.csr import CombinedCsrFormatTensor, PartitionedCsrFormatTensor
 from tpu_embedding.layout.plan import Plan
 from tpu_embedding.layout.stacking import Layout, Stack
@@ -241,11 +241,11 @@ def check_functions(plan: Plan) -> None:
             slots = [tf.TensorSpec([1]) if s.per_row else row for s in optimizer.slots]
             rates = [tf.TensorSpec([])] * (1 + len(optimizer.hyperparameters))
             rule = functools.partial(optimizer.compute, table=name)
-            errors.trace(name, "CustomOptimizer", rule, [row, row, slots, *rates])
+            trace_function(name, "CustomOptimizer", rule, [row, row, slots, *rates])
         if combiner is not None:
             valency = tf.TensorSpec([], tf.int32)
             vectors = tf.TensorSpec([combiner.max_valency, dim])
             count = combiner.num_weights
             inputs = [valency, vectors, *([tf.TensorSpec([count])] if count else [])]
             rule = functools.partial(combiner.compute, table=name)
-            errors.trace(name, "CustomCombiner", rule, inputs)
+            trace_function(name, "CustomCombiner", rule, inputs)

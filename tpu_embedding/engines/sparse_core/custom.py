@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from tpu_embedding.combiners import CustomCombiner
-from tpu_embedding.engines import errors
+from tpu_embedding.engines.rates import trace_function
 from tpu_embedding.layout.plan import Plan
 from tpu_embedding.layout.stacking import Stack
 from tpu_embedding.optimizers import CustomOptimizer
@@ -200,7 +200,7 @@ def _trace(
     table: str, what: str, function: Any, inputs: Sequence[tf.TensorSpec]
 ) -> Any:
     """Traces a function without captures, which an op's attribute cannot have."""
-    traced = errors.trace(table, what, function, inputs)
+    traced = trace_function(table, what, function, inputs)
     if traced.captured_inputs:
         way_out = "M"
         if what == "CustomOptimizer":

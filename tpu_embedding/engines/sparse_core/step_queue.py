@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from tpu_embedding.distribution import TPUTopology, outside_of_replicas
-from tpu_embedding.engines import errors
+from tpu_embedding.engines.base import check_device
 from tpu_embedding.engines.batch_ring import BatchRing, pack, unpack
 from tpu_embedding.engines.calls import Call, Prepared, StepQueue
 from tpu_embedding.layout.csr import PreprocessedFeatures
@@ -85,7 +85,7 @@ class SparseCoreQueue(StepQueue):
         self, device: str | tf.Tensor, batch: Sequence[tf.Tensor], *, training: bool
     ) -> tf.Tensor:
         """Queues a batch for a device, or for the core of an ordinal; see `_put`."""
-        checked = errors.check_device(self._topology, device)
+        checked = check_device(self._topology, device)
 
         def put(replica: int) -> tf.Tensor:
             queue = self._queues[replica]

@@ -21,7 +21,7 @@ import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 
 from tpu_embedding.distribution import TPUSystem
-from tpu_embedding.engines import errors
+from tpu_embedding.engines.base import check_device
 from tpu_embedding.engines.calls import Call, EngineOptions, Prepared, StepQueue
 from tpu_embedding.engines.tpu_v2_v4.configuration import ProgramRates
 from tpu_embedding.inputs import IdBatch
@@ -99,7 +99,7 @@ class TPUQueue(StepQueue):
 
     def _enqueue_on(self, device: str | tf.Tensor, batch: Prepared, call: Call) -> None:
         with tf.device(self._topology.device):
-            checked = errors.check_device(self._topology, device)
+            checked = check_device(self._topology, device)
             (part,) = _core_batches(self._select(batch.value, of_core=True), 1)
             with tf.control_dependencies([*checked, *self._still_there()]):
                 _tag(self._put(part, device, self._mode(call.training)), call.name)
