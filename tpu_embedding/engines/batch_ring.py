@@ -13,26 +13,26 @@ import tensorflow as tf
 from tpu_embedding.engines.calls import QUEUE_CAPACITY
 from tpu_embedding.lookup.graph_checks import refuse
 
-_FULL = (
+FULL = (
     f"enqueue: the queue is full ({QUEUE_CAPACITY} batches). Call dequeue once for "
     "each enqueue."
 )
-_EMPTY = (
+EMPTY = (
     "dequeue: no batch is enqueued. Call enqueue before dequeue, once for each dequeue."
 )
-_OWES = (
+OWES = (
     "dequeue: the training batch dequeued before still owes its gradients. Call "
     "apply_gradients first, or enqueue with training=False; after a step that failed "
     "call flush and reset."
 )
-_NO_TRAINING = (
+NO_TRAINING = (
     "apply_gradients: the batch was enqueued with training=False. Enqueue with "
     "training=True to train on it."
 )
-_NOT_DEQUEUED = (
+NOT_DEQUEUED = (
     "apply_gradients: the enqueued batch was not dequeued. Call dequeue first."
 )
-_NOTHING_OWED = (
+NOTHING_OWED = (
     "apply_gradients: no dequeued batch owes gradients; they can be applied once per "
     "dequeue."
 )
@@ -175,7 +175,7 @@ class BatchRing:
             code = tf.where(self._batch(counts.taken)[0], 2, 3)
             code = tf.where(counts.evaluated > 0, 1, code)
             code = tf.where(counts.owing > 0, 0, code)
-            messages = ["", _NO_TRAINING, _NOT_DEQUEUED, _NOTHING_OWED]
+            messages = ["", NO_TRAINING, NOT_DEQUEUED, NOTHING_OWED]
             with tf.control_dependencies(refuse(code, messages)):
                 return [self._batch(tf.constant(_OWED, tf.int64))[1]], []
 
@@ -263,10 +263,10 @@ class BatchRing:
 
 def _check_room(counts: _Counts) -> list[Any]:
     is_full = counts.put - counts.taken >= QUEUE_CAPACITY
-    return refuse(tf.cast(is_full, tf.int32), ["", _FULL])
+    return refuse(tf.cast(is_full, tf.int32), ["", FULL])
 
 
 def _check_batch(counts: _Counts, training: tf.Tensor) -> list[Any]:
     code = tf.where(training & (counts.owing > 0), 2, 0)
     code = tf.where(counts.put > counts.taken, code, 1)
-    return refuse(code, ["", _EMPTY, _OWES])
+    return refuse(code, ["", EMPTY, OWES])

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from tpu_embedding.config import DistributedOptions
 from tpu_embedding.distribution import ServerTopology
+from tpu_embedding.engines import batch_ring
 from tpu_embedding.engines.calls import (
     QUEUE_CAPACITY,
     Call,
@@ -48,6 +49,7 @@ from tpu_embedding.tables.variables import Place, TableVariables, create_parts
 # The attribute of a tensor that has what servers looked up, while the tensor exists. A
 # field of the engine would keep the graphs of functions alive, to which parts belong.
 _PARTS = "_tpu_embedding_parts"
+_WITHIN = "under ParameterServerStrategy in the same function, loop and branch."
 
 
 class Servers:
@@ -192,10 +194,7 @@ class ParameterServerEngine(HostEngine):
     def enqueue(self, batches: Sequence[Prepared], call: Call) -> None:
         queued, training = self._steps().queued, call.training
         if len(queued) >= QUEUE_CAPACITY:
-            raise _wrong_order(
-                f"enqueue: the queue is full ({QUEUE_CAPACITY} batches). Call dequeue "
-                "once for each enqueue."
-            )
+            raise _wrong_order(batch_ring.FULL)
         (batch,) = batches
         routed = self.route_enqueued(batch.value, call)
         queued.append((routed, training))
@@ -207,18 +206,10 @@ class ParameterServerEngine(HostEngine):
     def dequeue(self, call: Call) -> list[tf.Tensor]:
         steps = self._steps()
         if not steps.queued:
-            raise _wrong_order(
-                "dequeue: no batch is enqueued. Call enqueue before dequeue, once for "
-                "each dequeue; under ParameterServerStrategy in the same function, "
-                "loop and branch."
-            )
+            raise _wrong_order(f"{batch_ring.EMPTY[:-1]}; {_WITHIN}")
         batch, training = steps.queued[0]
         if training and steps.owed is not None:
-            raise _wrong_order(
-                "dequeue: the training batch dequeued before still owes its "
-                "gradients. Call apply_gradients first, or enqueue with "
-                "training=False; after a step that failed call flush and reset."
-            )
+            raise _wrong_order(batch_ring.OWES)
         activations, looked_up = self.look_up_routed(batch, DEQUEUE, call)
         steps.queued.popleft()
         steps.was_training = training
@@ -230,21 +221,12 @@ class ParameterServerEngine(HostEngine):
         self, gradients: Sequence[tf.Tensor | None], call: Call
     ) -> None:
         steps = self._steps()
-        if steps.owed is None or not steps.was_training:
-            if not steps.was_training:
-                problem = (
-                    "the batch was enqueued with training=False. Enqueue with "
-                    "training=True to train on it."
-                )
-            elif steps.queued:
-                problem = "the enqueued batch was not dequeued. Call dequeue first."
-            else:
-                problem = (
-                    "no dequeued batch owes gradients; they can be applied once per "
-                    "dequeue, under ParameterServerStrategy in the same function, loop "
-                    "and branch."
-                )
-            raise _wrong_order(f"apply_gradients: {problem}")
+        if not steps.was_training:
+            raise _wrong_order(batch_ring.NO_TRAINING)
+        if steps.owed is None and steps.queued:
+            raise _wrong_order(batch_ring.NOT_DEQUEUED)
+        if steps.owed is None:
+            raise _wrong_order(f"{batch_ring.NOTHING_OWED[:-1]}, {_WITHIN}")
         self.send_gradients(steps.owed, gradients, call)
         steps.owed = None
 
