@@ -278,7 +278,7 @@ class SparseCoreEngine(Engine):
     def flush_after_lookup(
         self, looked_up: Prepared, activations: list[tf.Tensor], training: tf.Tensor
     ) -> list[tf.Tensor]:
-        """See `QueuedEngine.flush_after_lookup`."""
+        """Applies the pending update; an evaluation batch then has new activations."""
         if self._pending is None:
             return activations
         assert looked_up.tensors is not None
@@ -310,7 +310,10 @@ class SparseCoreEngine(Engine):
         *,
         flushed: bool = False,
     ) -> list[Any]:
-        """See `QueuedEngine.apply`."""
+        """Updates as `Steps.update`, after other tensors; returns control inputs.
+
+        `flushed` is True if it is known that no update is pending.
+        """
         if looked_up.value is not None:
             looked_up.value.take()
         assert looked_up.tensors is not None

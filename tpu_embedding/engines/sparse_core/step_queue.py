@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -19,39 +19,18 @@ from tpu_embedding.engines.batch_ring import BatchRing, pack, unpack
 from tpu_embedding.engines.calls import Call, Prepared, StepQueue
 from tpu_embedding.layout.csr import PreprocessedFeatures
 
-
-class QueuedEngine(Protocol):
-    """The methods of the SparseCore engine that the queue needs, beside `Engine`."""
-
-    lookup: Any
-    flush: Any
-
-    def flush_after_lookup(
-        self, looked_up: Prepared, activations: list[tf.Tensor], training: tf.Tensor
-    ) -> list[tf.Tensor]:
-        """Applies the pending update; an evaluation batch then has new activations."""
-        ...
-
-    def apply(
-        self,
-        looked_up: Prepared,
-        gradients: Sequence[tf.Tensor | None],
-        after: Sequence[tf.Tensor],
-        *,
-        flushed: bool,
-    ) -> list[Any]:
-        """Updates as `Steps.update`, after other tensors; returns control inputs.
-
-        `flushed` is True if it is known that no update is pending.
-        """
-        ...
+if TYPE_CHECKING:
+    from tpu_embedding.engines.sparse_core.engine import SparseCoreEngine
 
 
 class SparseCoreQueue(StepQueue):
     """The queues of all replicas."""
 
     def __init__(
-        self, engine: QueuedEngine, topology: TPUTopology, specs: PreprocessedFeatures
+        self,
+        engine: SparseCoreEngine,
+        topology: TPUTopology,
+        specs: PreprocessedFeatures,
     ) -> None:
         """Queues of what `specs` has of a batch."""
         self._engine, self._topology, self._specs = engine, topology, specs
