@@ -13,7 +13,7 @@ from steps import train_on
 import tpu_embedding as te
 from tpu_embedding import checkpoint, tpu_generations
 from tpu_embedding.distribution import SoftwareTPUSystem
-from tpu_embedding.engines.tpu_v2_v4.tables import HostTable
+from tpu_embedding.engines.tpu_v2_v4.engine import HostTable
 from tpu_embedding.layout.plan import make_plan
 from tpu_embedding.testing import SoftwareTPUStrategy
 

@@ -13,8 +13,7 @@ from described_tpu import LOCAL_TOPOLOGY, PER_HOST, Described, local_tpu
 from tensorflow.core.protobuf.tpu import tpu_embedding_configuration_pb2
 
 import tpu_embedding as te
-from tpu_embedding.engines.tpu_v2_v4.engine import TPUV2V4Engine
-from tpu_embedding.engines.tpu_v2_v4.tables import HostTable
+from tpu_embedding.engines.tpu_v2_v4.engine import HostTable, TPUV2V4Engine
 from tpu_embedding.keras import TPUEmbedding as TPUEmbeddingLayer
 
 stock: Any = tf.tpu.experimental.embedding
