@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tpu_embedding.keras.engine_trained import Mode, mode
+from tpu_embedding.keras.layer_tables import Mode, mode
 
 OPTIONS = ("recording", "trainable", "in_program", "in_replica", "exportable")
 # The values of these options; None stands for both.

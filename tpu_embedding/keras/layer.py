@@ -22,9 +22,8 @@ from tpu_embedding.config import (
 from tpu_embedding.errors import argument_type, check_flag
 from tpu_embedding.keras import gradient_hook, serialization, symbols
 from tpu_embedding.keras.conversion import Features, convert_features, convert_serving
-from tpu_embedding.keras.engine_trained import EngineTrainedTables
 from tpu_embedding.keras.keras_api import keras_api
-from tpu_embedding.keras.keras_trained import KerasTrainedTables
+from tpu_embedding.keras.layer_tables import EngineTrainedTables, KerasTrainedTables
 from tpu_embedding.keras.loss_scale import (
     check_loss_scale,
     encode_loss_scale,
