@@ -24,7 +24,7 @@ import tpu_embedding as te
 from tpu_embedding import keras as te_keras
 from tpu_embedding.keras.rows import fused
 from tpu_embedding.keras.rows import waiting as waiting_module
-from tpu_embedding.keras.rows.variable import make_plain
+from tpu_embedding.keras.rows.waiting import make_plain
 from tpu_embedding.optimizers import idle as idle_module
 from tpu_embedding.optimizers.idle import Idle, quadrature, terms_of_roots
 

@@ -16,7 +16,7 @@ In the first two ways the other rows of a `te.keras.Embedding` wait, unless `laz
 
     Embedding (embedding.py)           marks its table as a TableVariable
         |  read
-    TableVariable (variable.py)        a tf.Variable whose readers see rows caught up
+    TableVariable (tables/waiting.py)  a tf.Variable whose readers see rows caught up
         |  caught up by
     Waiting (waiting.py)               since when each row waits, and what that does
         |  as described by

@@ -17,7 +17,7 @@ from tpu_embedding.keras.rows.optimizer import (
     UpdatesRows,
     plain_optimizer,
 )
-from tpu_embedding.keras.rows.variable import make_plain
+from tpu_embedding.keras.rows.waiting import make_plain
 
 _DENSE = ", but the gradient of its regularizer is dense: as costly as in Keras"
 

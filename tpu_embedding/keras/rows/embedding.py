@@ -25,7 +25,7 @@ from tpu_embedding.keras.rows.hashed import (
     value_dim,
 )
 from tpu_embedding.keras.rows.tables import ModelTables, served_table
-from tpu_embedding.keras.rows.variable import make_table
+from tpu_embedding.keras.rows.waiting import make_table
 from tpu_embedding.lookup.entries import gains_of
 from tpu_embedding.tables.waiting import flush_before, is_recording
 from tpu_embedding.vocabulary import Hashing

@@ -19,24 +19,22 @@ from tpu_embedding.keras.keras_api import keras_api, of_other_keras
 from tpu_embedding.keras.rows import fused
 from tpu_embedding.keras.rows.counting import counted
 from tpu_embedding.keras.rows.rules import SLOTS, idle_of, rule_of, step_of
-from tpu_embedding.keras.rows.variable import (
+from tpu_embedding.keras.rows.waiting import (
     TableVariable,
+    Waiting,
     check_calls,
     components,
-    local,
-    make_plain,
-    make_table,
-    take_over,
-    waiting_of,
-)
-from tpu_embedding.keras.rows.waiting import (
-    Waiting,
     gather,
     is_in_xla,
     large_decay,
+    local,
+    make_plain,
+    make_table,
     new_owner,
     other_optimizer,
     scatter,
+    take_over,
+    waiting_of,
 )
 from tpu_embedding.optimizers.idle import Idle
 

@@ -24,7 +24,7 @@ from tpu_embedding.keras.rows.counting import start_counting
 from tpu_embedding.keras.rows.hashed import value_dim
 from tpu_embedding.keras.rows.optimizer import CLASSES, UpdatesRows, slots_at
 from tpu_embedding.keras.rows.rules import checkpoint_names
-from tpu_embedding.keras.rows.variable import TableVariable, components
+from tpu_embedding.keras.rows.waiting import TableVariable, components
 from tpu_embedding.layout.plan import TableSpec, make_plan
 from tpu_embedding.lookup.feature_structure import FeatureStructure
 from tpu_embedding.serving.signatures import input_name

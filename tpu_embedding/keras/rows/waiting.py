@@ -24,10 +24,17 @@ from tensorflow.python.eager import context, record
 from tensorflow.python.ops import control_flow_util, resource_variable_ops
 
 from tpu_embedding import distribution
+from tpu_embedding.keras.keras_api import keras_api
 from tpu_embedding.ops import library, records
 from tpu_embedding.ops.records import idle_record
 from tpu_embedding.optimizers.idle import Idle, history_length
-from tpu_embedding.tables.waiting import instead
+from tpu_embedding.tables.waiting import (
+    TableVariable,
+    before_calls,
+    instead,
+    make_waiting,
+    outermost_graph,
+)
 
 # Rows that TensorFlow's ops catch up at one time, and values, which bound the memory.
 _VALUES_AT_ONCE = 1 << 20
@@ -36,6 +43,7 @@ _VALUES_AT_ONCE = 1 << 20
 _DEVICE = "/job:localhost/replica:0/task:0/device:CPU:0"
 
 _owners = itertools.count(1)
+_Variable = resource_variable_ops.ResourceVariable
 
 
 def new_owner() -> int:
@@ -149,7 +157,7 @@ class Waiting:
         if kernels is not None:
             resource_variable_ops.variable_accessed(table)
             return self._read_by(kernels, rows, outputs=1)[0]
-        stored: Any = resource_variable_ops.ResourceVariable.sparse_read(table, rows)
+        stored: Any = _Variable.sparse_read(table, rows)
         with record.stop_recording():
             caught_up = self._caught_up(rows, [stored])[0]
         return instead(stored, caught_up)
@@ -427,7 +435,7 @@ def _shrunk(value: tf.Tensor, moved: Any, factor: tf.Tensor) -> tf.Tensor:
 def make_variable(value: np.ndarray, shape: Any = None) -> Any:
     """Creates a variable, of the shape of the value unless another one is given."""
     # A strategy and a tf.function replace the creators of tf.Variable.
-    return resource_variable_ops.ResourceVariable(value, trainable=False, shape=shape)
+    return _Variable(value, trainable=False, shape=shape)
 
 
 def _assign(variable: Any, value: tf.Tensor) -> None:
@@ -445,3 +453,76 @@ def _when(condition: Any, do: Any) -> None:
         return tf.constant(0)
 
     tf.cond(condition, done, lambda: tf.constant(0))
+
+
+def components(variable: Any) -> tuple[Any, ...]:
+    """Returns the tf.Variables of a weight: one, or one for each replica."""
+    value = keras_api.value_of(variable)
+    return tuple(getattr(value, "values", (value,)))
+
+
+def make_table(variable: Any) -> bool:
+    """Makes a weight one whose rows may wait; returns whether it is one now."""
+    made = [make_waiting(part, TableVariable) for part in components(variable)]
+    return all(made)
+
+
+def make_plain(variable: Any) -> None:
+    """Makes a weight and its slots plain variables again, with all rows caught up."""
+    for component in components(variable):
+        waiting = getattr(component, "waiting", None)
+        if waiting is not None:
+            waiting.release()
+            for each in waiting.variables:
+                each.waiting = None
+                object.__setattr__(each, "__class__", _Variable)
+        if isinstance(component, TableVariable):
+            object.__setattr__(component, "__class__", _Variable)
+
+
+def local(variable: Any) -> Any:
+    """Returns the tf.Variable of a weight in the replica whose variable is updated."""
+    value = keras_api.value_of(variable)
+    return value._get() if hasattr(value, "values") else value
+
+
+def take_over(variable: TableVariable, waiting: Waiting | None) -> None:
+    """Gives a table and its slots to an optimizer, for which rows may wait or not."""
+    before: Any = variable.waiting
+    if before is not None:
+        before.release()
+    for each in waiting.variables if waiting is not None else ():
+        each.waiting = waiting
+
+
+def waiting_of(variable: Any) -> Waiting | None:
+    """Returns what the rows of a tf.Variable wait for; None if they do not."""
+    waiting = getattr(variable, "waiting", None)
+    return None if waiting is None or waiting.is_revoked else waiting
+
+
+def check_calls(variable: Any, waiting: Waiting | None) -> None:
+    """Refuses calls of the traced function once another optimizer has the table.
+
+    If rows wait, an op does this (`Waiting.check_step`), but XLA leaves assertions out.
+    """
+    graph = outermost_graph()
+    if graph is None or not isinstance(variable, TableVariable):
+        return
+
+    def check() -> None:
+        if waiting_of(variable) is not waiting:
+            raise RuntimeError(other_optimizer(variable.name))
+
+    in_xla = control_flow_util.GraphOrParentsInXlaContext(graph)
+    if not _is_in_loop(graph) if in_xla else waiting is None:
+        before_calls(graph, check)
+
+
+def _is_in_loop(graph: Any) -> bool:
+    """Returns whether control flow calls the graph; XLA then takes no new arguments."""
+    while hasattr(graph, "outer_graph"):
+        if graph.is_control_flow_graph:
+            return True
+        graph = graph.outer_graph
+    return False
