@@ -15,6 +15,7 @@ from tpu_embedding.keras.rows.optimizer import (
     CLASSES,
     RowSparseOptimizer,
     UpdatesRows,
+    innermost,
     plain_optimizer,
 )
 from tpu_embedding.keras.rows.waiting import make_plain
@@ -54,7 +55,7 @@ def convert(model: Any, lazy: bool = False) -> Any:
     layers = _layers(model, keras_api.Embedding)
     bound = _read_by_functions(model)
     layers = [layer for layer in layers if layer not in bound]
-    optimizer = _innermost(getattr(model, "optimizer", None))
+    optimizer = innermost(getattr(model, "optimizer", None))
     if optimizer is not None:
         RowSparseOptimizer(optimizer, lazy or getattr(optimizer, "lazy", False))
     for layer in layers:
@@ -152,7 +153,7 @@ def unconvert(model: Any) -> Any:
             "keras.layers.Embedding cannot do. `model.save_weights` writes a file that "
             "needs only Keras."
         )
-    optimizer = _innermost(getattr(model, "optimizer", None))
+    optimizer = innermost(getattr(model, "optimizer", None))
     if isinstance(optimizer, UpdatesRows):
         plain_optimizer(optimizer)
     for layer in layers:
@@ -211,7 +212,9 @@ def _convert_before(
     @functools.wraps(make_slots)
     def convert_and_make(self: Any, *args: Any, **kwargs: Any) -> None:
         seen = getattr(self, "_seen_by_rows", False)  # tf_keras builds in each step.
-        if not (seen or issubclass(type(self), UpdatesRows) or _wraps(self)):
+        if not (
+            seen or issubclass(type(self), UpdatesRows) or innermost(self) is not self
+        ):
             self._seen_by_rows = True
             what, why = f"optimizer {type(self).__name__}", ""
             try:
@@ -243,16 +246,6 @@ def _read_by_functions(model: Any) -> list[Any]:
     if keras_api.is_part_of_saved_model(model):
         callers.append(model)
     return [part for caller in callers for part in caller._flatten_layers()]
-
-
-def _wraps(optimizer: Any) -> bool:
-    return hasattr(optimizer, "inner_optimizer")  # A LossScaleOptimizer.
-
-
-def _innermost(optimizer: Any) -> Any:
-    while _wraps(optimizer):
-        optimizer = optimizer.inner_optimizer
-    return optimizer
 
 
 def _forget_traces(model: Any) -> None:

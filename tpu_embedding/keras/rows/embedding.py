@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 from tensorflow.python.saved_model import save_context
 
-from tpu_embedding.checkpoint.checkpoint_view import HashingRecord
-from tpu_embedding.checkpoint.stored import WeightTable, WeightTables
-from tpu_embedding.combiners import COMBINERS
-from tpu_embedding.inputs import InputKind
-from tpu_embedding.keras.keras_api import keras_api
-from tpu_embedding.keras.rows.hashed import (
-    RECORD,
-    NoRecord,
-    check_checkpoint,
-    checked_store,
-    config_of,
-    look_up_rows,
-    of_table,
-    save_hashing,
-    value_dim,
+from tpu_embedding.checkpoint.checkpoint_view import (
+    HashingRecord,
+    differs,
+    hashing_numbers,
+    parse_hashing,
 )
-from tpu_embedding.keras.rows.tables import ModelTables, served_table
+from tpu_embedding.checkpoint.stored import WeightTable, WeightTables
+from tpu_embedding.checkpoint.tensorflow_format import Bundle
+from tpu_embedding.combiners import COMBINERS
+from tpu_embedding.hashing import join_rows, rows_of
+from tpu_embedding.inputs import InputKind, to_id_batch
+from tpu_embedding.keras.keras_api import keras_api
+from tpu_embedding.keras.rows.tables import ModelTables, served_table, value_dim
 from tpu_embedding.keras.rows.waiting import make_table
+from tpu_embedding.layout.plan import HASHING
 from tpu_embedding.lookup.entries import gains_of
 from tpu_embedding.tables.waiting import flush_before, is_recording
-from tpu_embedding.vocabulary import Hashing
+from tpu_embedding.vocabulary import Hashing, RowHash
+
+_FIRST = ("input_dim", "output_dim", "embeddings_initializer")
+_RECORD = "hashing_record"  # The child of a hashed layer in checkpoints.
+_TABLES = ("_embeddings", "embeddings")  # The table there, of Keras 3 and of tf_keras.
+_LARGEST_FLOAT = 2**24  # The least whole number whose successor is no float32.
 
 
 class _Bags(NamedTuple):
@@ -84,7 +89,7 @@ class Embedding(WeightTable, keras_api.RowEmbedding):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Returns a layer of the subclass that files name as this package's, if due."""
-        is_own = kwargs.get("combiner") is not None or of_table(args, kwargs)[2]
+        is_own = kwargs.get("combiner") is not None or _of_table(args, kwargs)[2]
         made: Any = OwnEmbedding if is_own and cls is Embedding else cls
         return super().__new__(made, *args, **kwargs)
 
@@ -94,7 +99,7 @@ class Embedding(WeightTable, keras_api.RowEmbedding):
                 f"`combiner` must be None or one of {', '.join(COMBINERS)}. Received: "
                 f"{combiner!r}."
             )
-        args, kwargs, hashing = of_table(args, kwargs)
+        args, kwargs, hashing = _of_table(args, kwargs)
         super().__init__(*args, **kwargs)
         self.combiner = combiner
         self.hashing = hashing
@@ -156,7 +161,7 @@ class Embedding(WeightTable, keras_api.RowEmbedding):
     def _combined(self, look_up: Any, inputs: Any, weights: Any) -> Any:
         self._check(inputs, weights)
         if self.combiner is None:
-            return look_up_rows(look_up, self.name, inputs, self.hashing)
+            return _look_up_rows(look_up, self.name, inputs, self.hashing)
         entries = _bags(self.name, inputs, weights)
         gains = entries.weights
         if self.mask_zero:
@@ -168,7 +173,7 @@ class Embedding(WeightTable, keras_api.RowEmbedding):
             products = rows * tf.cast(gains, rows.dtype)[:, tf.newaxis]
             return tf.math.unsorted_segment_sum(products, entries.bags, count)
 
-        sums = look_up_rows(look_up, self.name, entries.ids, self.hashing, combine)
+        sums = _look_up_rows(look_up, self.name, entries.ids, self.hashing, combine)
         dim = value_dim(self.hashing, self.output_dim)
         width = tf.constant([dim], entries.shape.dtype)
         found = tf.reshape(sums, tf.concat([entries.shape, width], 0))
@@ -219,7 +224,8 @@ class Embedding(WeightTable, keras_api.RowEmbedding):
     def save_own_variables(self, store: Any) -> None:
         """Writes what Keras's layer does, and the hashing."""
         super().save_own_variables(store)
-        save_hashing(self.hashing, store)
+        if self.hashing is not None:
+            store[HASHING] = hashing_numbers(self.hashing)
 
     def load_own_variables(self, store: Any) -> None:
         """Reads the variables of Keras's layer.
@@ -227,26 +233,29 @@ class Embedding(WeightTable, keras_api.RowEmbedding):
         Raises:
           ValueError: If ids have other rows in the file, or the table another shape.
         """
-        super().load_own_variables(checked_store(self.name, self.hashing, store))
+        super().load_own_variables(_checked_store(self.name, self.hashing, store))
 
     def _checkpoint_adapter(self, path: str) -> Any:
         # Restoring calls this before it reads any value.
         if self.hashing is not None:
-            check_checkpoint(self.name, self.hashing, path)
+            _check_checkpoint(self.name, self.hashing, path)
         return super()._checkpoint_adapter(path)
 
     def _lookup_dependency(self, name: str, *args: Any, **kwargs: Any) -> Any:
         # Restoring calls this for each child that the saved layer had.
-        if name == RECORD and self.hashing is None:
-            return NoRecord(self.name)
+        if name == _RECORD and self.hashing is None:
+            return _NoRecord(self.name)
         return super()._lookup_dependency(name, *args, **kwargs)
 
     def get_config(self) -> dict[str, Any]:
         """Returns the configuration of Keras's layer, combiner and hashing."""
-        own = config_of(self.hashing, self.output_dim)
+        config = super().get_config()
+        if self.hashing is not None:
+            dim = value_dim(self.hashing, self.output_dim)
+            config |= {"input_dim": dataclasses.asdict(self.hashing), "output_dim": dim}
         if self.combiner is not None:
-            own["combiner"] = self.combiner
-        return {**super().get_config(), **own}
+            config["combiner"] = self.combiner
+        return config
 
 
 class OwnEmbedding(Embedding):
@@ -291,3 +300,126 @@ def _bags(name: str, ids: Any, weights: Any) -> _Bags:
         ]
     ):
         return _Bags(flat, bags, tf.identity(given), shape)
+
+
+class _NoRecord(tf.__internal__.tracking.Trackable):
+    """Takes the place of a Hashing's record in a layer that is not hashed."""
+
+    def __init__(self, layer: str) -> None:
+        """Takes the name of the layer."""
+        self._layer = layer
+
+    def _checkpoint_adapter(self, path: str) -> Any:
+        stored = [each for each in _stored_hashings(Bundle(path)) if each is not None]
+        raise differs(f"The layer {self._layer!r}", path, None, stored[0])
+
+
+def _check_checkpoint(layer: str, hashing: Hashing, path: str) -> None:
+    """Checks a hashed layer before tf.train.Checkpoint restores it.
+
+    If the checkpoint has several layers, one of them must fit. Which one the layer
+    restores is known only when its record is read, and the record checks that one.
+
+    Raises:
+      ValueError: If the ids of all layers there have other rows.
+    """
+    stored = _stored_hashings(Bundle(path))
+    if stored and hashing not in stored:
+        raise differs(f"The layer {layer!r}", path, hashing, stored[0])
+
+
+def _stored_hashings(bundle: Bundle) -> list[Hashing | None]:
+    """Returns the Hashing of each embedding layer of a checkpoint, or None."""
+    values = [node.values for node in bundle.objects().values()]
+    return [
+        parse_hashing(bundle.prefix, bundle.restore(own[_RECORD]))
+        if _RECORD in own
+        else None
+        for own in values
+        if not own.keys().isdisjoint((_RECORD, *_TABLES))
+    ]
+
+
+def _of_table(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], Hashing | None]:
+    """Returns the arguments of Keras's layer for the table, and the Hashing or None.
+
+    In the result of `get_config` the Hashing's options are in place of `input_dim`.
+    """
+    named = {**dict(zip(_FIRST, args, strict=False)), **kwargs}
+    hashing = named.get("input_dim")
+    if isinstance(hashing, Mapping):
+        hashing = Hashing(**hashing)
+    if not isinstance(hashing, Hashing):
+        return args, kwargs, None
+    named["input_dim"] = hashing.num_rows
+    if isinstance(named.get("output_dim"), int):  # Keras refuses anything else.
+        named["output_dim"] = width = hashing.width(named["output_dim"])
+        stddev = 1 / math.sqrt(max(width, 1) * hashing.hashes)
+        options = {"mean": 0.0, "stddev": stddev, "seed": None}
+        default = {"class_name": "TruncatedNormal", "config": options}
+        named.setdefault("embeddings_initializer", default)
+    return args[len(_FIRST) :], named, hashing
+
+
+def _checked_store(name: str, hashing: Hashing | None, store: Any) -> Any:
+    """Returns the weights of a file as Keras's layer reads them.
+
+    Raises:
+      ValueError: If ids have other rows in the file.
+    """
+    keys = {*store.keys()}  # A store cannot say whether it has a key.
+    stored = None
+    if HASHING in keys:
+        stored = parse_hashing("the file", store[HASHING][()])
+    if not keys:
+        return store  # Keras says that there are no weights.
+    if stored == hashing:
+        return {key: store[key] for key in keys - {HASHING}} if hashing else store
+    raise differs(f"The layer {name!r}", "the file", hashing, stored)
+
+
+def _look_up_rows(
+    look_up: Callable[[Any], Any],
+    name: str,
+    ids: Any,
+    hashing: Hashing | None,
+    combine: Callable[[tf.Tensor], tf.Tensor] = lambda rows: rows,
+) -> Any:
+    """Looks up ids, whose rows of each hash are combined before they are joined.
+
+    Args:
+      look_up: A function that reads rows by their numbers.
+      name: The name of the layer, for messages.
+      ids: The ids, a dense, sparse or ragged tensor.
+      hashing: The Hashing that gives ids rows; None if an id is the number of its row.
+      combine: A function that combines the rows of the ids.
+    """
+    if hashing is None:
+        return combine(look_up(ids))
+    if isinstance(ids, tf.SparseTensor):
+        ids = tf.sparse.to_dense(ids)  # Keras looks up 0 where there is no id.
+    if isinstance(ids, tf.RaggedTensor):
+        flat = _look_up_rows(look_up, name, ids.flat_values, hashing, combine)
+        return ids.with_flat_values(flat)
+    whole = _integers(name, ids)
+    rows = [rows_of(whole, RowHash(hashing, k)) for k in range(hashing.hashes)]
+    parts = tf.unstack(look_up(tf.stack(rows)), hashing.hashes)
+    return join_rows([combine(part) for part in parts], hashing)
+
+
+def _integers(name: str, ids: Any) -> tf.Tensor:
+    """Converts ids to int64 or int32; float32 has only some numbers above 2**24."""
+    ids = tf.convert_to_tensor(ids)
+    if not ids.dtype.is_floating:
+        flat = to_id_batch(name, tf.reshape(ids, [-1])).ids
+        return tf.reshape(flat, tf.shape(ids))
+    text = (
+        f"{name}: an id of a floating point dtype must be a whole number of at most "
+        f"{_LARGEST_FLOAT:,}, above which some are rounded. Pass integers: "
+        'keras.Input(shape, dtype="int64").'
+    )
+    fits = (tf.abs(ids) <= _LARGEST_FLOAT) & (ids == tf.floor(ids))
+    with tf.control_dependencies([tf.debugging.Assert(tf.reduce_all(fits), [text])]):
+        return tf.cast(ids, tf.int64)

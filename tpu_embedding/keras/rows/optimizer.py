@@ -558,6 +558,13 @@ def _check_use(optimizer: Any, rule: str) -> None:
         )
 
 
+def innermost(optimizer: Any) -> Any:
+    """Returns the optimizer in those that scale the loss, if there is one."""
+    while hasattr(optimizer, "inner_optimizer"):
+        optimizer = optimizer.inner_optimizer
+    return optimizer
+
+
 def plain_optimizer(optimizer: Any) -> Any:
     """Makes a row-sparse optimizer one of Keras again, and returns it."""
     for variable in keras_api.built_for(optimizer):

@@ -21,8 +21,7 @@ from tpu_embedding.inputs import InputKind
 from tpu_embedding.keras.conversion import translate_keras_optimizer
 from tpu_embedding.keras.keras_api import keras_api
 from tpu_embedding.keras.rows.counting import start_counting
-from tpu_embedding.keras.rows.hashed import value_dim
-from tpu_embedding.keras.rows.optimizer import CLASSES, UpdatesRows, slots_at
+from tpu_embedding.keras.rows.optimizer import CLASSES, UpdatesRows, innermost, slots_at
 from tpu_embedding.keras.rows.rules import checkpoint_names
 from tpu_embedding.keras.rows.waiting import TableVariable, components
 from tpu_embedding.layout.plan import TableSpec, make_plan
@@ -34,6 +33,7 @@ from tpu_embedding.tables.table import Identity, Table
 from tpu_embedding.tables.variables import VariableRows
 from tpu_embedding.tables.vocabularies import Changed
 from tpu_embedding.tf_configs import convert_features
+from tpu_embedding.vocabulary import Hashing
 
 _LAYER = "te.keras.Embedding"
 # Of each model by consumer.
@@ -74,10 +74,7 @@ class ModelTables(WeightTables):
     @property
     def _optimizer(self) -> Any:
         """The innermost optimizer of the model, or None."""
-        optimizer: Any = getattr(self._model, "optimizer", None)
-        while hasattr(optimizer, "inner_optimizer"):
-            optimizer = optimizer.inner_optimizer
-        return optimizer
+        return innermost(getattr(self._model, "optimizer", None))
 
     def _slots(self) -> Iterator[tuple[str, str, Any]]:
         """Yields table, name and variable of each slot; makes them if need be."""
@@ -316,6 +313,13 @@ def _check(layer: Any) -> None:
                 f"The table of the {_LAYER} {layer.name!r} is split into several "
                 f"weights (`{option}`), which only `model.save(...)` of Keras can save."
             )
+
+
+def value_dim(hashing: Hashing | None, columns: int) -> int:
+    """Returns the width of the value of an id, in a table of so many columns."""
+    if hashing is None or hashing.combine == "sum":
+        return columns
+    return columns * hashing.hashes
 
 
 def _table(layer: Any) -> TableConfig:
