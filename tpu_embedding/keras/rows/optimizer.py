@@ -18,7 +18,7 @@ from tpu_embedding.errors import type_name
 from tpu_embedding.keras.keras_api import keras_api, of_other_keras
 from tpu_embedding.keras.rows import fused
 from tpu_embedding.keras.rows.counting import counted
-from tpu_embedding.keras.rows.rules import SLOTS, idle_of, rule_of, step_of
+from tpu_embedding.keras.rows.rules import RULES, idle_of, rule_of, step_of
 from tpu_embedding.keras.rows.waiting import (
     TableVariable,
     Waiting,
@@ -395,7 +395,7 @@ def slots_at(optimizer: Any, rule: type, index: int) -> dict[str, Any]:
     """Returns the slots of a variable by the attribute that has them."""
     return {
         name: getattr(optimizer, name)[index]
-        for name in SLOTS[rule.__name__]
+        for name in RULES[rule.__name__].slots
         if getattr(optimizer, name, None)
     }
 
@@ -453,7 +453,7 @@ def _row_sparse_class(rule: Any) -> Any:
 # The class whose rows wait, by the class of Keras.
 CLASSES = {
     rule: _row_sparse_class(rule)
-    for rule in (getattr(keras_api.optimizers, name) for name in SLOTS)
+    for rule in (getattr(keras_api.optimizers, name) for name in RULES)
 }
 globals().update({cls.__name__: cls for cls in CLASSES.values()})  # For pickle.
 
@@ -525,10 +525,9 @@ def RowSparseOptimizer(inner: Any, lazy: bool = False) -> Any:  # noqa: N802
     if type(inner) not in CLASSES:
         wraps = hasattr(inner, "inner_optimizer")
         raise ValueError(
-            "RowSparseOptimizer does not support "
-            f"{type(inner).__module__}.{type(inner).__qualname__}. It supports "
-            f"{', '.join(SLOTS)} of {keras_api.optimizers.__name__}, but not their "
-            "subclasses. "
+            f"RowSparseOptimizer does not know the rule of {type(inner).__module__}."
+            f"{type(inner).__qualname__}. It knows {', '.join(RULES)} of "
+            f"{keras_api.optimizers.__name__}, but not their subclasses. "
             + (
                 "Wrap the inner optimizer instead: "
                 "LossScaleOptimizer(RowSparseOptimizer(...))."

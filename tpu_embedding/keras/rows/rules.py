@@ -93,112 +93,6 @@ def _ftrl(
     return rules.FTRL(rate, beta=beta, **options)
 
 
-class _Rule(NamedTuple):
-    """How to make the rule of a class of Keras.
-
-    Attributes:
-      make: Makes the rule of a callable learning rate, and `options` by name.
-      options: Options of the class that are numbers.
-      unset: Options that the kernels do not have, so that they must not be set.
-    """
-
-    make: Callable[..., base.Optimizer | None]
-    options: tuple[str, ...] = ()
-    unset: tuple[str, ...] = ()
-
-
-_RULES: dict[str, _Rule] = {
-    "SGD": _Rule(rules.SGD, unset=("momentum",)),
-    "Adagrad": _Rule(_adagrad, ("initial_accumulator_value", "epsilon")),
-    "Adam": _Rule(
-        _adam, ("beta_1", "beta_2", "epsilon"), unset=("amsgrad", "adaptive_epsilon")
-    ),
-    "AdamW": _Rule(_adam, ("beta_1", "beta_2", "epsilon"), unset=("amsgrad",)),
-    "Ftrl": _Rule(
-        _ftrl,
-        (
-            "initial_accumulator_value",
-            "beta",
-            "learning_rate_power",
-            "l1_regularization_strength",
-            "l2_regularization_strength",
-        ),
-        unset=("l2_shrinkage_regularization_strength",),
-    ),
-}
-
-
-def rule_of(optimizer: Any, cls: type, rate: Any) -> base.Optimizer | None:
-    """Returns the rule of a Keras class's `update_step`, with an optimizer's options.
-
-    Keras carries out what comes before and after it, such as clipping.
-
-    Args:
-      optimizer: The optimizer with the options.
-      cls: The class of Keras with the rule.
-      rate: The learning rate of this step, as Keras has evaluated it.
-
-    Returns:
-      A rule whose learning rate is a callable; None if the kernels do not have it.
-    """
-    rule = _RULES.get(cls.__name__)
-    if rule is None:
-        return None
-    if any(getattr(optimizer, name, False) for name in rule.unset):
-        return None
-    options = {name: getattr(optimizer, name) for name in rule.options}
-    if not all(isinstance(value, numbers.Real) for value in options.values()):
-        return None  # Such as a tensor.
-    return rule.make(lambda: rate, **options)
-
-
-# The attributes of Keras's classes that hold slots, one for each variable. Lion's name
-# differs between Keras 3 and tf_keras.
-SLOTS: dict[str, tuple[str, ...]] = {
-    "Adadelta": ("_accumulated_grads", "_accumulated_delta_vars"),
-    "Adagrad": ("_accumulators",),
-    "Adam": ("_momentums", "_velocities", "_velocity_hats"),
-    "AdamW": ("_momentums", "_velocities", "_velocity_hats"),
-    "Ftrl": ("_accumulators", "_linears"),
-    "Lion": ("_momentums", "momentums"),
-    "Nadam": ("_momentums", "_velocities"),
-    "RMSprop": ("_velocities", "_momentums", "_average_gradients"),
-    "SGD": ("momentums",),
-}
-
-
-# The names of slots in checkpoints, where a class of this package has the same ones.
-_NAMES: dict[str, tuple[str, ...]] = {
-    "Adagrad": ("accumulators",),
-    "Adam": ("momenta", "velocities"),
-    "AdamW": ("momenta", "velocities"),
-    "Ftrl": ("accumulators", "linears"),
-}
-
-
-def checkpoint_names(cls: type) -> dict[str, str]:
-    """Returns the names of slots in checkpoints by attribute of Keras's class."""
-    attributes = SLOTS[cls.__name__]
-    names = dict(zip(attributes, _NAMES.get(cls.__name__, ()), strict=False))
-    return {name: names.get(name, name.strip("_")) for name in attributes}
-
-
-class _Waits(NamedTuple):
-    """How rows that an optimizer class of Keras trains wait.
-
-    Attributes:
-      idle: Returns the Idle of an optimizer.
-      weight: Returns c_s of `optimizers/idle.py`, of an optimizer and a step's rate.
-      note: Returns the further number that the rule needs of a step, from the same.
-      casts: Whether tf.cast forms the factors of slots, which rounds them to float32.
-    """
-
-    idle: Callable[[Any], Idle]
-    weight: Callable[[Any, tf.Tensor], Any] = lambda optimizer, rate: 0.0
-    note: Callable[[Any, tf.Tensor], Any] = lambda optimizer, rate: 0.0
-    casts: bool = False
-
-
 def _adam_waits(o: Any) -> Idle:
     if getattr(o, "adaptive_epsilon", False):  # Of tf_keras.
         raise ValueError("`adaptive_epsilon` changes epsilon")
@@ -249,27 +143,122 @@ def _nadam_weight(optimizer: Any, rate: tf.Tensor) -> Any:
     return rate * ahead / (1.0 - product) * tf.sqrt(1.0 - power_2)
 
 
-_ADAM = _Waits(_adam_waits, _adam_weight)
-_WAITS: dict[str, _Waits] = {
-    "Adadelta": _Waits(lambda o: Idle((o.rho, o.rho))),
-    "Adagrad": _Waits(lambda o: Idle((1.0,))),
+class _Rule(NamedTuple):
+    """The rule of an optimizer class of Keras.
+
+    Attributes:
+      slots: The attributes of the class that hold slots, one for each variable.
+      idle: Returns the Idle of an optimizer.
+      weight: Returns c_s of `optimizers/idle.py`, of an optimizer and a step's rate.
+      note: Returns the further number that the rule needs of a step, from the same.
+      names: The names of slots in checkpoints, where a class of this package has them.
+      make: Makes the rule of the kernels, of a callable learning rate and `options` by
+        name; None if they lack it.
+      options: Options of the class that are numbers.
+      unset: Options that the kernels do not have, so that they must not be set.
+    """
+
+    slots: tuple[str, ...]
+    idle: Callable[[Any], Idle]
+    weight: Callable[[Any, tf.Tensor], Any] = lambda optimizer, rate: 0.0
+    note: Callable[[Any, tf.Tensor], Any] = lambda optimizer, rate: 0.0
+    names: tuple[str, ...] = ()
+    make: Callable[..., base.Optimizer | None] | None = None
+    options: tuple[str, ...] = ()
+    unset: tuple[str, ...] = ()
+
+
+_ADAM = _Rule(
+    ("_momentums", "_velocities", "_velocity_hats"),
+    _adam_waits,
+    _adam_weight,
+    names=("momenta", "velocities"),
+    make=_adam,
+    options=("beta_1", "beta_2", "epsilon"),
+    unset=("amsgrad",),
+)
+RULES: dict[str, _Rule] = {
+    "Adadelta": _Rule(
+        ("_accumulated_grads", "_accumulated_delta_vars"),
+        lambda o: Idle((o.rho, o.rho)),
+    ),
+    "Adagrad": _Rule(
+        ("_accumulators",),
+        lambda o: Idle((1.0,)),
+        names=("accumulators",),
+        make=_adagrad,
+        options=("initial_accumulator_value", "epsilon"),
+    ),
     "Adam": _ADAM,
     "AdamW": _ADAM,
-    "Ftrl": _Waits(_ftrl_waits, note=lambda optimizer, rate: rate),
-    "Lion": _Waits(
-        lambda o: Idle((o.beta_2,), "sign"), lambda optimizer, rate: rate, casts=True
+    "Ftrl": _Rule(
+        ("_accumulators", "_linears"),
+        _ftrl_waits,
+        note=lambda optimizer, rate: rate,
+        names=("accumulators", "linears"),
+        make=_ftrl,
+        options=(
+            "initial_accumulator_value",
+            "beta",
+            "learning_rate_power",
+            "l1_regularization_strength",
+            "l2_regularization_strength",
+        ),
+        unset=("l2_shrinkage_regularization_strength",),
     ),
-    "Nadam": _Waits(
+    "Lion": _Rule(
+        ("_momentums", "momentums"),  # Of Keras 3 and of tf_keras.
+        lambda o: Idle((o.beta_2,), "sign"),
+        lambda optimizer, rate: rate,
+    ),
+    "Nadam": _Rule(
+        ("_momentums", "_velocities"),
         _nadam_waits,
         _nadam_weight,
         lambda optimizer, rate: optimizer.iterations + 1,
-        casts=True,
     ),
-    "RMSprop": _Waits(_rmsprop_waits, lambda optimizer, rate: 1.0),
-    "SGD": _Waits(
-        _sgd_waits, lambda o, rate: -o.momentum if o.nesterov else -1.0, casts=True
+    "RMSprop": _Rule(
+        ("_velocities", "_momentums", "_average_gradients"),
+        _rmsprop_waits,
+        lambda optimizer, rate: 1.0,
+    ),
+    "SGD": _Rule(
+        ("momentums",),
+        _sgd_waits,
+        lambda o, rate: -o.momentum if o.nesterov else -1.0,
+        make=rules.SGD,
+        unset=("momentum",),
     ),
 }
+
+
+def rule_of(optimizer: Any, cls: type, rate: Any) -> base.Optimizer | None:
+    """Returns the rule of a Keras class's `update_step`, with an optimizer's options.
+
+    Keras carries out what comes before and after it, such as clipping.
+
+    Args:
+      optimizer: The optimizer with the options.
+      cls: The class of Keras with the rule.
+      rate: The learning rate of this step, as Keras has evaluated it.
+
+    Returns:
+      A rule whose learning rate is a callable; None if the kernels do not have it.
+    """
+    rule = RULES[cls.__name__]
+    if rule.make is None or any(getattr(optimizer, name) for name in rule.unset):
+        return None
+    options = {name: getattr(optimizer, name) for name in rule.options}
+    if not all(isinstance(value, numbers.Real) for value in options.values()):
+        return None  # Such as a tensor.
+    return rule.make(lambda: rate, **options)
+
+
+def checkpoint_names(cls: type) -> dict[str, str]:
+    """Returns the names of slots in checkpoints by attribute of Keras's class."""
+    rule = RULES[cls.__name__]
+    names = dict(zip(rule.slots, rule.names, strict=False))
+    return {name: names.get(name, name.strip("_")) for name in rule.slots}
 
 
 def idle_of(optimizer: Any, cls: type) -> Idle:
@@ -278,8 +267,7 @@ def idle_of(optimizer: Any, cls: type) -> Idle:
     Raises:
       ValueError: If rows cannot be caught up on such steps; the text says why.
     """
-    waits = _WAITS[cls.__name__]
-    idle = waits.idle(optimizer)
+    idle = RULES[cls.__name__].idle(optimizer)
     options = (*idle.fades, idle.epsilon, *idle.follow)
     if not all(isinstance(option, numbers.Real) for option in options):
         raise ValueError("its options are tensors")
@@ -290,11 +278,7 @@ def idle_of(optimizer: Any, cls: type) -> Idle:
     return idle
 
 
-def step_of(optimizer: Any, cls: type, rate: Any, dtype: Any) -> tuple[Any, Any]:
-    """Returns the weight and the note of a step that begins, for `Waiting.advance`.
-
-    They are computed in the dtype of the table, as Keras does.
-    """
-    waits = _WAITS[cls.__name__]
-    rate = tf.cast(rate, dtype)
-    return waits.weight(optimizer, rate), waits.note(optimizer, rate)
+def step_of(optimizer: Any, cls: type, rate: Any) -> tuple[Any, Any]:
+    """Returns the weight and the note of a step that begins, for `Waiting.advance`."""
+    rule, rate = RULES[cls.__name__], tf.convert_to_tensor(rate)
+    return rule.weight(optimizer, rate), rule.note(optimizer, rate)
