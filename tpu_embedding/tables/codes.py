@@ -112,7 +112,7 @@ def first_coded(values: tf.Tensor, numbers: tf.Tensor, seed: int) -> tf.Tensor:
     steps = tf.math.divide_no_nan(values - offset, scale) * 65536.0
     fixed = tf.cast(tf.round(steps), tf.int64) + (255 << 15)
     dim: Any = values.shape[1]
-    rounded = tf.bitwise.right_shift(fixed + _random_bits(numbers, dim, seed), 16)
+    rounded = tf.bitwise.right_shift(fixed + random_bits(numbers, dim, seed, 0), 16)
     codes = tf.cast(tf.clip_by_value(rounded, 0, 255), tf.float32)
     codes = tf.where(scale > 0, codes, 128.0)
     return tf.where(finite, (codes - _MIDDLE) * scale + offset, np.nan)
@@ -123,7 +123,8 @@ def _as_bfloat16(values: tf.Tensor) -> tf.Tensor:
     return tf.cast(rounded, tf.float32)
 
 
-# The rotations of Threefry4x32 (core/bfloat16-inl.h), of words 0 and 2 of each round.
+# The rotations of Threefry4x32-20 (Salmon et al., SC 2011; core/bfloat16-inl.h), of
+# words 0 and 2 of each round.
 _ROTATIONS = (
     ((10, 26), (11, 21), (13, 27), (23, 5)),
     ((6, 20), (17, 11), (25, 10), (18, 20)),
@@ -131,26 +132,30 @@ _ROTATIONS = (
 _WORD = 2**32 - 1
 
 
-def _random_bits(rows: tf.Tensor, dim: int, seed: int) -> tf.Tensor:
-    """Returns random bits of rows int64 [n] in update 0: int64 [n, dim] below 2^16."""
+def random_bits(rows: tf.Tensor, dim: int, seed: int, number: Any) -> tf.Tensor:
+    """Returns the random bits of rows int64 [n] in an update, for each column.
+
+    `number` is the number of updates before, and the bits are int64 [n, dim] below
+    2^16.
+    """
     columns = np.arange(dim)
     blocks, places = np.unique(
         columns // 64 * 8 + columns // 2 % 8, return_inverse=True
     )
-    keys = [seed & _WORD, seed >> 32, 0, 0]
-    keys.append(0x1BD11BDA ^ keys[0] ^ keys[1])
+    keys = [seed & _WORD, seed >> 32, number & _WORD, number // 2**32]
+    keys.append(0x1BD11BDA ^ keys[0] ^ keys[1] ^ keys[2] ^ keys[3])
     zeros = tf.zeros_like(rows)[:, tf.newaxis] + tf.zeros([len(blocks)], tf.int64)
     x = [blocks + zeros, rows[:, tf.newaxis] + zeros, zeros, zeros]
     x = [(word + key) & _WORD for word, key in zip(x, keys, strict=False)]
-    for number in range(1, 6):
-        for place, bits in enumerate(_ROTATIONS[(number - 1) % 2]):
+    for turn in range(1, 6):
+        for place, bits in enumerate(_ROTATIONS[(turn - 1) % 2]):
             for first, second, by in zip((0, 2), (1, 3), bits, strict=True):
                 other = second if place % 2 == 0 else 4 - second
                 x[first] = (x[first] + x[other]) & _WORD
                 left = tf.bitwise.left_shift(x[other], by) & _WORD
                 x[other] = (left | tf.bitwise.right_shift(x[other], 32 - by)) ^ x[first]
-        x = [(word + keys[(number + i) % 5]) & _WORD for i, word in enumerate(x)]
-        x[3] = (x[3] + number) & _WORD
+        x = [(word + keys[(turn + i) % 5]) & _WORD for i, word in enumerate(x)]
+        x[3] = (x[3] + turn) & _WORD
     words = tf.gather(tf.concat(x, 1), columns // 16 % 4 * len(blocks) + places, axis=1)
     upper = tf.bitwise.right_shift(words, tf.constant(columns % 2 * 16, tf.int64))
     return upper & 0xFFFF
