@@ -22,7 +22,7 @@ from optimizer_cases import (
 from reference import optimizers as reference
 
 from tpu_embedding import optimizers
-from tpu_embedding.engines.portable.tables import TENSORFLOW_OPS
+from tpu_embedding.engines.portable.engine import TENSORFLOW_OPS
 from tpu_embedding.optimizers import base
 
 # Roundings of float32 that one step may pile up, a generous count: powers and the

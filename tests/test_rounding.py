@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 from reference import rounding as reference
 
-from tpu_embedding.engines.portable.tables import round_rows
+from tpu_embedding.engines.portable.engine import round_rows
 
 # Published with the generator: counter, key, result.
 KNOWN_ANSWERS = (
