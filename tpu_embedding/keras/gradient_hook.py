@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.eager import record
 from tensorflow.python.ops import gradients_util
 
 from tpu_embedding.keras.keras_api import keras_api
@@ -50,12 +49,6 @@ def refuse_gradient(
     value = tf.convert_to_tensor(placeholder)
     trap = tf.raw_ops.PreventGradient(input=value, message=reason)
     return tf.raw_ops.IdentityN(input=[*activations, trap])[:-1]
-
-
-# Whether a gradient of the ops created now may be computed later: True under a
-# tf.GradientTape, also while tracing a tf.function that is called under a tape or opens
-# one. TensorFlow has no public function for this.
-is_recording = record.could_possibly_record
 
 
 def is_evaluation() -> bool:

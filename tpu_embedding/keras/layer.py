@@ -35,6 +35,7 @@ from tpu_embedding.layout.plan import refuse_growing
 from tpu_embedding.packing import flatten_batch
 from tpu_embedding.tables.growing import FrozenTable
 from tpu_embedding.tables.trackable import LogicalVariable, SavesNothing
+from tpu_embedding.tables.waiting import is_recording
 from tpu_embedding.vocabulary import VocabularyContents
 
 _EmbeddingFeature = tf.tpu.experimental.HardwareFeature.EmbeddingFeature
@@ -296,7 +297,7 @@ class TPUEmbedding(SavesTables, RestoresLayouts, keras_api.Layer):
         """
         self._ensure_built()
         by_engine = self.trainable and not self._built.arguments.trainable_tables
-        if by_engine and gradient_hook.is_recording():
+        if by_engine and is_recording():
             raise RuntimeError(
                 "`embedding_tables` was read while a tf.GradientTape records. Values "
                 "computed from a table, such as tied logits, would not train it: only "

@@ -32,6 +32,7 @@ from tpu_embedding.tables.readers import TableReader, VariableReader
 from tpu_embedding.tables.rows import PARAMETERS
 from tpu_embedding.tables.variables import create_counter, create_state
 from tpu_embedding.tables.vocabularies import Vocabulary
+from tpu_embedding.tables.waiting import is_recording
 from tpu_embedding.tf_configs import convert_sparse_core
 
 # Graphs in which TensorFlow computes the gradients of tf.cond and of loops.
@@ -292,7 +293,7 @@ class EngineTrainedTables:
 
     def _mode(self, trainable: bool) -> Mode:
         return mode(
-            recording=gradient_hook.is_recording(),
+            recording=is_recording(),
             trainable=trainable,
             in_program=self._topology.program() is not None,
             in_replica=self._topology.replica() is not None,

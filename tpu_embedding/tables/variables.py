@@ -100,16 +100,21 @@ class VariableRows(MutableTableRows):
         for variable in self._copies:
             with tf.device(variable.device):
                 catch_up(variable)
-                tf.raw_ops.ResourceScatterUpdate(
-                    resource=variable.handle,
-                    indices=tf.range(start, start + len(values), dtype=tf.int64),
-                    updates=tf.constant(values, variable.dtype),
-                )
+                stored = tf.constant(values, variable.dtype)
+                _write(variable, start, len(values), stored)
 
     def restore(self, values: tf.Tensor) -> None:
         for variable in self._copies:
             with tf.device(variable.device):
                 variable.assign(values)
+
+
+def _write(variable: Any, start: int, count: int, values: tf.Tensor) -> None:
+    """Replaces rows of a variable in place."""
+    rows = tf.range(start, start + count, dtype=tf.int64)
+    tf.raw_ops.ResourceScatterUpdate(
+        resource=variable.handle, indices=rows, updates=values
+    )
 
 
 def variable_rows(
@@ -234,12 +239,8 @@ def _create_coded(
             rows=tf.range(block.start, block.stop, block.step, dtype=tf.int64),
             seed=tf.constant(spec.rounding_seed, tf.int64),
         )
-        for variable, updates in ((codes, stored.codes), (scale_offset, stored.grids)):
-            tf.raw_ops.ResourceScatterUpdate(
-                resource=variable.handle,
-                indices=tf.range(first, first + len(block), dtype=tf.int64),
-                updates=updates,
-            )
+        _write(codes, first, len(block), stored.codes)
+        _write(scale_offset, first, len(block), stored.grids)
     return TableVariables(codes, {}, scale_offset)
 
 
@@ -282,11 +283,7 @@ def _create_part(
     variable = create_state(name, tf.zeros([len(rows), dim], values.dtype))
     for first in range(0, len(rows), count):
         block = rows[first : first + count]
-        tf.raw_ops.ResourceScatterUpdate(
-            resource=variable.handle,
-            indices=tf.range(first, first + len(block), dtype=tf.int64),
-            updates=read(block),
-        )
+        _write(variable, first, len(block), read(block))
     return variable
 
 

@@ -180,7 +180,11 @@ def instead(rows: tf.Tensor, caught_up: tf.Tensor) -> Any:
 
 
 def is_recording() -> bool:
-    """Returns whether a tape may ask for gradients."""
+    """Returns whether a gradient of the ops created now may be computed later.
+
+    It is True under a tf.GradientTape, also while tracing a tf.function that is called
+    under a tape or opens one. TensorFlow has no public function for this.
+    """
     return record.could_possibly_record()
 
 
