@@ -27,6 +27,7 @@ from tpu_embedding.keras.rows import waiting as waiting_module
 from tpu_embedding.keras.rows.waiting import make_plain
 from tpu_embedding.optimizers import idle as idle_module
 from tpu_embedding.optimizers.idle import Idle, quadrature, terms_of_roots
+from tpu_embedding.tables.waiting import gather
 
 V, D, STEPS = 40, 3, 300
 IS_KERAS_3 = hasattr(keras, "Variable")
@@ -334,7 +335,7 @@ def test_who_reads_sees_rows_caught_up(reader: str, way: str):
     pair, rest = _read_in[way]
     pair.train_in_functions(itertools.islice(rest, 20))
     layer, expected = pair.layer, pair.table.numpy()
-    stored = waiting_module.gather(_variable(layer.embeddings), tf.range(V))
+    stored = gather(_variable(layer.embeddings), tf.range(V))
     assert np.abs(stored.numpy() - expected).max() > 1e-2  # Rows wait.
     if reader.startswith("lookup for") and not IS_KERAS_3:
         reader = "lookup"
@@ -350,7 +351,7 @@ def _variable(weight: Any) -> Any:
 def test_lookups_write_nothing(way: str):
     layer, optimizer, expected, _ = trained()
     table = _variable(layer.embeddings)
-    before = waiting_module.gather(table, tf.range(V)).numpy()
+    before = gather(table, tf.range(V)).numpy()
     atol = rounding(50, expected)
     np.testing.assert_allclose(layer(tf.range(V)), expected, rtol=0, atol=atol)
     with tf.GradientTape() as tape:
@@ -358,7 +359,7 @@ def test_lookups_write_nothing(way: str):
     gradient = tape.gradient(loss, layer.embeddings)
     assert isinstance(gradient, tf.IndexedSlices)
     np.testing.assert_array_equal(dense(gradient)[5], [2.0] * D)
-    after = waiting_module.gather(table, tf.range(V)).numpy()
+    after = gather(table, tf.range(V)).numpy()
     np.testing.assert_array_equal(before, after)
     assert optimizer is not None
 

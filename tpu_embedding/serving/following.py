@@ -33,9 +33,9 @@ from tpu_embedding.serving.following_tables import (
     FollowingIds,
     FollowingTable,
     GrowingBase,
-    scatter,
 )
 from tpu_embedding.tables.variables import create_state
+from tpu_embedding.tables.waiting import scatter
 
 
 def ids_key(index: int) -> str:

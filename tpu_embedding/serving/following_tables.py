@@ -33,6 +33,7 @@ from tpu_embedding.serving.delta_files import BaseTable
 from tpu_embedding.serving.growing_tables import ChangingRowOfIds
 from tpu_embedding.tables.readers import TableReader
 from tpu_embedding.tables.variables import create_state
+from tpu_embedding.tables.waiting import scatter
 
 SMALL_TABLE = 4096  # One delta may change all rows of a table of up to so many.
 
@@ -200,10 +201,3 @@ class FollowingIds(tf.Module):
             ]
 
         return Numbered(numbers, once & (after <= self._most), change)
-
-
-def scatter(variable: Any, rows: tf.Tensor, values: tf.Tensor) -> Any:
-    """Writes rows of a variable; the op that does."""
-    return tf.raw_ops.ResourceScatterUpdate(
-        resource=variable.handle, indices=rows, updates=values
-    )

@@ -29,7 +29,7 @@ from tpu_embedding.tables.rows import (
     MutableTableRows,
     checkpoint_name,
 )
-from tpu_embedding.tables.waiting import catch_up, read_rows
+from tpu_embedding.tables.waiting import catch_up, read_rows, scatter
 
 # A variable made here must be *one* variable, whatever the strategy whose scope is
 # open; the class behind tf.Variable is the one way past the scope's creators.
@@ -100,21 +100,13 @@ class VariableRows(MutableTableRows):
         for variable in self._copies:
             with tf.device(variable.device):
                 catch_up(variable)
-                stored = tf.constant(values, variable.dtype)
-                _write(variable, start, len(values), stored)
+                own = tf.range(start, start + len(values), dtype=tf.int64)
+                scatter(variable, own, tf.constant(values, variable.dtype))
 
     def restore(self, values: tf.Tensor) -> None:
         for variable in self._copies:
             with tf.device(variable.device):
                 variable.assign(values)
-
-
-def _write(variable: Any, start: int, count: int, values: tf.Tensor) -> None:
-    """Replaces rows of a variable in place."""
-    rows = tf.range(start, start + count, dtype=tf.int64)
-    tf.raw_ops.ResourceScatterUpdate(
-        resource=variable.handle, indices=rows, updates=values
-    )
 
 
 def variable_rows(
@@ -239,8 +231,9 @@ def _create_coded(
             rows=tf.range(block.start, block.stop, block.step, dtype=tf.int64),
             seed=tf.constant(spec.rounding_seed, tf.int64),
         )
-        _write(codes, first, len(block), stored.codes)
-        _write(scale_offset, first, len(block), stored.grids)
+        own = tf.range(first, first + len(block), dtype=tf.int64)
+        scatter(codes, own, stored.codes)
+        scatter(scale_offset, own, stored.grids)
     return TableVariables(codes, {}, scale_offset)
 
 
@@ -283,7 +276,8 @@ def _create_part(
     variable = create_state(name, tf.zeros([len(rows), dim], values.dtype))
     for first in range(0, len(rows), count):
         block = rows[first : first + count]
-        _write(variable, first, len(block), read(block))
+        own = tf.range(first, first + len(block), dtype=tf.int64)
+        scatter(variable, own, read(block))
     return variable
 
 

@@ -149,6 +149,20 @@ def catch_up(variable: Any) -> None:
         variable._flush()
 
 
+def gather(variable: Any, rows: Any) -> Any:
+    """Reads rows as they are stored."""
+    return tf.raw_ops.ResourceGather(
+        resource=variable.handle, indices=rows, dtype=variable.dtype.base_dtype
+    )
+
+
+def scatter(variable: Any, rows: Any, values: tf.Tensor) -> Any:
+    """Writes rows in place, each named once; returns the op that does."""
+    return tf.raw_ops.ResourceScatterUpdate(
+        resource=variable.handle, indices=rows, updates=values
+    )
+
+
 def read_rows(variable: Any, rows: Any) -> np.ndarray:
     """Reads rows of a variable, int32 or int64 [n], caught up."""
     with tf.device(variable.device):

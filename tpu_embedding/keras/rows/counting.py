@@ -15,11 +15,11 @@ import tensorflow as tf
 from tpu_embedding.engines.telemetry import Counts, TableCounts
 from tpu_embedding.keras.keras_api import keras_api
 from tpu_embedding.keras.rows.waiting import (
-    gather,
     is_in_xla,
     make_variable,
     waiting_of,
 )
+from tpu_embedding.tables.waiting import gather
 
 # The dtypes of rows, row_ids, gradient_norms and update_norms of TableCounts.
 _LAST = (np.int64, np.int64, np.float32, np.float32)

@@ -24,7 +24,6 @@ from tpu_embedding.keras.rows.waiting import (
     Waiting,
     check_calls,
     components,
-    gather,
     is_in_xla,
     large_decay,
     local,
@@ -32,11 +31,11 @@ from tpu_embedding.keras.rows.waiting import (
     make_table,
     new_owner,
     other_optimizer,
-    scatter,
     take_over,
     waiting_of,
 )
 from tpu_embedding.optimizers.idle import Idle
+from tpu_embedding.tables.waiting import gather, scatter
 
 _LOSS_SCALE = (
     "Leave it at None and use keras.optimizers.LossScaleOptimizer("

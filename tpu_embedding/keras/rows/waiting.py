@@ -31,9 +31,11 @@ from tpu_embedding.optimizers.idle import Idle, history_length
 from tpu_embedding.tables.waiting import (
     TableVariable,
     before_calls,
+    gather,
     instead,
     make_waiting,
     outermost_graph,
+    scatter,
 )
 
 # Rows that TensorFlow's ops catch up at one time, and values, which bound the memory.
@@ -85,20 +87,6 @@ def kernels_for(variables: Sequence[Any]) -> Any:
         and distribution.current().engine == "host"
     )
     return library.load() if possible else None
-
-
-def gather(variable: Any, rows: Any) -> Any:
-    """Reads rows as they are stored."""
-    return tf.raw_ops.ResourceGather(
-        resource=variable.handle, indices=rows, dtype=variable.dtype.base_dtype
-    )
-
-
-def scatter(variable: Any, rows: Any, values: tf.Tensor) -> None:
-    """Writes rows; each is named once."""
-    tf.raw_ops.ResourceScatterUpdate(
-        resource=variable.handle, indices=rows, updates=values
-    )
 
 
 def _read(variable: Any) -> tf.Tensor:
