@@ -350,8 +350,8 @@ def _warn_of_ids(table: str, ids: np.ndarray, stored: np.ndarray) -> None:
     """Warns of ids to restore that the checkpoint lacks, or that come twice."""
     each, counts = np.unique(ids, return_counts=True)
     for what, told in (
-        ("ids that the checkpoint lacks", np.setdiff1d(each, stored)),
-        ("ids more than once", each[counts > 1]),
+        ("ids that are not in the checkpoint", np.setdiff1d(each, stored)),
+        ("ids that occur more than once", each[counts > 1]),
     ):
         if len(told):
             shown = ", ".join(map(str, told[:_SHOWN]))
@@ -413,7 +413,9 @@ class _Growth:
             raise self._refused(f"has {size} ids, but {stored} rows")
         for name, vector in found.items():
             if name in PARTS_OF_IDS and len(vector) != size:
-                raise self._refused(f"has {len(vector)} numbers in {name!r}")
+                raise self._refused(
+                    f"has {size} ids, but {len(vector)} numbers in {name!r}"
+                )
         order = np.argsort(ids, kind="stable")
         if (np.diff(ids[order]) == 0).any():
             raise self._refused("has an id twice")

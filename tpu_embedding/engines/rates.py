@@ -101,7 +101,9 @@ def trace_function(
     try:
         return tf.function(function, autograph=False).get_concrete_function(*inputs)
     except Exception as error:
-        error.add_note(f"That is from the function of the {what} of table {table!r}.")
+        error.add_note(
+            f"The function of the {what} of table {table!r} raised this error."
+        )
         raise
 
 

@@ -560,7 +560,7 @@ class KerasTrainedTables(VariableTables):
         raise NotImplementedError(
             "Telemetry counts the updates of the tables' own optimizers. With "
             "`trainable_tables=True` the optimizer of the model trains the tables: "
-            "leave it at False."
+            "leave `trainable_tables` at False."
         )
 
     def stored(self) -> list[Any]:

@@ -371,7 +371,9 @@ def apply_to_export(
     """
     with one_writer(destination):
         if tf.io.gfile.exists(destination):
-            raise ValueError(f"{destination} exists. Give the new export a new path.")
+            raise ValueError(
+                f"{destination} already exists. Pass a new path for the new export."
+            )
         unfinished = destination + _UNFINISHED
         if tf.io.gfile.exists(unfinished):  # A killed process may have left one.
             tf.io.gfile.rmtree(unfinished)

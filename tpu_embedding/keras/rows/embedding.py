@@ -417,7 +417,7 @@ def _integers(name: str, ids: Any) -> tf.Tensor:
         return tf.reshape(flat, tf.shape(ids))
     text = (
         f"{name}: an id of a floating point dtype must be a whole number of at most "
-        f"{_LARGEST_FLOAT:,}, above which some are rounded. Pass integers: "
+        f"{_LARGEST_FLOAT:,}: floats above it are rounded. Pass integers: "
         'keras.Input(shape, dtype="int64").'
     )
     fits = (tf.abs(ids) <= _LARGEST_FLOAT) & (ids == tf.floor(ids))

@@ -524,9 +524,10 @@ def RowSparseOptimizer(inner: Any, lazy: bool = False) -> Any:  # noqa: N802
     if type(inner) not in CLASSES:
         wraps = hasattr(inner, "inner_optimizer")
         raise ValueError(
-            f"RowSparseOptimizer does not know the rule of {type(inner).__module__}."
-            f"{type(inner).__qualname__}. It knows {', '.join(RULES)} of "
-            f"{keras_api.optimizers.__name__}, but not their subclasses. "
+            "RowSparseOptimizer does not support "
+            f"{type(inner).__module__}.{type(inner).__qualname__}. It supports "
+            f"{', '.join(RULES)} of {keras_api.optimizers.__name__}, but not their "
+            "subclasses. "
             + (
                 "Wrap the inner optimizer instead: "
                 "LossScaleOptimizer(RowSparseOptimizer(...))."

@@ -156,6 +156,7 @@ class _Rule(NamedTuple):
         name; None if they lack it.
       options: Options of the class that are numbers.
       unset: Options that the kernels do not have, so that they must not be set.
+      casts: Whether tf.cast forms the factors of slots, which rounds them to float32.
     """
 
     slots: tuple[str, ...]
@@ -166,6 +167,7 @@ class _Rule(NamedTuple):
     make: Callable[..., base.Optimizer | None] | None = None
     options: tuple[str, ...] = ()
     unset: tuple[str, ...] = ()
+    casts: bool = False
 
 
 _ADAM = _Rule(
@@ -175,7 +177,7 @@ _ADAM = _Rule(
     names=("momenta", "velocities"),
     make=_adam,
     options=("beta_1", "beta_2", "epsilon"),
-    unset=("amsgrad",),
+    unset=("amsgrad", "adaptive_epsilon"),
 )
 RULES: dict[str, _Rule] = {
     "Adadelta": _Rule(
@@ -210,12 +212,14 @@ RULES: dict[str, _Rule] = {
         ("_momentums", "momentums"),  # Of Keras 3 and of tf_keras.
         lambda o: Idle((o.beta_2,), "sign"),
         lambda optimizer, rate: rate,
+        casts=True,
     ),
     "Nadam": _Rule(
         ("_momentums", "_velocities"),
         _nadam_waits,
         _nadam_weight,
         lambda optimizer, rate: optimizer.iterations + 1,
+        casts=True,
     ),
     "RMSprop": _Rule(
         ("_velocities", "_momentums", "_average_gradients"),
@@ -228,6 +232,7 @@ RULES: dict[str, _Rule] = {
         lambda o, rate: -o.momentum if o.nesterov else -1.0,
         make=rules.SGD,
         unset=("momentum",),
+        casts=True,
     ),
 }
 
@@ -246,7 +251,9 @@ def rule_of(optimizer: Any, cls: type, rate: Any) -> base.Optimizer | None:
       A rule whose learning rate is a callable; None if the kernels do not have it.
     """
     rule = RULES[cls.__name__]
-    if rule.make is None or any(getattr(optimizer, name) for name in rule.unset):
+    if rule.make is None:
+        return None
+    if any(getattr(optimizer, name, False) for name in rule.unset):
         return None
     options = {name: getattr(optimizer, name) for name in rule.options}
     if not all(isinstance(value, numbers.Real) for value in options.values()):
@@ -267,18 +274,22 @@ def idle_of(optimizer: Any, cls: type) -> Idle:
     Raises:
       ValueError: If rows cannot be caught up on such steps; the text says why.
     """
-    idle = RULES[cls.__name__].idle(optimizer)
+    rule = RULES[cls.__name__]
+    idle = rule.idle(optimizer)
     options = (*idle.fades, idle.epsilon, *idle.follow)
     if not all(isinstance(option, numbers.Real) for option in options):
         raise ValueError("its options are tensors")
-    if waits.casts:
+    if rule.casts:
         *fades, beta = (float(np.float32(x)) for x in (*idle.fades, idle.epsilon_beta))
         idle = dataclasses.replace(idle, fades=tuple(fades), epsilon_beta=beta)
     _ = idle.quadrature
     return idle
 
 
-def step_of(optimizer: Any, cls: type, rate: Any) -> tuple[Any, Any]:
-    """Returns the weight and the note of a step that begins, for `Waiting.advance`."""
-    rule, rate = RULES[cls.__name__], tf.convert_to_tensor(rate)
+def step_of(optimizer: Any, cls: type, rate: Any, dtype: Any) -> tuple[Any, Any]:
+    """Returns the weight and the note of a step that begins, for `Waiting.advance`.
+
+    They are computed in the dtype of the table, as Keras does.
+    """
+    rule, rate = RULES[cls.__name__], tf.cast(rate, dtype)
     return rule.weight(optimizer, rate), rule.note(optimizer, rate)
