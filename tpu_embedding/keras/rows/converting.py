@@ -150,8 +150,8 @@ def unconvert(model: Any) -> Any:
     if bags:
         raise ValueError(
             f"unconvert: {', '.join(bags)} combine bags or hash ids, which "
-            "keras.layers.Embedding cannot do. `model.save_weights` writes a file that "
-            "needs only Keras."
+            "keras.layers.Embedding cannot do. `layer.get_weights()` returns the table "
+            "for a layer of your own."
         )
     optimizer = innermost(getattr(model, "optimizer", None))
     if isinstance(optimizer, UpdatesRows):
