@@ -54,7 +54,7 @@ def run(
     timeout: float = TIMEOUT_SECONDS,
     text: str | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a command on a text that it reads; with what it printed."""
+    """Runs a command on a text that it reads; captures what it prints."""
     return subprocess.run(
         command,
         input=text,
@@ -68,7 +68,7 @@ def run(
 def run_program(
     program: str, *arguments: str, timeout: float = TIMEOUT_SECONDS
 ) -> subprocess.CompletedProcess[str]:
-    """Runs what `build_program` gave."""
+    """Runs a program of `build_program`."""
     prefix = EMULATOR or _without_randomization()
     return run([*prefix, program, *arguments], timeout=timeout)
 
@@ -79,7 +79,7 @@ def build_program(
     folder: pathlib.Path,
     linked: Sequence[pathlib.Path] = (CORE,),
 ) -> str:
-    """Compiles a program that the first source names, links folders; its path."""
+    """Compiles sources, links them with whole folders; returns the program's path."""
     program = str(folder / f"{sources[0].stem}_{build}")
     objects = [_object(place, build) for place in linked]
     command = [*COMPILER, *FLAGS, *BUILDS[build], *map(str, sources), *objects]
@@ -89,7 +89,7 @@ def build_program(
 
 @functools.cache
 def _object(folder: pathlib.Path, build: str) -> str:
-    """The object file of a folder of sources; most of its time goes into headers."""
+    """Compiles a folder as one source: most of its time goes into headers."""
     sources = sorted(
         path for path in folder.glob("*.cc") if path.name not in NOT_LINKED
     )

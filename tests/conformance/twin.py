@@ -106,7 +106,8 @@ class Batch:
 class Twin:
     """Runs every step on both sides and compares what comes out.
 
-    `inside`: training batches are enqueued by each replica, inside strategy.run.
+    `function` wraps the training step, for example tf.function. With `inside` each
+    replica enqueues its training batches, inside strategy.run.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class Twin:
         self._named: dict[str, set[int]] = {name: set() for name in tables}
 
     def draw(self, rng: np.random.Generator) -> Batch:
-        """A batch for each replica; every other feature has int32 ids."""
+        """Draws a batch for each replica; every other feature has int32 ids."""
         values = [
             {
                 name: feature.input.draw(
@@ -169,7 +170,7 @@ class Twin:
     def draw_gradients(
         self, rng: np.random.Generator, shapes: Sequence[Mapping[str, Any]]
     ) -> list[dict[str, np.ndarray]]:
-        """Gradients of the shapes of `shapes`, of magnitudes from 1/32 to 1.
+        """Draws gradients like `shapes`, of magnitudes from 1/32 to 1.
 
         Each column has one sign: with weights that are not negative no sum cancels,
         and an error in it stays relative to it, as `cases.tolerance` wants.
@@ -186,7 +187,10 @@ class Twin:
     def run(
         self, rng: np.random.Generator, steps: int, without: Sequence[str] = ()
     ) -> None:
-        """Trains random batches; all but the first lack the gradients in `without`."""
+        """Trains random batches and compares all variables at the end.
+
+        From the second batch on, the features in `without` have None as gradient.
+        """
         for step in range(steps):
             self.step(rng, self.draw(rng), without if step else ())
         self.check_variables()
@@ -194,7 +198,7 @@ class Twin:
     def step(
         self, rng: np.random.Generator, batch: Batch, without: Sequence[str] = ()
     ) -> None:
-        """One training step of both sides; compares the activations."""
+        """Trains one step on both sides and compares the activations."""
         expected = self.by_name(self.reference.forward(*self.reference_batch(batch)))
         gradients: list[dict[str, Any]] = self.draw_gradients(rng, expected)
         for replica in gradients:
@@ -214,7 +218,7 @@ class Twin:
         self._note(batch)
 
     def evaluate(self, batch: Batch) -> None:
-        """One evaluation step of both sides; compares the activations."""
+        """Evaluates one step on both sides and compares the activations."""
         expected = self.by_name(self.reference.lookup(*self.reference_batch(batch)))
         self.embedding.enqueue(
             self.distribute(batch.values),
@@ -242,7 +246,7 @@ class Twin:
             self._check_other_rows(name, np.asarray(actual["parameters"]))
 
     def distribute(self, parts: Sequence[Any]) -> Any:
-        """One value per replica, as enqueue and strategy.run take it."""
+        """Makes one value per replica, as enqueue and strategy.run take it."""
         if self.replicas == 1:
             return parts[0]
         return of_replicas(self.strategy, parts)

@@ -31,7 +31,7 @@ def rank(strategy: Any) -> int:
 
 
 def train(strategy: Any, case: Case) -> tuple[list[Any], dict[str, np.ndarray]]:
-    """The activations of this process, and whole tables and slots."""
+    """Trains; returns the activations of this process, and whole tables and slots."""
     embedding = training.create(strategy, case)
     activations = training.train(
         strategy,
@@ -44,7 +44,7 @@ def train(strategy: Any, case: Case) -> tuple[list[Any], dict[str, np.ndarray]]:
 
 
 def failure(function: Any) -> tuple[str, str]:
-    """The type and the text of what a call raises."""
+    """Returns the type and the text of what a call raises."""
     try:
         function()
     except Exception as error:
@@ -53,7 +53,10 @@ def failure(function: Any) -> tuple[str, str]:
 
 
 def refuse_batches(strategy: Any, case: Case, bad: str) -> Any:
-    """Refuses a bad batch of the last process before each step; errors and tables."""
+    """Trains with a bad batch in the last process before each step.
+
+    Returns what each bad call raised, and whole tables and slots.
+    """
     embedding = training.create(strategy, case)
     embedding.build()
     is_bad = rank(strategy) == strategy.num_replicas_in_sync - 1
@@ -122,7 +125,7 @@ DIFFERENCES: dict[str, tuple[str, Any, Any]] = {
 
 
 def differ(strategy: Any) -> dict[str, tuple[str, str]]:
-    """What the constructor raises where the last process has another argument."""
+    """Returns what a constructor raises if an argument of the last process differs."""
     last = rank(strategy) == strategy.num_replicas_in_sync - 1
 
     def construct(name: str) -> None:
@@ -152,7 +155,7 @@ def differ(strategy: Any) -> dict[str, tuple[str, str]]:
 
 
 def unsupported(strategy: Any) -> list[tuple[str, str]]:
-    """What the constructors raise for what several processes cannot have."""
+    """Returns what constructors raise for what several processes cannot have."""
 
     def construct(optimizer: Any, combiner: Any = "sum") -> None:
         table = te.TableConfig(8, 2, combiner=combiner, name="films")
@@ -172,7 +175,7 @@ def unsupported(strategy: Any) -> list[tuple[str, str]]:
 
 
 def telemetry(strategy: Any, case: Case) -> dict[str, dict[str, te.Figure]]:
-    """Trains; what te.Telemetry has counted of the rows of this process."""
+    """Trains; returns what te.Telemetry has counted of the rows of this process."""
     embedding = training.create(strategy, case)
     counting = te.Telemetry(embedding, every=1, hottest=1000)
     training.train(strategy, case, embedding, 0, own_batches(strategy, case))
@@ -180,7 +183,7 @@ def telemetry(strategy: Any, case: Case) -> dict[str, dict[str, te.Figure]]:
 
 
 def save(strategy: Any, case: Case, path: str) -> dict[str, np.ndarray]:
-    """Trains and saves; whole tables and slots."""
+    """Trains and saves; returns whole tables and slots."""
     embedding = training.create(strategy, case)
     training.train(strategy, case, embedding, 0, own_batches(strategy, case))
     te.checkpoint.save(embedding, path)
@@ -195,7 +198,7 @@ def _films(strategy: Any, kind: Any, pipelined: bool) -> tuple[Any, te.TableConf
 
 
 def fill_a_table(strategy: Any, version: int, pipelined: bool) -> Any:
-    """Two steps of two new ids in each process, for which a table has five rows.
+    """Trains two steps of two new ids in each process, for which a table has five rows.
 
     Returns what the second raised, and rows, ids and counts after the first.
     """
@@ -227,7 +230,7 @@ def fill_a_table(strategy: Any, version: int, pipelined: bool) -> Any:
 
 
 def keep_rows(strategy: Any, keeps: bool, refused: bool = False) -> list[int]:
-    """Looks id 1 up in the last process, and trains other ids; the ids with rows.
+    """Looks id 1 up in the last process, trains others; returns the ids with rows.
 
     The preserved outputs of id 1 exist and are applied later if `keeps`; if `refused`,
     they exist, but the last process has refused their update.
@@ -266,7 +269,7 @@ def keep_rows(strategy: Any, keeps: bool, refused: bool = False) -> list[int]:
 
 
 def save_a_growing_table(strategy: Any, folder: str) -> Any:
-    """Saves, restores and exports the only table of a job; its ids and rows."""
+    """Saves, restores and exports the only table of a job; returns its ids and rows."""
     embedding, _ = _films(strategy, te.TPUEmbedding, False)
     train_on(embedding, {"film": tf.constant([rank(strategy), 7])})
     te.checkpoint.save(embedding, f"{folder}/saved")
@@ -279,7 +282,7 @@ def save_a_growing_table(strategy: Any, folder: str) -> Any:
 
 
 def restore(strategy: Any, case: Case, path: str, tracked: bool) -> Any:
-    """Restores whole tables and slots, and the number of updates."""
+    """Restores; returns whole tables and slots, and the number of updates."""
     embedding = training.create(strategy, case)
     embedding.build()
     if tracked:
@@ -292,7 +295,7 @@ def restore(strategy: Any, case: Case, path: str, tracked: bool) -> Any:
 
 
 def fail_to_restore(strategy: Any, case: Case, path: str) -> tuple[str, str]:
-    """The last process does not find the checkpoint."""
+    """Returns what restoring raises if the last process finds no checkpoint."""
     embedding = training.create(strategy, case)
     is_bad = rank(strategy) == strategy.num_replicas_in_sync - 1
     missing = tf.errors.NotFoundError(None, None, f"{path} is missing")
@@ -312,7 +315,7 @@ def statistics(
     wire: str = "float32",
     combiner: str = "sum",
 ) -> Any:
-    """Bytes that one step sent, and those of the formula of docs/distributed.md."""
+    """Returns the bytes that a step sent, and those by docs/distributed.md."""
     samples, length, dim = sizes
     row_bytes = tf.as_dtype(wire).size * dim
     weighted = combiner != "sum" and length > 1
@@ -366,7 +369,11 @@ def statistics(
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """What happens to `culprit` in a step, before the call `place` of it."""
+    """Happens to the process `culprit` before a call in a step.
+
+    The call, `place`, is "enqueue", "dequeue", "update" or "save". The `kind` is
+    "exception", "exit", "stuck", "kill", "stop", or "none", which never happens.
+    """
 
     culprit: int
     kind: str
@@ -395,11 +402,11 @@ class UncaughtError(BaseException):
 def train_with_fault(
     strategy: Any, case: Case, fault: Fault, folder: str = ""
 ) -> tuple[str, str, float]:
-    """Trains, and saves after each step in a folder, until an error; it and its time.
+    """Trains until an error, and saves after each step if there is a folder.
 
     The culprit writes the time of its fault into a file "fault" of the folder. With
     `case.graph` each tf.function trains FUNCTION_STEPS steps, and is followed by
-    saving.
+    saving. Returns the type, the text and the time of the error.
     """
     own = rank(strategy)
     embedding = training.create(strategy, case)
@@ -417,7 +424,7 @@ def train_with_fault(
             yield step, training.batch(case, step, own)[0]
 
     def at_in_graph(place: str, step: tf.Tensor) -> Any:
-        """For what comes next; TensorFlow orders only ops of the same resource."""
+        """Calls `at` before the next op; TensorFlow orders only ops of one resource."""
 
         def act(step: Any) -> Any:
             at(place, int(step))
@@ -472,7 +479,7 @@ def train_with_fault(
 
 
 def _of_any_size(value: Any) -> tf.TypeSpec:
-    """The type of a feature's batches, which have any number of samples."""
+    """Returns the type of a feature's batches, which have any number of samples."""
     shape = [None, *value.shape[1:]]
     if isinstance(value, tf.RaggedTensor):
         return tf.RaggedTensorSpec(shape, value.dtype, row_splits_dtype=tf.int64)
@@ -481,7 +488,7 @@ def _of_any_size(value: Any) -> tf.TypeSpec:
 
 
 def resume(strategy: Any, case: Case, path: str, first: int) -> dict[str, np.ndarray]:
-    """Restores and trains `case.steps` steps; whole tables and slots."""
+    """Restores and trains `case.steps` steps; returns whole tables and slots."""
     embedding = training.create(strategy, case)
     te.checkpoint.restore(embedding, path)
     batches = own_batches(strategy, case)
@@ -490,7 +497,7 @@ def resume(strategy: Any, case: Case, path: str, first: int) -> dict[str, np.nda
 
 
 def save_again(strategy: Any, case: Case, source: str, path: str) -> Any:
-    """Restores and saves; whole tables and slots, and the number of updates."""
+    """Restores and saves; returns whole tables, slots, and the number of updates."""
     embedding = training.create(strategy, case)
     te.checkpoint.restore(embedding, source)
     te.checkpoint.save(embedding, path)
@@ -499,7 +506,7 @@ def save_again(strategy: Any, case: Case, source: str, path: str) -> Any:
 
 
 def train_long(strategy: Any, case: Case, samples: int) -> list[tuple[int, int, float]]:
-    """Trains many steps; (step, threads, MiB of this process) some times."""
+    """Trains many steps; returns some (step, threads, MiB) of this process."""
     embedding = training.create(strategy, case)
     batches = [training.batch(case, n, rank(strategy)) for n in range(20)]
     one = training.runner(

@@ -25,7 +25,11 @@ def _is_last(strategy: Any) -> bool:
 
 
 def _two_calls(strategy: Any, case: Case, embedding: Any) -> tuple[Any, Any]:
-    """The halves of a step in strategy.run; the second takes a factor of gradients."""
+    """Returns the two halves of a step, each in strategy.run.
+
+    The first takes features and weights; the second what the first returned and a
+    factor of the gradients, and returns the activations.
+    """
 
     def look_up(features: Any, weights: Any) -> Any:
         if case.version == 1:
@@ -63,7 +67,7 @@ def _two_calls(strategy: Any, case: Case, embedding: Any) -> tuple[Any, Any]:
 
 
 def _restarted(strategy: Any, case: Case, embedding: Any, path: str) -> Any:
-    """A new embedding from a checkpoint of this one."""
+    """Makes a new embedding from a checkpoint of this one."""
     restarted = training.create(strategy, case)
     if case.version < 3:
         te.checkpoint.save(embedding, path)
@@ -81,7 +85,7 @@ def _in_turn(look_up: Any, apply: Any, batch: Any, factor: tf.Tensor) -> None:
 
 
 def train_around_refusals(strategy: Any, case: Case, path: str) -> Any:
-    """Before each step one is refused; half way all goes on from a checkpoint.
+    """Trains; a step is refused before each step; half way a checkpoint is restored.
 
     Returns the errors, the activations of the other steps, whole tables and slots.
     """
@@ -118,7 +122,7 @@ def train_around_refusals(strategy: Any, case: Case, path: str) -> Any:
 def _embedding(
     strategy: Any, version: int = 1, *, build: bool = True, **arguments: Any
 ) -> Any:
-    """An embedding of one feature, whose table has its row numbers as values."""
+    """Makes an embedding of one table, whose values are its row numbers."""
     table = te.TableConfig(
         8, 2, te.RowIdInitializer(), combiner="sum", name="films", placement="rows"
     )
@@ -137,14 +141,14 @@ def _embedding(
 
 
 def _step(embedding: Any) -> list[float]:
-    """A good step of any class; the first column of the table."""
+    """Trains a good step of any class; returns the first column of the table."""
     train_on(embedding, {"film": tf.constant([1, 2])})
     (table,) = embedding.embedding_tables.values()
     return table.numpy()[:, 0].tolist()
 
 
 def step_late(strategy: Any, seconds: float) -> list[float]:
-    """A step that the last process begins later than the others."""
+    """Trains a step that the last process begins later than the others."""
     embedding = _embedding(strategy)
     if _is_last(strategy):
         time.sleep(seconds)
@@ -154,7 +158,7 @@ def step_late(strategy: Any, seconds: float) -> list[float]:
 def train_until_preempted(
     strategy: Any, folder: str, steps: int, preempted_at: int
 ) -> tuple[int, list[float]]:
-    """Steps under TensorFlow's handler; the last process gets SIGTERM before one.
+    """Trains under TensorFlow's handler; the last process gets SIGTERM before a step.
 
     Returns the step of the checkpoint it began with, and the first column at the end.
     """
@@ -171,7 +175,7 @@ def train_until_preempted(
 
 
 def refuse_inputs(strategy: Any) -> list[tuple[str, str, float]]:
-    """Each bad input in the last process, at each entry; what it raised, and when."""
+    """Enters each bad input in the last process; returns the errors, and when."""
     from reliability.bad_inputs import BY_TYPE, BY_VALUE, DIM, ROWS, Bad
 
     films = te.TableConfig(ROWS, DIM, te.RowIdInitializer(), name="films")
@@ -210,7 +214,10 @@ def refuse_inputs(strategy: Any) -> list[tuple[str, str, float]]:
 
 
 def refuse_calls(strategy: Any, folder: str) -> dict[str, tuple[Any, Any]]:
-    """By what is wrong with a call of the last process: what it and the next raise."""
+    """Makes calls that are wrong in the last process.
+
+    Returns by what is wrong the error, and the tables after a step that follows.
+    """
     bad = _is_last(strategy)
     first, second = _embedding(strategy), _embedding(strategy, 2)
     ids = tf.constant([1, 2])
@@ -223,7 +230,7 @@ def refuse_calls(strategy: Any, folder: str) -> dict[str, tuple[Any, Any]]:
     def traced(embedding: Any) -> Any:
         @tf.function
         def step() -> None:
-            """Refused while it is traced, when the others run it."""
+            """Fails while it is traced, when the others run it."""
             gradients = {"film": tf.ones([2, 3 if bad else 2])}
             if embedding is first:
                 train_on(first, {"film": ids}, gradients)
@@ -240,7 +247,7 @@ def refuse_calls(strategy: Any, folder: str) -> dict[str, tuple[Any, Any]]:
         first.enqueue({"film": ids}, training=not bad)
 
     def taken_apart() -> None:
-        """The last process looks up where the others update."""
+        """Looks up in the last process where the others update."""
         activations, preserved = second({"film": ids})
         if bad:
             second({"film": ids})
@@ -248,7 +255,7 @@ def refuse_calls(strategy: Any, folder: str) -> dict[str, tuple[Any, Any]]:
             second.apply_gradients({"film": activations["film"]}, preserved)
 
     def read() -> None:
-        """The processes read different tables."""
+        """Reads other rows in the last process."""
         rows = first.core.tables()["films"].rows["parameters"]
         rows.read(0, 4 if bad else 8)
 
@@ -276,7 +283,10 @@ def refuse_calls(strategy: Any, folder: str) -> dict[str, tuple[Any, Any]]:
 
 
 def call_alone(strategy: Any) -> dict[str, tuple[Any, list[float]]]:
-    """What the last process calls while others look up; errors, the next table."""
+    """Makes a call in the last process while others look up; an update is pending.
+
+    Returns by the call what it raised, and the table after one more step.
+    """
     found = {}
     features = {"film": tf.constant([1, 2])}
     for name in ("flush", "reset", "embedding_tables", "apply_gradients"):
@@ -334,7 +344,10 @@ def forget_a_gradient(strategy: Any) -> list[tuple[Any, list[float]]]:
 
 
 def refuse_a_structure(strategy: Any) -> tuple[Any, list[float]]:
-    """A Keras layer gets another structure in the last process; error, activations."""
+    """Calls a Keras layer with another structure in the last process.
+
+    Returns what the call raised, and the activations of the next one.
+    """
     table = te.TableConfig(8, 2, te.RowIdInitializer(), combiner="sum", name="films")
     with strategy.scope():
         layer = te.keras.TPUEmbedding({"film": te.FeatureConfig(table)}, te.SGD(0.5))
@@ -347,7 +360,11 @@ def refuse_a_structure(strategy: Any) -> tuple[Any, list[float]]:
 
 
 def meet_unbuilt(strategy: Any, path: str) -> tuple[int, Any, list[float]]:
-    """Flushes and resets before there are tables in all processes but the last."""
+    """Flushes and resets before there are tables in all processes but the last.
+
+    Returns how many resets were refused, what a flush met by a restore raised, and the
+    table after a step.
+    """
     alone = _is_last(strategy)
     embedding = _embedding(
         strategy, build=alone, pipeline_execution_with_tensor_core=True
@@ -373,7 +390,10 @@ def meet_unbuilt(strategy: Any, path: str) -> tuple[int, Any, list[float]]:
 
 
 def evict_alone(strategy: Any) -> list[tuple[int, Any, list[int]]]:
-    """Each process evicts in turn while the others dequeue; errors, and all ids."""
+    """Evicts in each process in turn while the others dequeue, also with pipelining.
+
+    Returns the turn, what that raised, and the ids after it.
+    """
     vocabulary = te.GrowingVocabulary(9, eviction="lru", min_rows=1)
     table = te.TableConfig(vocabulary, 2, name="films")
     features = {"film": tf.constant([1, 2])}
@@ -395,7 +415,7 @@ def evict_alone(strategy: Any) -> list[tuple[int, Any, list[int]]]:
 
 
 def refuse_gradients(strategy: Any) -> list[tuple[Any, list[float]]]:
-    """After each refused gradient of the last process the next step, not a retry."""
+    """Goes on with the next step after each refused gradient of the last process."""
     embedding = _embedding(strategy, check_numerics=True)
     found = []
     for bad in (tf.fill([2, 2], float("nan")), tf.ones([2, 3])):
@@ -408,7 +428,10 @@ def refuse_gradients(strategy: Any) -> list[tuple[Any, list[float]]]:
 
 
 def refuse_prepared(strategy: Any) -> list[tuple[Any, list[float]]]:
-    """Prepares batches with a bad ID in the last process; errors, the table."""
+    """Prepares batches with a bad ID in the last process, then steps with them.
+
+    Returns what each step raised, and the table after a good one.
+    """
     embedding = _embedding(strategy, 2)
     bad = {"film": tf.constant([1, 8 if _is_last(strategy) else 2])}
 
@@ -440,7 +463,7 @@ def refuse_prepared(strategy: Any) -> list[tuple[Any, list[float]]]:
 
 
 def fail_in_a_function(strategy: Any) -> tuple[str, str]:
-    """The last process fails while it waits for the others."""
+    """Fails in the last process while it waits for the others."""
     embedding = _embedding(strategy)
 
     @tf.function
@@ -461,14 +484,17 @@ def fail_in_a_function(strategy: Any) -> tuple[str, str]:
 
 
 def train_keras(strategy: Any, case: Case) -> Any:
-    """See `keras_loop`, of the batches of this process."""
+    """Runs `keras_loop` on the batches of this process."""
     return keras_loop(
         strategy, case, lambda number: training.batch(case, number, rank(strategy))
     )
 
 
 def keras_loop(strategy: Any, case: Case, value: Any) -> Any:
-    """A loop over a Keras layer and a dense one; an evaluation, and all weights."""
+    """Trains a Keras layer and a dense one by a loop of one's own.
+
+    Returns an evaluation of each replica, dense weights, and whole tables and slots.
+    """
     from tpu_embedding.keras.keras_api import keras_api
 
     keras = importlib.import_module(keras_api.Model.__module__.split(".")[0])
@@ -511,7 +537,7 @@ def keras_loop(strategy: Any, case: Case, value: Any) -> Any:
 
 
 def fit(strategy: Any) -> tuple[str, str]:
-    """What `fit` of a model with a Keras layer raises."""
+    """Returns what `fit` of a model with a Keras layer raises."""
     import keras
 
     layer = training.create(strategy, Case(version=3, features=("dense",)))
@@ -530,7 +556,10 @@ def fit(strategy: Any) -> tuple[str, str]:
 
 
 def export(strategy: Any, case: Case, folder: str) -> Any:
-    """Trains and exports, once well and once into a folder that is not empty."""
+    """Trains and exports, once well and once into a folder that is not empty.
+
+    Returns the reports, what the second raised, and whole tables and slots.
+    """
     embedding = training.create(strategy, case)
     training.train(
         strategy,
@@ -560,7 +589,7 @@ def export(strategy: Any, case: Case, folder: str) -> Any:
 
 
 def enqueue_on_own_device(strategy: Any) -> list[float]:
-    """Trains on the batch of this process's device; a column of the table."""
+    """Trains on the batch of this process's device; returns a column of the table."""
     with strategy.scope():
         table = te.TableConfig(4, 1, tf.zeros_initializer(), name="table")
         embedding = te.TPUEmbedding(te.FeatureConfig(table), te.SGD(1.0))
@@ -577,7 +606,7 @@ def enqueue_on_own_device(strategy: Any) -> list[float]:
 def _stepping(
     strategy: Any, table: Any, optimizer: Any, graph: bool, **more: Any
 ) -> Any:
-    """An embedding of one table, and a step in strategy.run that gives its rows."""
+    """Makes an embedding of one table, and a step in strategy.run that returns rows."""
     with strategy.scope():
         embedding = te.TPUEmbedding(
             te.FeatureConfig(table),
@@ -600,7 +629,7 @@ def _stepping(
 
 
 def leave_refused_lookups(strategy: Any) -> list[tuple[Any, list[list[float]]]]:
-    """A pending update fills a growing table, so that the next lookup is refused.
+    """Fills a growing table by a pending update, so that the next lookup is refused.
 
     Returns the errors, eagerly and in a tf.function, and the rows of three more steps,
     of which the first and the last have the same ids.
@@ -631,9 +660,10 @@ def leave_refused_lookups(strategy: Any) -> list[tuple[Any, list[list[float]]]]:
 
 
 def leave_refused_rates(strategy: Any) -> list[tuple[Any, list[float]]]:
-    """A learning-rate function raises in one process, or in all.
+    """Trains with a learning-rate function that raises in one process, or in all.
 
-    Eagerly, while a function is traced and when it runs: the error, the next row.
+    It raises eagerly, while a function is traced or when it runs. Returns for each the
+    error, and the row that the next step looked up.
     """
     found = []
     state = {"fails": False, "place": ""}
@@ -660,7 +690,10 @@ def leave_refused_rates(strategy: Any) -> list[tuple[Any, list[float]]]:
 
 
 def call_alone_in_a_function(strategy: Any) -> list[tuple[str, Any, list[float]]]:
-    """The last process makes a call where the others begin a tf.function of a step."""
+    """Makes a call in the last process where the others begin a tf.function of a step.
+
+    Returns the call, what it raised, and the table after one more step.
+    """
     found = []
     calls: dict[str, Any] = {
         "reset": lambda embedding: embedding.reset(),
@@ -692,20 +725,20 @@ def call_alone_in_a_function(strategy: Any) -> list[tuple[str, Any, list[float]]
 
 
 def step_in_another_order(strategy: Any) -> tuple[str, str]:
-    """The last process steps its second embedding where the others step the first."""
+    """Steps the second embedding in the last process, and the first in the others."""
     embeddings = [_embedding(strategy), _embedding(strategy)]
     return failure(lambda: _step(embeddings[_is_last(strategy)]))
 
 
 def wait_elsewhere(strategy: Any) -> tuple[str, str]:
-    """The last process resets where the others enqueue ahead."""
+    """Resets in the last process where the others enqueue ahead."""
     embedding = _embedding(strategy)
     enqueue = functools.partial(embedding.enqueue, {"film": tf.constant([1, 2])})
     return failure(embedding.reset if _is_last(strategy) else enqueue)
 
 
 def construct_late(strategy: Any, seconds: float) -> None:
-    """The last process makes its first embedding later than the others."""
+    """Makes the first embedding in the last process later than in the others."""
     if _is_last(strategy):
         time.sleep(seconds)
     _embedding(strategy)

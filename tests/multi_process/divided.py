@@ -40,7 +40,7 @@ POOL = np.array([0, -1, 2**63 - 1, -(2**63), 1 << 40, *range(5, 40)])
 
 
 def make(strategy: Any, vocabulary: te.GrowingVocabulary, **table: Any) -> Any:
-    """An embedding of one table, "films", whose rows start as ones."""
+    """Makes an embedding of one table, "films", whose rows start as ones."""
     films = te.TableConfig(
         vocabulary,
         2,
@@ -55,15 +55,15 @@ def make(strategy: Any, vocabulary: te.GrowingVocabulary, **table: Any) -> Any:
 
 
 def step(embedding: Any, ids: Any, **arguments: Any) -> np.ndarray:
-    """Trains with gradients of one; the activations."""
+    """Trains with gradients of one; returns the activations."""
     features = {"film": tf.constant(ids, tf.int64)}
     return train_on(embedding, features, **arguments)["film"].numpy()
 
 
 class Reference:
-    """What the parts of a table hold: each admits and evicts for itself.
+    """Models the parts of a table, of which each admits and evicts for itself.
 
-    Servers, which `serve` them, reject alone: if one is full, others are updated.
+    With `serve` they are on servers, where others are updated if one is full.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Reference:
         self.values: dict[tuple[int, int], float] = {}
 
     def update(self, batches: list[np.ndarray]) -> list[list[float]]:
-        """One step of all processes; what each reads.
+        """Makes one step of all processes; returns what each reads.
 
         Raises:
           growing.FullError: If a part is full; of a job nothing has changed.
@@ -122,7 +122,7 @@ class Reference:
         return read
 
     def check(self, embedding: Any, films: Any) -> None:
-        """Ids, hits, times, counts and values are equal."""
+        """Compares ids, hits, times, counts and values."""
         found = embedding.vocabularies[films]
         rows = {
             row.id: (row.hits, row.last, self.values[number, k])
@@ -219,14 +219,14 @@ class History(RandomHistory):
 
 
 def fuzz(strategy: Any, seed: int, steps: int, folder: str, servers: int = 0) -> int:
-    """Makes calls, of which so many train; how many steps found the table full."""
+    """Makes calls of which `steps` train; returns how many found the table full."""
     history = History(np.random.default_rng(seed), strategy, folder, servers)
     history.run(4 * steps // 3)
     return history.counts["full"]
 
 
 def move(strategy: Any, source: str, target: str, *, alone: bool = False) -> Any:
-    """Restores a table, trains one step and saves; ids and values after both."""
+    """Restores a table, trains one step, saves; returns its contents after both."""
     embedding, films = make(strategy, te.GrowingVocabulary(60, eviction="lru"))
     embedding.build()
     if source:
@@ -240,12 +240,15 @@ def move(strategy: Any, source: str, target: str, *, alone: bool = False) -> Any
 
 
 def small_blocks() -> Any:
-    """Tables are saved by blocks of `BLOCK_BYTES`."""
+    """Patches the size of the blocks by which tables are saved to `BLOCK_BYTES`."""
     return mock.patch.object(table_rows, "SLICE_BYTES", BLOCK_BYTES)
 
 
 def save_in_blocks(strategy: Any, path: str, *, alone: bool = False) -> int:
-    """Saves and restores 2,000 rows in two parts; the most bytes read at once."""
+    """Saves and restores 2,000 rows and 1,000 candidates in two parts.
+
+    Returns the most bytes that the save read at once.
+    """
     vocabulary = te.GrowingVocabulary(4000, min_count=2, eviction="lru")
     embedding, films = make(strategy, vocabulary)
     ids = np.random.default_rng(1).integers(-(2**63), 2**63 - 1, 3000)
@@ -286,7 +289,7 @@ def save_in_blocks(strategy: Any, path: str, *, alone: bool = False) -> int:
 
 
 def state_of(embedding: Any, films: Any) -> Any:
-    """By id its value, hits and last update; and the counts."""
+    """Returns by id its value, hits and last update; and the counts."""
     found = embedding.vocabularies[films]
     values = embedding.embedding_tables[films].numpy()[:, 0]
     of_ids = {
@@ -297,7 +300,10 @@ def state_of(embedding: Any, films: Any) -> Any:
 
 
 def export_by_blocks(strategy: Any, path: str) -> float:
-    """Exports 60,000 rows in blocks of 256 KiB; the largest share that Python held."""
+    """Exports 60,000 rows in blocks of 256 KiB.
+
+    Returns the most that Python held at once, as a share of the table.
+    """
     rows = 60_000
     films = te.TableConfig(
         te.GrowingVocabulary(rows), 64, "ones", name="films", placement="rows"
@@ -319,20 +325,23 @@ def export_by_blocks(strategy: Any, path: str) -> float:
 
 
 def global_batch(number: int) -> np.ndarray:
-    """The ids of all processes in a step: some new, some known."""
+    """Draws the ids of all processes in a step, some new, some known."""
     rng = np.random.default_rng(number)
     return np.concatenate([rng.zipf(1.3, 60) % 1000, rng.integers(-(2**63), 0, 20)])
 
 
 class Kill:
-    """Kills this process in the second call of a kind, at a random moment of it."""
+    """Kills this process in the second call of a kind, at a random moment of it.
+
+    The kind is one of `KILLED_IN`, or "" for none; the seed draws the moment.
+    """
 
     def __init__(self, kind: str, seed: int) -> None:
         self.kind, self._seconds = kind, -1.0
         self._share = np.random.default_rng(seed).random()
 
     def call(self, kind: str, function: Callable[[], Any]) -> None:
-        """Calls a function; the first call of the kind says how long they take."""
+        """Calls a function; the first call of the kind measures how long they take."""
         begin = time.monotonic()
         if kind == self.kind and self._seconds >= 0:
             arguments = (os.getpid(), signal.SIGKILL)
@@ -346,7 +355,11 @@ class Kill:
 def train_until_killed(
     strategy: Any, folder: str, expected: Sequence[Any], killed: str, seed: int
 ) -> Any:
-    """Trains on from the last checkpoint, saves at each second step; the contents."""
+    """Trains on from the last checkpoint, and saves after each second step.
+
+    The table has the contents `expected` after each number of steps. The process that
+    is killed depends on the seed. Returns the contents after the last step.
+    """
     number, own = strategy.num_replicas_in_sync, rank(strategy)
     kill = Kill(killed if own == seed % number else "", seed)
     embedding, films = make(strategy, te.GrowingVocabulary(5000, eviction="lru"))
@@ -372,7 +385,10 @@ def train_until_killed(
 def write_statuses(
     strategy: Any, path: str, steps: int, seconds: float
 ) -> tuple[int, list[Any]]:
-    """Trains two tables, and writes a status of the second one every few seconds."""
+    """Trains two tables, and writes a status of the second one every few seconds.
+
+    Returns the steps of the last status, and the contents of both tables.
+    """
     number, own = strategy.num_replicas_in_sync, rank(strategy)
     vocabulary = te.GrowingVocabulary(5000, min_count=2, eviction="lru")
     tables = [make(strategy, vocabulary) for _ in range(2)]
@@ -390,7 +406,7 @@ def write_statuses(
 
 
 def trajectory(steps: int) -> list[Any]:
-    """What one process's table holds after each number of steps."""
+    """Returns the contents of one process's table after each number of steps."""
     strategy = tf.distribute.get_strategy()
     embedding, films = make(strategy, te.GrowingVocabulary(5000, eviction="lru"))
     embedding.build()
@@ -402,7 +418,11 @@ def trajectory(steps: int) -> list[Any]:
 
 
 def fill(strategy: Any, rows: int, placement: str) -> tuple[int, list[int], list[int]]:
-    """Fills tables; by how much this process grew, and what `te.plan` says of them."""
+    """Fills tables of so many rows.
+
+    Returns by how many bytes this process grew, and what `te.plan` says of the tables
+    and of all that each process or server needs.
+    """
     features = {
         name: te.FeatureConfig(
             te.TableConfig(
@@ -433,7 +453,7 @@ def fill(strategy: Any, rows: int, placement: str) -> tuple[int, list[int], list
 def large_steps(
     strategy: Any, grows: bool, placement: str, dim: int, ids: int
 ) -> tuple[int, int]:
-    """By how many bytes three steps grew this process, and what `te.plan` says."""
+    """Returns the bytes by which three steps grew this process, and the plan's."""
     rows, samples = 200_000, 16_384
     vocabulary = te.GrowingVocabulary(2 * rows) if grows else rows
     films = te.TableConfig(vocabulary, dim, "ones", name="films", placement=placement)
@@ -458,20 +478,20 @@ def large_steps(
 
 
 def peak_bytes() -> int:
-    """The most that this process has had of the memory."""
+    """Returns the most memory that this process has had."""
     status = pathlib.Path("/proc/self/status").read_text()
     (line,) = [line for line in status.splitlines() if line.startswith("VmHWM")]
     return int(line.split()[1]) * 1024
 
 
 def resident_bytes() -> int:
-    """What this process has of the memory."""
+    """Returns the memory of this process."""
     with open("/proc/self/statm", encoding="ascii") as numbers:
         return int(numbers.read().split()[1]) * resource.getpagesize()
 
 
 def refuse(strategy: Any, path: str) -> list[tuple[str, str]]:
-    """What a table of fewer rows raises, after which it is as it was."""
+    """Returns what a table of too few rows raises, after which it is unchanged."""
     embedding, films = make(strategy, te.GrowingVocabulary(3))
     step(embedding, [99])
     before = state_of(embedding, films)
@@ -490,7 +510,7 @@ def refuse(strategy: Any, path: str) -> list[tuple[str, str]]:
 
 
 def pass_clocks(strategy: Any) -> Any:
-    """Each process passes a clock of its own; ids, and times, and what was raised."""
+    """Trains with another clock in each process; returns ids, times and an error."""
     vocabulary = te.GrowingVocabulary(60, eviction="age", max_age=5, clock=True)
     embedding, films = make(strategy, vocabulary)
     own = rank(strategy)
@@ -503,7 +523,7 @@ def pass_clocks(strategy: Any) -> Any:
 
 
 def publish(strategy: Any, folder: str) -> Any:
-    """What a served model looks up, what is frozen, and what telemetry counts."""
+    """Returns what a served model looks up, what is frozen, and what is counted."""
     embedding, films = make(strategy, te.GrowingVocabulary(60))
     telemetry = te.Telemetry(embedding, every=1)
     step(embedding, [[3, 5, -9], [7, 3]][rank(strategy)])

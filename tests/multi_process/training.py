@@ -36,7 +36,7 @@ FEATURES = ("ragged", "dense", "many", "sparse", "sequence")
 class Case:
     """What is trained, and how; most options are those of the constructors."""
 
-    optimizer: str = "adagrad"
+    optimizer: str = "adagrad"  # A key of `OPTIMIZERS`.
     steps: int = 3
     version: int = 1  # 3: the Keras layer.
     pipelined: bool = False
@@ -123,7 +123,7 @@ def create(strategy: tf.distribute.Strategy, case: Case) -> Any:
 
 
 def batch(case: Case, step: int, process: int) -> tuple[Any, ...]:
-    """Features and weights of one process, of its own size."""
+    """Draws features and weights of one process, of a size of its own."""
     random = np.random.default_rng((case.seed, step, process))
     size = int(random.integers(0 if case.empty else 1, 9))
     size = case.sizes[process] if case.sizes else size
@@ -171,7 +171,7 @@ def batch(case: Case, step: int, process: int) -> tuple[Any, ...]:
 
 
 def gradients(activations: Any) -> Any:
-    """Some function of the activations; one feature has none."""
+    """Computes gradients from the activations; the feature "many" has none."""
     found = {name: tf.sin(3 * value) for name, value in activations.items()}
     return found | {name: None for name in ("many",) if name in found}
 
@@ -219,9 +219,9 @@ def train(
     first: int,
     value: Callable[[int], Any],
 ) -> list[Any]:
-    """Trains; the activations of all steps, of all replicas of this process.
+    """Trains; returns the activations of each step and replica of this process.
 
-    `value` gives of a step's number features and weights, which may be distributed.
+    `value(step)` returns features and weights, which may be distributed.
     """
     found = []
     one = runner(strategy, case, lambda f, w: step(case, embedding, f, w))
@@ -241,9 +241,9 @@ def train(
 
 
 def tables_of(embedding: Any) -> dict[str, np.ndarray]:
-    """What stores tables and slots by "<table>/<array>"; a call of all processes.
+    """Reads tables and slots as stored, by "<table>/<array>"; all processes call it.
 
-    Of growing tables also what their vocabularies hold.
+    For growing tables it also reads what their vocabularies hold.
     """
     return {
         f"{name}/{array}": rows.numpy()
@@ -260,7 +260,7 @@ def tables_of(embedding: Any) -> dict[str, np.ndarray]:
 def of_replicas(
     strategy: tf.distribute.Strategy, case: Case, number: int
 ) -> Callable[[int], Any]:
-    """From the number of a step the batches of all replicas."""
+    """Returns a function from a step's number to the batches of all replicas."""
 
     def value(number_of_step: int) -> Any:
         parts = [batch(case, number_of_step, r) for r in range(number)]
@@ -281,7 +281,7 @@ def of_replicas(
 
 
 def count_replicas(case: Case, number: int) -> dict[str, dict[str, te.Figure]]:
-    """What te.Telemetry counts in one process, with as many replicas."""
+    """Returns what te.Telemetry counts in one process, with as many replicas."""
     strategy = tf.distribute.MirroredStrategy([f"CPU:{r}" for r in range(number)])
     embedding = create(strategy, case)
     telemetry = te.Telemetry(embedding, every=1, hottest=1000)
@@ -292,7 +292,7 @@ def count_replicas(case: Case, number: int) -> dict[str, dict[str, te.Figure]]:
 def train_replicas(
     case: Case, number: int, parts: int = 1
 ) -> tuple[list[Any], dict[str, np.ndarray]]:
-    """The same in one process; after each of `parts` no update is pending."""
+    """Trains in one process; flushes after each of `parts` of the steps."""
     strategy = tf.distribute.MirroredStrategy([f"CPU:{r}" for r in range(number)])
     embedding = create(strategy, case)
     value = of_replicas(strategy, case, number)
