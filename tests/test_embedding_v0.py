@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 from conformance import cases
 from described_tpu import Described
+from replica_values import mirrored
 
 import tpu_embedding as te
 from tpu_embedding.lookup.combine import Padded, combine_padded
@@ -20,7 +21,7 @@ from tpu_embedding.testing import SoftwareTPUStrategy
 V, D = 11, 4
 STRATEGIES = {
     "default": tf.distribute.get_strategy,
-    "mirrored": lambda: tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]),
+    "mirrored": lambda: mirrored(2),
     "multi_worker": tf.distribute.MultiWorkerMirroredStrategy,  # Of one worker.
     "software_tpu": lambda: SoftwareTPUStrategy("v4", 2),
     "tpu_without_engine": lambda: SoftwareTPUStrategy("v5e", 1),
@@ -124,7 +125,7 @@ def test_the_first_lookup_makes_the_tables(name: str) -> None:
 
 
 def test_checkpoints_are_those_of_tpu_embedding(tmp_path: pathlib.Path) -> None:
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    strategy = mirrored(2)
     table = te.TableConfig(V, D, initializer, name="films")
     with strategy.scope():
         embedding = te.TPUEmbeddingV0(te.FeatureConfig(table), te.Adam(0.1))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from replica_values import mirrored
 from steps import train_on
 from v2_calls import BATCH, films, table, two_tables
 
@@ -169,7 +170,7 @@ def test_a_loop_in_a_function() -> None:
 
 @pytest.mark.parametrize("engine", ["host"], indirect=True)
 def test_replicas_sum_their_gradients() -> None:
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    strategy = mirrored(2)
     with strategy.scope():
         embedding = two_tables()
         embedding.build()

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from replica_values import mirrored, of_replicas
 from software_tpu.calls import strategy_of
 
 import tpu_embedding as te
@@ -135,15 +136,13 @@ def test_integers_cost_no_op() -> None:
 
 def test_replicas() -> None:
     """One replica with a bad id refuses the batch of all; the next step trains."""
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    strategy = mirrored(2)
     with strategy.scope():
         config = feature()
         embedding = te.TPUEmbedding(config, te.SGD(1.0))
 
     def distributed(ids: list[list[float]]) -> Any:
-        return strategy.experimental_distribute_values_from_function(
-            lambda context: tf.constant(ids[context.replica_id_in_sync_group])
-        )
+        return of_replicas(strategy, list(map(tf.constant, ids)))
 
     with pytest.raises(tf.errors.InvalidArgumentError, match=r"sample 1 has id 2\.5"):
         embedding.enqueue(distributed([[1.0, 2.0], [1.0, 2.5]]))

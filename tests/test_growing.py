@@ -19,7 +19,7 @@ from conformance import cases
 from optimizer_cases import Case, each_variant
 from reference import growing, hashing, int8_rows, rounding
 from reference.lookup import samples_of
-from replica_values import of_replicas
+from replica_values import mirrored, of_replicas, replicated, this_replica
 from steps import evaluate_on, train_on
 
 import tpu_embedding as te
@@ -59,12 +59,11 @@ def _train(
             embedding.enqueue(batch)
 
         def in_replica(own: Any, number: int = number) -> list[tf.Tensor]:
-            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
             activations, *preserved = (
                 [embedding.dequeue()] if queues else embedding(own)
             )
             gradients = [
-                tf.random.stateless_normal(a.shape, [number, 10 * int(replica) + f])
+                tf.random.stateless_normal(a.shape, [number, 10 * this_replica() + f])
                 for f, a in enumerate(activations)
             ]
             embedding.apply_gradients(gradients, *preserved)
@@ -106,11 +105,7 @@ def _assert_as_static(
         [[i.draw(rng, len(POOL)) for i in inputs] for _ in range(replicas)]
         for _ in range(4)
     ]
-    strategy = (
-        tf.distribute.MirroredStrategy([f"CPU:{r}" for r in range(replicas)])
-        if replicas > 1
-        else tf.distribute.get_strategy()
-    )
+    strategy = replicated(replicas)
     order = _order_of_sight(inputs, [batch for step in steps for batch in step])
     rows = np.zeros(len(POOL), np.int64)
     rows[order] = np.arange(len(order))
@@ -559,7 +554,7 @@ def test_rows_age_by_the_clock_of_the_user(kind: Any, tmp_path: pathlib.Path) ->
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_pending_update_keeps_its_clock(replicas: int) -> None:
-    strategy = tf.distribute.MirroredStrategy([f"CPU:{r}" for r in range(replicas)])
+    strategy = mirrored(replicas)
     vocabulary = te.GrowingVocabulary(9, eviction="age", max_age=5, clock=True)
     with strategy.scope():
         embedding, films = _embedding(
@@ -584,8 +579,7 @@ def test_a_pending_update_keeps_its_clock(replicas: int) -> None:
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_refused_update_of_v2_lets_go_of_its_rows(replicas: int) -> None:
     """Also while its preserved outputs exist, as those in a traceback do."""
-    devices = [f"CPU:{r}" for r in range(replicas)]
-    strategy = tf.distribute.MirroredStrategy(devices)
+    strategy = mirrored(replicas)
     vocabulary = te.GrowingVocabulary(9, eviction="lru", min_rows=1)
     with strategy.scope():
         embedding, table = _embedding(
@@ -595,9 +589,8 @@ def test_refused_update_of_v2_lets_go_of_its_rows(replicas: int) -> None:
 
     def step(ids: Sequence[int], *, bad: bool = False) -> None:
         def in_replica() -> None:
-            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
             found, preserved = embedding({"film": tf.constant(ids, tf.int64)})
-            value = np.nan if bad and int(replica) == replicas - 1 else 1.0
+            value = np.nan if bad and this_replica() == replicas - 1 else 1.0
             kept.append(preserved)
             embedding.apply_gradients({"film": value * found["film"]}, preserved)
 

@@ -23,6 +23,7 @@ import tensorflow as tf
 from growing_options import vocabulary_of
 from histories import RandomHistory, fuzz, read, write
 from reference import growing
+from replica_values import of_replicas, replicated, this_replica
 
 import tpu_embedding as te
 
@@ -350,31 +351,18 @@ class QueuedTwins(Twins):
 
     @staticmethod
     def draw_strategy(rng: np.random.Generator) -> tf.distribute.Strategy:
-        replicas = int(rng.integers(1, 4))
-        if replicas == 1:
-            return tf.distribute.get_strategy()
-        return tf.distribute.MirroredStrategy([f"CPU:{r}" for r in range(replicas)])
+        return replicated(int(rng.integers(1, 4)))
 
     def enqueue(
         self, embedding: te.TPUEmbedding, ids: list[list[int]], *, training: bool
     ) -> None:
         inputs = [self.inputs(own) for own in ids]
-        batch = [
-            self.strategy.experimental_distribute_values_from_function(
-                lambda context, f=f: inputs[context.replica_id_in_sync_group][f]
-            )
-            for f in range(2)
-        ]
+        batch = [of_replicas(self.strategy, own) for own in zip(*inputs, strict=True)]
         embedding.enqueue(batch, training=training)
 
     def in_replicas(self, call: Any) -> list[list[np.ndarray]]:
         """What `call(replica)` returns in each replica, by output."""
-
-        def in_replica() -> Any:
-            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-            return call(int(replica))
-
-        found = self.strategy.run(in_replica) or []
+        found = self.strategy.run(lambda: call(this_replica())) or []
         return [
             [value.numpy() for value in self.strategy.experimental_local_results(own)]
             for own in found

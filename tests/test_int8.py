@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from reference import int8_rows, rounding
+from replica_values import mirrored, of_replicas
 from rounded_tables import IDS, initial, refusals, table_of, train
 from saved_files import save_numpy, save_ours, save_tensorflow
 from steps import evaluate_on, train_on
@@ -449,7 +450,7 @@ def test_replicas_have_the_bits_of_one() -> None:
     """Two replicas, each with half of the batch; sums keep the order of replicas."""
     one = make()
     train(one)
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    strategy = mirrored(2)
     with strategy.scope():
         two = make()
 
@@ -459,9 +460,7 @@ def test_replicas_have_the_bits_of_one() -> None:
     @tf.function
     def step(gradients: tf.Tensor) -> None:
         def halves(values: tf.Tensor) -> Any:
-            return strategy.experimental_distribute_values_from_function(
-                lambda context: values[context.replica_id_in_sync_group][tf.newaxis]
-            )
+            return of_replicas(strategy, tf.split(values, 2))
 
         strategy.run(in_replica, (halves(IDS), halves(gradients)))
 

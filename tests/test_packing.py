@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from replica_values import of_replicas
+from replica_values import mirrored, of_replicas
 from software_tpu.calls import strategy_of
 from steps import train_on
 
@@ -253,7 +253,7 @@ def test_replicas_take_their_own(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("TPU_EMBEDDING_ENGINE", "host")  # The portable one has one.
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    strategy = mirrored(2)
     embeddings = []
     for _ in range(2):
         with strategy.scope():

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from replica_values import of_replicas
+from replica_values import mirrored, of_replicas, this_replica
 
 import tpu_embedding as te
 
@@ -17,7 +17,7 @@ V, D, R = 8, 2, 3
 
 @pytest.fixture
 def strategy() -> tf.distribute.Strategy:
-    return tf.distribute.MirroredStrategy([f"CPU:{r}" for r in range(R)])
+    return mirrored(R)
 
 
 def make(
@@ -201,9 +201,10 @@ def test_reset_mends_a_step_that_failed_in_one_replica(
     embedding = make(strategy)
 
     def broken_step() -> None:
-        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         activations = embedding.dequeue()["film"]
-        with tf.control_dependencies([tf.debugging.Assert(replica != 1, ["broken"])]):
+        with tf.control_dependencies(
+            [tf.debugging.Assert(this_replica() != 1, ["broken"])]
+        ):
             embedding.apply_gradients({"film": tf.ones_like(activations)})
 
     embedding.enqueue(distributed(strategy, IDS))

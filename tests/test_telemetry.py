@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 from reference.lookup import gains as reference_gains
 from reference.lookup import samples_of
-from replica_values import of_replicas
+from replica_values import mirrored, of_replicas
 from steps import evaluate_on, look_up, train_on
 
 import tpu_embedding as te
@@ -233,7 +233,7 @@ def test_only_every_nth_update_is_counted():
 
 def test_replicas_count_as_one_batch():
     random = np.random.default_rng(3)
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    strategy = mirrored(2)
     configs = make_configs()
     with strategy.scope():
         embedding = te.TPUEmbedding(configs, None)
@@ -317,7 +317,7 @@ def test_refused_steps_of_replicas_and_tables_of_one_name(
 ):
     """In functions that are traced for several sizes, with a restore in between."""
     random = np.random.default_rng(11)
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    strategy = mirrored(2)
     counters: list[collections.Counter[int]] = [collections.Counter() for _ in range(2)]
     options = {"check_numerics": True, "pipeline_execution_with_tensor_core": pipelined}
     make = {"queue": te.TPUEmbedding, "v2": te.TPUEmbeddingV2}[kind]

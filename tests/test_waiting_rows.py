@@ -16,6 +16,7 @@ import pytest
 import tensorflow as tf
 from growing_options import vocabulary_of
 from reference import growing
+from replica_values import replicated, this_replica
 from steps import evaluate_on, train_on
 
 import tpu_embedding as te
@@ -359,9 +360,7 @@ def test_bfloat16_is_rounded_when_it_is_written() -> None:
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_pending_and_forgotten_updates(replicas: int) -> None:
     """Rows wait for the updates that were applied, by whichever strategy."""
-    strategy = tf.distribute.get_strategy()
-    if replicas == 2:
-        strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    strategy = replicated(replicas)
     with strategy.scope():
         table = make_tables()[0]
         embedding = te.TPUEmbedding(
@@ -372,9 +371,7 @@ def test_pending_and_forgotten_updates(replicas: int) -> None:
     @tf.function
     def step(ids: tf.Tensor, values: tf.Tensor) -> None:
         def run() -> None:
-            context: Any = tf.distribute.get_replica_context()
-            own = context.replica_id_in_sync_group
-            batch = (tf.gather(tf.split(x, replicas), own) for x in (ids, values))
+            batch = (tf.split(x, replicas)[this_replica()] for x in (ids, values))
             train_on(embedding, *batch)
 
         strategy.run(run)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from replica_values import mirrored
 from steps import train_on
 
 import tpu_embedding as te
@@ -351,7 +352,7 @@ def test_calls_of_one_step_see_the_tables_before_its_updates(engine: str):
 
 @pytest.mark.parametrize("engine", ["host"], indirect=True)
 def test_replicas(engine: str):
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    strategy = mirrored(2)
     table = te.TableConfig(4, 1, te.RowIdInitializer(), combiner="sum", name="t")
     with strategy.scope():
         embedding = te.TPUEmbedding(te.FeatureConfig(table), te.SGD(1.0))

@@ -18,6 +18,7 @@ from checkpoint.stock_stacks import (
     stock_stack,
     write_as_stock,
 )
+from replica_values import mirrored
 from tensorflow.core.tpu.kernels import sparse_core_layout_pb2
 from tensorflow.python.tpu import (
     tpu_embedding_v3_checkpoint_adapter,
@@ -85,7 +86,7 @@ def test_other_classes_restore_stacks(
     features = {name: te.FeatureConfig(table) for name, table in configs.items()}
     target: Any
     if kind == "mirrored v0":
-        with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        with mirrored(2).scope():
             target = te.TPUEmbeddingV0(features, te.Adagrad(0.1))
     else:
         make = {

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from checkpoint import models
+from replica_values import mirrored
 
 import tpu_embedding as te
 from tpu_embedding import checkpoint
@@ -67,25 +68,24 @@ def test_theirs_to_ours(
 def test_under_a_mirrored_strategy(
     optimizer: str, rng: np.random.Generator, tmp_path: pathlib.Path
 ) -> None:
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-    with strategy.scope():
-        mirrored = make_ours(optimizer)
-    models.scramble(mirrored, rng)
-    path = tf.train.Checkpoint(embedding=mirrored).write(tmp_path / "mirrored")
-    saved = checkpoint.save(mirrored, tmp_path / "saved")
+    with mirrored(2).scope():
+        ours = make_ours(optimizer)
+    models.scramble(ours, rng)
+    path = tf.train.Checkpoint(embedding=ours).write(tmp_path / "mirrored")
+    saved = checkpoint.save(ours, tmp_path / "saved")
     for each in (path, saved):
         theirs, alone = make_stock(optimizer), make_ours(optimizer)
         tf.train.Checkpoint(embedding=theirs).read(each)
         checkpoint.restore(alone, each)
         for embedding in (theirs, alone):
-            models.assert_same(models.values(embedding), models.values(mirrored))
-    expected = models.values(mirrored)
-    models.scramble(mirrored, rng)
-    checkpoint.restore(mirrored, path)
-    models.assert_same(models.values(mirrored), expected)
-    models.scramble(mirrored, rng)
-    tf.train.Checkpoint(embedding=mirrored).read(saved).assert_consumed()
-    models.assert_same(models.values(mirrored), expected)
+            models.assert_same(models.values(embedding), models.values(ours))
+    expected = models.values(ours)
+    models.scramble(ours, rng)
+    checkpoint.restore(ours, path)
+    models.assert_same(models.values(ours), expected)
+    models.scramble(ours, rng)
+    tf.train.Checkpoint(embedding=ours).read(saved).assert_consumed()
+    models.assert_same(models.values(ours), expected)
 
 
 @pytest.mark.parametrize(

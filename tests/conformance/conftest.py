@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 import tensorflow as tf
+from replica_values import mirrored
 
 from tpu_embedding import distribution
 
 ENGINES = distribution.CPU_ENGINES
 STRATEGIES = {
     "one_device": lambda: tf.distribute.OneDeviceStrategy("CPU:0"),
-    "mirrored2": lambda: tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]),
-    "mirrored3": lambda: tf.distribute.MirroredStrategy(["CPU:0", "CPU:1", "CPU:2"]),
+    "mirrored2": lambda: mirrored(2),
+    "mirrored3": lambda: mirrored(3),
 }
 
 

@@ -17,6 +17,7 @@ import tensorflow as tf
 from conformance import cases
 from conformance.twin import LARGEST_TERM, Batch, Feature, Table, Twin
 from reference import rounding
+from replica_values import mirrored
 
 import tpu_embedding as te
 
@@ -118,7 +119,7 @@ def test_replicas_and_what_surrounds_a_rule(
     )
     strategy = None
     if engine == "host":
-        strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+        strategy = mirrored(2)
     # Tracing stock ops takes seconds, and has tests of its own.
     function = tf.function if engine == "host" else lambda step: step
     twin = rounded_twin((7,), optimizer, strategy=strategy, function=function)

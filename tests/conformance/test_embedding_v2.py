@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 from conformance import cases
 from conformance.twin import Feature, Table, Twin
+from replica_values import mirrored
 
 import tpu_embedding as te
 
@@ -80,7 +81,7 @@ def test_in_a_function(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("engine", ["host"], indirect=True)
 @pytest.mark.parametrize("function", [None, tf.function], ids=["eager", "function"])
 def test_replicas(function: Any, rng: np.random.Generator) -> None:
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    strategy = mirrored(2)
     # A callable of the number of updates: counted once for all replicas.
     rate = tf.keras.optimizers.schedules.PiecewiseConstantDecay([0], [RATE, RATE])
     arguments = {"function": function} if function else {}

@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 from conformance import cases
 from conformance.test_training import two_features
+from replica_values import mirrored
 
 import tpu_embedding as te
 
@@ -42,10 +43,9 @@ def test_strategy(strategy: tf.distribute.Strategy, rng: np.random.Generator) ->
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_function(replicas: int, rng: np.random.Generator) -> None:
-    devices = [f"CPU:{replica}" for replica in range(replicas)]
     twin = pipelined(
         te.Adagrad(lambda step: 0.5 / (1 + tf.cast(step, tf.float32))),
-        strategy=tf.distribute.MirroredStrategy(devices),
+        strategy=mirrored(replicas),
         function=lambda step: tf.function(step, reduce_retracing=True),
     )
     twin.run(rng, 4)

@@ -14,6 +14,7 @@ import tensorflow as tf
 from cpu_engines import EACH_ENGINE
 from everywhere import histories
 from everywhere.twins import CLASSES, make_twin, place, strategy_of
+from replica_values import of_replicas
 
 import tpu_embedding as te
 from tpu_embedding.testing import SoftwareTPUStrategy
@@ -106,8 +107,8 @@ def step_of(embedding: Any, strategy: Any) -> Any:
     }[type(embedding)]
 
     def step(ids: list[int]) -> None:
-        split = strategy.experimental_distribute_values_from_function(
-            lambda _: tf.constant(ids)
+        split = of_replicas(
+            strategy, [tf.constant(ids)] * strategy.num_replicas_in_sync
         )
         if replica_step is of_queue:
             embedding.enqueue(split)

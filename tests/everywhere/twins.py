@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from conformance.cases import Input
 from conformance.twin import Feature, Table, Twin
-from replica_values import of_replicas
+from replica_values import mirrored, of_replicas
 
 import tpu_embedding as te
 from tpu_embedding import distribution
@@ -36,7 +36,7 @@ def place(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def strategy_of(engine: str, devices: int) -> tf.distribute.Strategy:
     """The strategy of an engine; the environment says which of those for CPUs."""
     if engine in CPU_ENGINES:
-        return tf.distribute.MirroredStrategy([f"CPU:{d}" for d in range(devices)])
+        return mirrored(devices)
     return SoftwareTPUStrategy(engine, devices, meeting_timeout=20)
 
 

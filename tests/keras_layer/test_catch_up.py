@@ -18,6 +18,7 @@ import tensorflow as tf
 from keras_layer.models import mirrored
 from keras_layer.version import keras
 from reference.keras_rules import Trained
+from replica_values import this_replica
 from steps import train_on
 
 import tpu_embedding as te
@@ -227,11 +228,9 @@ def test_replicas_have_the_numbers_of_dense_gradients(name: str, way: str):
     @tf.function
     def step(ids: Any, values: Any) -> None:
         def run() -> None:
-            context: Any = tf.distribute.get_replica_context()
-            own = context.replica_id_in_sync_group
             with tf.GradientTape() as tape:
-                found = layer(tf.gather(tf.split(ids, 2), own))
-                loss = tf.reduce_sum(found * tf.gather(tf.split(values, 2), own))
+                found = layer(tf.split(ids, 2)[this_replica()])
+                loss = tf.reduce_sum(found * tf.split(values, 2)[this_replica()])
             found = tape.gradient(loss, layer.trainable_weights)
             ours.apply_gradients(zip(found, layer.trainable_weights, strict=True))
 

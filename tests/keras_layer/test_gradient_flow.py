@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 from keras_layer import models
 from keras_layer.version import keras
+from replica_values import of_replicas
 
 import tpu_embedding as te
 from tpu_embedding.compat import tfrs_layer
@@ -474,9 +475,7 @@ def test_the_step_after_a_refused_batch_trains(wrap: Any):
         layer = make_layer()
 
     def distribute(parts: list[list[int]]) -> Any:
-        return strategy.experimental_distribute_values_from_function(
-            lambda context: tf.constant(parts[context.replica_id_in_sync_group])
-        )
+        return of_replicas(strategy, list(map(tf.constant, parts)))
 
     def step(parts: Any) -> None:
         strategy.run(lambda ids: gradient(layer, ids), (parts,))

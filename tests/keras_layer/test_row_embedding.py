@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras_layer.models import mirrored
 from keras_layer.version import keras
 from reference.lookup import gains
 
@@ -334,9 +335,7 @@ def test_xla_has_the_numbers_of_bags(combiner: str, rng: np.random.Generator):
 
 
 def test_replicas_have_the_numbers_of_one(rng: np.random.Generator):
-    strategy = tf.distribute.MirroredStrategy(
-        ["/cpu:0", "/cpu:1"], cross_device_ops=tf.distribute.ReductionToOneDevice()
-    )
+    strategy = mirrored(2)
     batches = data(rng)
     one = by_rows("Adam")
     with strategy.scope():

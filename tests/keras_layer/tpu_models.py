@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 from keras_layer import models
 from keras_layer.version import keras
+from replica_values import of_replicas
 
 import tpu_embedding as te
 
@@ -105,6 +106,4 @@ def distribute(strategy: tf.distribute.Strategy, parts: Sequence[Any]) -> Any:
     """Each replica its part; where there is one replica, the part itself."""
     if strategy.num_replicas_in_sync == 1:
         return parts[0]
-    return strategy.experimental_distribute_values_from_function(
-        lambda context: parts[context.replica_id_in_sync_group]
-    )
+    return of_replicas(strategy, parts)

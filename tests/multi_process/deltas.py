@@ -13,6 +13,7 @@ import tensorflow as tf
 from multi_process import training
 from multi_process.calls import failure, own_batches, rank
 from multi_process.training import Case
+from replica_values import mirrored
 
 import tpu_embedding as te
 
@@ -77,7 +78,7 @@ def write_in_job(strategy: Any, case: Case, folder: str) -> dict[str, np.ndarray
 
 def write_in_replicas(case: Case, number: int, folder: str) -> dict[str, np.ndarray]:
     """`write` in one process with as many replicas."""
-    strategy = tf.distribute.MirroredStrategy([f"CPU:{r}" for r in range(number)])
+    strategy = mirrored(number)
     value = training.of_replicas(strategy, case, number)
     return write(strategy, case, value, folder, f"{folder}/checkpoint")
 

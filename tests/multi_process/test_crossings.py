@@ -8,6 +8,7 @@ import pathlib
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras_layer.models import mirrored
 from multi_process import training
 from multi_process.crossings import REFUSED, keras_loop
 from multi_process.jobs import Job
@@ -298,9 +299,7 @@ def test_the_keras_layer_in_a_loop_of_ones_own(two: Job) -> None:
     """Dense gradients of two processes are summed in any order: 1e-6."""
     case = Case(version=3, steps=4, placement="rows")
     # Collectives that a test before left unfinished would end those of this process.
-    strategy = tf.distribute.MirroredStrategy(
-        ["CPU:0", "CPU:1"], tf.distribute.ReductionToOneDevice()
-    )
+    strategy = mirrored(2)
     value = training.of_replicas(strategy, case, 2)
     evaluated, weights, tables = keras_loop(strategy, case, value)
     for process, found in enumerate(two.run("crossings.train_keras", case)):

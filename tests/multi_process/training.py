@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import optimizer_cases
+import replica_values
 import tensorflow as tf
 from steps import look_up
 
@@ -266,11 +267,10 @@ def of_replicas(
         parts = [batch(case, number_of_step, r) for r in range(number)]
 
         def distribute(index: int, name: str) -> Any:
-            if parts[0][index][name] is None:
+            values = [part[index][name] for part in parts]
+            if values[0] is None:
                 return None
-            return strategy.experimental_distribute_values_from_function(
-                lambda context: parts[context.replica_id_in_sync_group][index][name]
-            )
+            return replica_values.of_replicas(strategy, values)
 
         return tuple(
             {name: distribute(index, name) for name in parts[0][index]}
@@ -282,7 +282,7 @@ def of_replicas(
 
 def count_replicas(case: Case, number: int) -> dict[str, dict[str, te.Figure]]:
     """Returns what te.Telemetry counts in one process, with as many replicas."""
-    strategy = tf.distribute.MirroredStrategy([f"CPU:{r}" for r in range(number)])
+    strategy = replica_values.mirrored(number)
     embedding = create(strategy, case)
     telemetry = te.Telemetry(embedding, every=1, hottest=1000)
     train(strategy, case, embedding, 0, of_replicas(strategy, case, number))
@@ -293,7 +293,7 @@ def train_replicas(
     case: Case, number: int, parts: int = 1
 ) -> tuple[list[Any], dict[str, np.ndarray]]:
     """Trains in one process; flushes after each of `parts` of the steps."""
-    strategy = tf.distribute.MirroredStrategy([f"CPU:{r}" for r in range(number)])
+    strategy = replica_values.mirrored(number)
     embedding = create(strategy, case)
     value = of_replicas(strategy, case, number)
     part = dataclasses.replace(case, steps=case.steps // parts)

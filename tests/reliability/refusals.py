@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from histories import RandomHistory, fuzz, main
+from replica_values import of_replicas, replicated, this_replica
 
 import tpu_embedding as te
 from tpu_embedding import distribution
@@ -151,10 +152,7 @@ class Episode(RandomHistory):
         self.evaluation = self._traced(self._evaluate)
 
     def _make_strategy(self) -> tf.distribute.Strategy:
-        if self.replicas == 1:
-            return tf.distribute.get_strategy()
-        devices = [f"CPU:{r}" for r in range(self.replicas)]
-        return tf.distribute.MirroredStrategy(devices)
+        return replicated(self.replicas)
 
     def _evaluate(self, ids: Any) -> tf.Tensor:
         return self.user.look_up(ids[self._replica()], training=False)[0]
@@ -164,8 +162,7 @@ class Episode(RandomHistory):
         return values
 
     def _replica(self) -> int:
-        context = tf.distribute.get_replica_context()
-        return int(tf.get_static_value(context.replica_id_in_sync_group))
+        return this_replica()
 
     def _traced(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
@@ -278,11 +275,7 @@ class SparseCoreEpisode(Episode):
         return SoftwareTPUStrategy(self.tpu, self.replicas)
 
     def _split(self, values: Any) -> Any:
-        return self.strategy.experimental_distribute_values_from_function(
-            lambda context: tf.constant(
-                np.asarray(values)[context.replica_id_in_sync_group]
-            )
-        )
+        return of_replicas(self.strategy, list(map(tf.constant, np.asarray(values))))
 
     def _traced(self, call: Callable[..., Any]) -> Callable[..., Any]:
         return self._splitting(super()._traced(call))

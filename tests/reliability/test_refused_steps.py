@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from reliability import refusals
-from replica_values import of_replicas
+from replica_values import mirrored, of_replicas, this_replica
 from steps import evaluate_on, train_on
 
 import tpu_embedding as te
@@ -34,14 +34,9 @@ def column(embedding: Any) -> list[float]:
     return tf.cast(films, tf.float32).numpy()[:, 0].tolist()
 
 
-def is_replica(number: int) -> bool:
-    context = tf.distribute.get_replica_context()
-    return int(tf.get_static_value(context.replica_id_in_sync_group)) == number
-
-
 def refused(kind: str, replica: int) -> tuple[Any, Any, bool]:
     """The ids and gradient of one replica, and whether the user's own code fails."""
-    bad = is_replica(replica)
+    bad = this_replica() == replica
     ids = tf.constant([99 if bad and kind == "id" else 1])
     gradient = tf.fill([1, D], np.nan if bad and kind == "nan" else 1.0)
     return {"film": ids}, {"film": gradient}, bad and kind == "assertion"
@@ -106,7 +101,7 @@ def test_the_next_step_trains(name: str, pipelined: bool, graph: bool) -> None:
 @pytest.mark.parametrize("engine", ["host"], indirect=True)
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_loop_inside_of_run_is_refused(name: str) -> None:
-    strategy = tf.distribute.MirroredStrategy([f"CPU:{r}" for r in range(R)])
+    strategy = mirrored(R)
     made, step = CLASSES[name]
     with strategy.scope():
         embedding = made({"film": te.FeatureConfig(table())}, te.SGD(1.0))
@@ -173,7 +168,7 @@ def split(strategy: tf.distribute.Strategy, *parts: Any) -> Any:
 
 
 def replicas(pipelined: bool = False) -> tuple[tf.distribute.Strategy, Any]:
-    strategy = tf.distribute.MirroredStrategy([f"CPU:{r}" for r in range(R)])
+    strategy = mirrored(R)
     with strategy.scope():
         embedding = te.TPUEmbedding(
             {"film": te.FeatureConfig(table())}, te.SGD(1.0), pipelined
@@ -224,7 +219,7 @@ def test_batches_of_devices_are_paired_in_order() -> None:
         embedding.enqueue({"film": ids}, device=devices[replica])
 
     def fail() -> None:
-        embedding.enqueue({"film": tf.constant([99 if is_replica(1) else 7])})
+        embedding.enqueue({"film": tf.constant([99 if this_replica() == 1 else 7])})
 
     # In any order, ahead, outside of the scope and in it, after a run that failed.
     for call in (fail, tf.function(fail, autograph=False)):

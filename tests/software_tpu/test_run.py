@@ -8,6 +8,7 @@ import time
 
 import pytest
 import tensorflow as tf
+from replica_values import this_replica
 from tensorflow.python.eager import cancellation
 
 from tpu_embedding.testing import SoftwareTPUStrategy, library
@@ -24,10 +25,6 @@ def strategy_of(num_devices: int) -> SoftwareTPUStrategy:
 
 def context() -> tf.distribute.ReplicaContext:
     return tf.distribute.get_replica_context()
-
-
-def replica() -> int:
-    return int(tf.get_static_value(context().replica_id_in_sync_group))
 
 
 def total(value) -> tf.Tensor:
@@ -49,13 +46,13 @@ class Step:
 
     def __call__(self, x: tf.Tensor) -> tf.Tensor:
         self.counts.assign_add(1)
-        tf.print("before", replica())
-        first = total(x + float(replica()))
+        tf.print("before", this_replica())
+        first = total(x + float(this_replica()))
         self.counts.assign_add(10)
-        tf.print("between", replica())
+        tf.print("between", this_replica())
         second = total(first)
         self.counts.assign_add(100)
-        tf.print("after", replica())
+        tf.print("after", this_replica())
         return second
 
     def count(self) -> int:
@@ -139,7 +136,7 @@ def test_independent_meetings_are_not_mixed_up():
 
 
 def fails_in_one_replica(x: tf.Tensor) -> tf.Tensor:
-    if replica() == 1:
+    if this_replica() == 1:
         with tf.control_dependencies(
             [tf.debugging.assert_less(x, 0.0, message="the one that failed")]
         ):
@@ -163,7 +160,7 @@ def test_an_error_at_a_meeting_reaches_all():
     strategy = strategy_of(2)
 
     def step() -> tf.Tensor:
-        return total(tf.zeros(2 + replica()))
+        return total(tf.zeros(2 + this_replica()))
 
     with pytest.raises(
         tf.errors.InvalidArgumentError,
@@ -176,7 +173,7 @@ def test_a_replica_that_ends_without_coming_is_named_at_once():
     strategy = strategy_of(2)
 
     def step(x: tf.Tensor) -> tf.Tensor:
-        return total(x) if replica() == 0 else x
+        return total(x) if this_replica() == 0 else x
 
     started = time.monotonic()
     with pytest.raises(
@@ -189,7 +186,7 @@ def test_a_replica_that_ends_without_coming_is_named_at_once():
 
 
 def waits_in_one_replica(queue: tf.queue.FIFOQueue, x: tf.Tensor) -> tf.Tensor:
-    if replica() == 1:
+    if this_replica() == 1:
         x += queue.dequeue()
     return total(x)
 

@@ -18,6 +18,7 @@ import pytest
 import tensorflow as tf
 from reference import embedding as reference
 from reference import lookup
+from replica_values import of_replicas
 from software_tpu import calls, partitioned
 from tensorflow.python.tpu import tpu_embedding_v3 as stock_module
 
@@ -219,16 +220,8 @@ class Twin:
             ]
             for _ in range(DEVICES)
         ]
-        distribute = self.strategy.experimental_distribute_values_from_function
-        given = distribute(
-            lambda context: tf.nest.map_structure(
-                tf.constant,
-                (
-                    replicas[context.replica_id_in_sync_group],
-                    gradients[context.replica_id_in_sync_group],
-                ),
-            )
-        )
+        parts = list(zip(replicas, gradients, strict=True))
+        given = of_replicas(self.strategy, tf.nest.map_structure(tf.constant, parts))
         looked_up = self.strategy.run(self.program, (given,))
         expected = self.paper.step(ids, weights, gradients)
         for feature, distributed in enumerate(looked_up):

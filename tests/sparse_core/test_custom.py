@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from replica_values import of_replicas
+from replica_values import mirrored, of_replicas, this_replica
 from software_tpu.calls import strategy_of
 from sparse_core import custom_models as models
 from sparse_core.custom_models import feature
@@ -31,7 +31,7 @@ TOLERANCE = 64 * EPSILON * models.MAX_VALUE
 stock = tf.tpu.experimental.embedding
 STRATEGIES = {
     "sparse_core": lambda: strategy_of("v6e", 2),
-    "host": lambda: tf.distribute.MirroredStrategy(["CPU:0"]),
+    "host": lambda: mirrored(1),
 }
 
 
@@ -60,10 +60,7 @@ class Trainer:
         ]
 
     def _step(self, gradients: Any) -> Any:
-        context: Any = tf.distribute.get_replica_context()
-        replica = tf.get_static_value(context.replica_id_in_sync_group)
-        batch = models.batch(int(replica))
-        activations, preserved = self._embedding(*batch)
+        activations, preserved = self._embedding(*models.batch(this_replica()))
         self._embedding.apply_gradients(gradients, preserved)
         return activations
 

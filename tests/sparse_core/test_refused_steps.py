@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from reliability import refusals
+from replica_values import of_replicas
 from software_tpu.calls import strategy_of
 
 import tpu_embedding as te
@@ -48,11 +49,8 @@ class Steps:
 
     def _last(self, value: Any) -> Any:
         first, last = value if isinstance(value, tuple) else (value, value)
-        return self.strategy.experimental_distribute_values_from_function(
-            lambda context: tf.constant(
-                last if context.replica_id_in_sync_group == self.replicas - 1 else first
-            )
-        )
+        values = [first] * (self.replicas - 1) + [last]
+        return of_replicas(self.strategy, list(map(tf.constant, values)))
 
     def _step(self, ids: Any, gradient: Any, good: Any, after: Any) -> None:
         _, preserved = self.embedding(
@@ -177,11 +175,8 @@ def test_a_refused_evaluation_in_a_function_leaves_what_is_pending(
         embedding.apply_gradients(tf.ones_like(embedding.dequeue()))
 
     def each(last: list[int]) -> Any:
-        return strategy.experimental_distribute_values_from_function(
-            lambda context: tf.constant(
-                last if context.replica_id_in_sync_group == replicas - 1 else [1, 2]
-            )
-        )
+        values = [[1, 2]] * (replicas - 1) + [last]
+        return of_replicas(strategy, list(map(tf.constant, values)))
 
     enqueue(each([1, 2]), True)
     strategy.run(train)

@@ -11,7 +11,7 @@ import tensorflow as tf
 from conformance.cases import Input
 from conformance.test_embedding_v2 import Stepwise
 from conformance.twin import Feature, Table, Twin
-from replica_values import of_replicas
+from replica_values import mirrored, of_replicas
 from software_tpu.calls import strategy_of
 from steps import train_on
 
@@ -102,8 +102,7 @@ def make_twin(
 
 def make_host_twin(system: tuple[str, int], optimizer: Any) -> Twin:
     """The same on the host engine, with as many replicas."""
-    devices = [f"CPU:{replica}" for replica in range(system[1])]
-    strategy = tf.distribute.MirroredStrategy(devices)
+    strategy = mirrored(system[1])
     return Twin(*parts(INPUTS), optimizer, strategy, make=Stepwise, inside=True)
 
 

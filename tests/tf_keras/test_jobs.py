@@ -8,15 +8,15 @@ import subprocess
 import sys
 
 import numpy as np
-import tensorflow as tf
 from multi_process import tf_keras_fit
 from multi_process.jobs import Job
+from replica_values import mirrored
 
 import tpu_embedding as te
 
 
 def test_workers_train_as_two_replicas_of_one_process() -> None:
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    strategy = mirrored(2)
     losses, loss, tables = tf_keras_fit.fit(strategy)
     with Job(2) as job:
         for own_losses, own_loss, own_tables in job.run("tf_keras_fit.fit"):

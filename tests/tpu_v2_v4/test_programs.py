@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 from described_tpu import LOCAL_TOPOLOGY, PER_HOST, Described, local_tpu
+from replica_values import of_replicas
 from tensorflow.core.protobuf.tpu import tpu_embedding_configuration_pb2
 
 import tpu_embedding as te
@@ -122,9 +123,7 @@ def test_outside_of_programs(training: bool) -> None:
 
     @tf.function
     def enqueue(*batches: Any) -> None:
-        ids = strategy.experimental_distribute_values_from_function(
-            lambda context: batches[context.replica_id_in_sync_group]
-        )
+        ids = of_replicas(strategy, batches)
         embedding.enqueue({"a": ids, "b": ids}, training=training)
 
     made = operations(enqueue.get_concrete_function(*[spec] * PER_HOST), ENQUEUE)
