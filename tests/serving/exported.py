@@ -149,6 +149,15 @@ def graph_of(path: pathlib.Path) -> Any:
     return saved.meta_graphs[0]
 
 
+def ops_of(path: pathlib.Path) -> set[str]:
+    """Returns the ops of a SavedModel, and checks that all are TensorFlow's."""
+    graph = graph_of(path).graph_def
+    nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
+    ops = {node.op for node in nodes}
+    assert sorted(ops - set(dir(tf.raw_ops))) == []
+    return ops
+
+
 @functools.cache
 def c_program(name: str, folder: pathlib.Path) -> pathlib.Path:
     """A C program of this folder, compiled against TensorFlow's wheel."""
