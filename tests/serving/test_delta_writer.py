@@ -19,9 +19,20 @@ from reliability.following import (
     require_same,
     served,
 )
+from replica_values import mirrored, of_replicas
 
 import tpu_embedding as te
 from tpu_embedding.serving import delta_files, delta_writer, following_tables
+
+
+@pytest.fixture
+def trainer(rng: np.random.Generator) -> Trainer:
+    return Trainer(rng)
+
+
+@pytest.fixture
+def consumer(trainer: Trainer, tmp_path: pathlib.Path) -> Consumer:
+    return Consumer(trainer, tmp_path, "float32", "all")
 
 
 @pytest.mark.parametrize("storage", ["float32", "bfloat16", "int8"])
@@ -53,10 +64,8 @@ def test_tables_of_bfloat16(
 
 
 def test_a_delta_has_the_rows_that_changed(
-    rng: np.random.Generator, tmp_path: pathlib.Path
+    trainer: Trainer, consumer: Consumer
 ) -> None:
-    trainer = Trainer(rng)
-    consumer = Consumer(trainer, tmp_path, "float32", "all")
     assert consumer.follow() == {"films": 0, "users": 0}
     for steps in (1, 2, 0):
         touched: dict[str, set[int]] = {"films": set(), "users": set()}
@@ -71,9 +80,8 @@ def test_a_delta_has_the_rows_that_changed(
 
 
 def test_the_first_delta_has_what_was_trained_since_the_export(
-    rng: np.random.Generator, tmp_path: pathlib.Path
+    trainer: Trainer, tmp_path: pathlib.Path
 ) -> None:
-    trainer = Trainer(rng)
     for storage in ("float32", "int8"):
         base = tmp_path / storage
         te.serving.export(
@@ -120,10 +128,11 @@ def test_many_random_histories(seed: int) -> None:
 
 
 def test_a_resumed_trainer_goes_on_from_its_marks(
-    rng: np.random.Generator, tmp_path: pathlib.Path
+    trainer: Trainer,
+    consumer: Consumer,
+    rng: np.random.Generator,
+    tmp_path: pathlib.Path,
 ) -> None:
-    trainer = Trainer(rng)
-    consumer = Consumer(trainer, tmp_path, "float32", "all")
     trainer.step()
     consumer.follow()
     touched = trainer.step()
@@ -156,10 +165,8 @@ def test_a_resumed_trainer_goes_on_from_its_marks(
 
 @pytest.mark.parametrize("way", ["tf.train.Checkpoint", "te.checkpoint"])
 def test_after_a_restore_without_the_writer_the_next_delta_has_all_rows(
-    way: str, rng: np.random.Generator, tmp_path: pathlib.Path
+    way: str, trainer: Trainer, consumer: Consumer, tmp_path: pathlib.Path
 ) -> None:
-    trainer = Trainer(rng)
-    consumer = Consumer(trainer, tmp_path, "float32", "all")
     path = str(tmp_path / "checkpoint")
     checkpoint = tf.train.Checkpoint(embedding=trainer.embedding)
     checkpoint.write(path)
@@ -173,9 +180,8 @@ def test_after_a_restore_without_the_writer_the_next_delta_has_all_rows(
 
 
 def test_a_delta_that_failed_is_in_the_next_one(
-    rng: np.random.Generator, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    trainer: Trainer, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = Trainer(rng)
     base = tmp_path / "base"
     monkeypatch.setattr(following_tables, "SMALL_TABLE", 16)
     te.serving.export(
@@ -206,9 +212,8 @@ def test_a_delta_that_failed_is_in_the_next_one(
 
 
 def test_telemetry_and_consumers_see_the_same_update(
-    rng: np.random.Generator, tmp_path: pathlib.Path
+    trainer: Trainer, tmp_path: pathlib.Path
 ) -> None:
-    trainer = Trainer(rng)
     consumers = [Consumer(trainer, tmp_path, "float32", f"c{k}") for k in range(2)]
     telemetry = te.Telemetry(trainer.embedding, every=1)
     touched = trainer.step()
@@ -228,7 +233,7 @@ def test_telemetry_and_consumers_see_the_same_update(
 def test_replicas_of_a_machine_write_one_delta(
     rng: np.random.Generator, tmp_path: pathlib.Path
 ) -> None:
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    strategy = mirrored(2)
     with strategy.scope():
         trainer = Trainer(rng)
     consumer = Consumer(trainer, tmp_path, "float32", "all")
@@ -242,45 +247,29 @@ def test_replicas_of_a_machine_write_one_delta(
 
         strategy.run(train)
 
-    values = [
-        strategy.experimental_distribute_values_from_function(
-            lambda c, name=name: batches[c.replica_id_in_sync_group][0][name]
-        )
-        for name in batches[0][0]
-    ]
-    trainer.embedding.enqueue(dict(zip(batches[0][0], values, strict=True)))
+    names = batches[0][0]
+    trainer.embedding.enqueue(
+        {name: of_replicas(strategy, [b[0][name] for b in batches]) for name in names}
+    )
     step()
     counts = consumer.follow()
     assert counts == {name: len(rows) for name, rows in touched.items()}
 
 
 def test_what_a_writer_refuses(
-    rng: np.random.Generator, tmp_path: pathlib.Path
+    trainer: Trainer, consumer: Consumer, tmp_path: pathlib.Path
 ) -> None:
-    trainer = Trainer(rng)
-    consumer = Consumer(trainer, tmp_path, "float32", "all")
     te.serving.export(trainer.embedding, tmp_path / "plain", signatures=["dense"])
-    for embedding, base, name, error, message in (
-        (3, consumer.base, "x", TypeError, "`embedding` must be a TPUEmbedding"),
-        (trainer.embedding, consumer.base, "", TypeError, "`consumer` must be a name"),
-        (trainer.embedding, consumer.base, "all", ValueError, "has a DeltaWriter for"),
-        (
-            trainer.embedding,
-            tmp_path / "plain",
-            "x",
-            ValueError,
-            "does not take deltas",
-        ),
-        (
-            trainer.embedding,
-            tmp_path,
-            "x",
-            tf.errors.NotFoundError,
-            "is not an export of",
-        ),
+    plain, base, own = tmp_path / "plain", consumer.base, trainer.embedding
+    for embedding, folder, name, error, message in (
+        (3, base, "x", TypeError, "`embedding` must be a TPUEmbedding"),
+        (own, base, "", TypeError, "`consumer` must be a name"),
+        (own, base, "all", ValueError, "has a DeltaWriter for"),
+        (own, plain, "x", ValueError, "does not take deltas"),
+        (own, tmp_path, "x", tf.errors.NotFoundError, "is not an export of"),
     ):
         with pytest.raises(error, match=message):
-            te.serving.DeltaWriter(embedding, base, name)
+            te.serving.DeltaWriter(embedding, folder, name)
     films = te.TableConfig(8, 2, name="films")
     other = te.TPUEmbedding({"film": te.FeatureConfig(films)}, te.SGD(0.1))
     with pytest.raises(ValueError, match=r"but the embedding has \[\('films', 8, 2\)"):
@@ -422,12 +411,10 @@ def test_a_killed_writer_leaves_no_delta(
 
 
 def test_blocks_are_bounded(
-    rng: np.random.Generator, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    consumer: Consumer, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(delta_files, "BLOCK_BYTES", 100)
     monkeypatch.setattr(delta_writer, "_COMPARED_BYTES", 100)
-    trainer = Trainer(rng)
-    consumer = Consumer(trainer, tmp_path, "float32", "all")
     consumer.writer.mark_all_rows()
     assert consumer.follow() == V
     sizes = [len(b) for b in te.serving.delta_blocks(tmp_path / "all-1.delta")]
