@@ -167,6 +167,12 @@ class Trained:
         ).numpy()
 
 
+def near(found: Any, expected: Any, steps: float, err_msg: str = "") -> None:
+    """Compares with what sums of float32 leave after so many steps."""
+    atol = 2 * steps * EPSILON * V / 4
+    np.testing.assert_allclose(found, expected, rtol=0, atol=atol, err_msg=err_msg)
+
+
 def train_both(trained: Trained, twin: Dense, steps: Any) -> None:
     for ids, values in steps:
         trained.step(ids, values)
@@ -220,9 +226,7 @@ def test_tables_and_slots_are_those_of_steps_over_all_rows() -> None:
     for step, (ids, values) in enumerate(batches()):
         activations = trained.step(ids, values)
         for table, twin in enumerate(exact):
-            found = activations[table].numpy()
-            atol = 8 * (step + 1) * EPSILON * V / 4
-            np.testing.assert_allclose(found, twin.row[ids], rtol=0, atol=atol)
+            near(activations[table], twin.row[ids], 4 * (step + 1))
         for twin in (*exact, *single):
             twin.step(dense(ids, values))
     assert waits(trained)
@@ -286,8 +290,7 @@ def test_all_readers_see_rows_caught_up(tmp_path: pathlib.Path) -> None:
         train_both(trained, twin, itertools.islice(found, 8))
         assert waits(trained), reader
         seen = np.asarray(read(trained, table, tmp_path)).reshape([V, D])
-        atol = 2 * twin.steps * EPSILON * V / 4
-        np.testing.assert_allclose(seen, twin.row, rtol=0, atol=atol, err_msg=reader)
+        near(seen, twin.row, twin.steps, reader)
 
 
 def test_what_is_assigned_waits_for_nothing() -> None:
@@ -335,8 +338,7 @@ def test_a_full_history_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     trained, twin = Trained(make_tables()), Dense(OPTIMIZERS["adam"]())
     train_both(trained, twin, batches(40))
     assert waits(trained)
-    atol = 80 * EPSILON * V / 4
-    np.testing.assert_allclose(trained.arrays()["parameters"], twin.row, 0, atol)
+    near(trained.arrays()["parameters"], twin.row, 40)
 
 
 def test_bfloat16_is_rounded_when_it_is_written() -> None:
@@ -352,7 +354,7 @@ def test_bfloat16_is_rounded_when_it_is_written() -> None:
     stored = trained.stored()
     np.testing.assert_array_equal(stored, start["parameters"])
     seen = trained.evaluate(tf.range(V, dtype=tf.int64))[0].numpy()
-    np.testing.assert_allclose(seen, twin.row, rtol=0, atol=20 * EPSILON * V)
+    near(seen, twin.row, 40)
     read = trained.arrays()["parameters"].astype(np.float64)
     assert 0 < np.abs(read - seen).max() <= 2.0**-7 * np.abs(seen).max()
 
@@ -382,9 +384,7 @@ def test_pending_and_forgotten_updates(replicas: int) -> None:
             embedding.reset()  # Forgets this update, which was pending.
         else:
             twin.step(dense(ids, values))
-    found = embedding.embedding_tables[table].numpy()
-    atol = 24 * EPSILON * V / 4
-    np.testing.assert_allclose(found, twin.row, rtol=0, atol=atol)
+    near(embedding.embedding_tables[table].numpy(), twin.row, 12)
 
 
 def test_a_delta_has_every_row_that_moved(tmp_path: pathlib.Path) -> None:
@@ -414,8 +414,7 @@ def test_gradients_of_weights_see_rows_caught_up() -> None:
         own = tf.reshape(tf.constant(ids), [4, 1])
         found = step(own, tf.ones([4, 1]), tf.constant(values)).numpy()
         expected = twin.row[ids].sum(-1, keepdims=True)
-        atol = 2 * (twin.steps + 4) * EPSILON * D * V / 4
-        np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
+        near(found, expected, (twin.steps + 4) * D)
         twin.step(dense(ids, values))
 
 
@@ -533,11 +532,8 @@ def require_rows(trained: Trained, twin: DenseGrowing, table: int = 0) -> None:
     assert dict(zip(contents.ids, contents.rows, strict=True)) == known
     numbers = [*twin.known.values()]
     ours = trained.arrays(table)
-    atol = 2 * twin.steps * EPSILON * V / 4
     for array, values in twin.arrays.items():
-        np.testing.assert_allclose(
-            ours[array][numbers], values[numbers], rtol=0, atol=atol, err_msg=array
-        )
+        near(ours[array][numbers], values[numbers], twin.steps, array)
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
@@ -558,8 +554,7 @@ def test_growing_tables_have_the_numbers_of_steps_over_all_rows(
         ]
         activations = trained.step(ids, values)
         for found, twin, lookup in zip(activations, twins, lookups, strict=True):
-            atol = 2 * (twin.steps + 1) * EPSILON * V / 4
-            np.testing.assert_allclose(found, twin.reads(lookup), rtol=0, atol=atol)
+            near(found, twin.reads(lookup), twin.steps + 1)
         pending.append((lookups, values))
         while len(pending) > pipelined:
             others = [[own] for own in lookups] if pipelined else [[]] * len(twins)
@@ -660,10 +655,7 @@ def test_all_readers_of_growing_tables_see_rows_caught_up(
         expected = [twin.row[twin.known[id_]] for id_ in sorted(twin.known)]
         stale = trained.stored()[[twin.known[id_] for id_ in sorted(twin.known)]]
         assert np.abs(stale - expected).max() > 1e-3, reader
-        atol = 2 * twin.steps * EPSILON * V / 4
-        np.testing.assert_allclose(
-            read(trained, tmp_path), expected, rtol=0, atol=atol, err_msg=reader
-        )
+        near(read(trained, tmp_path), expected, twin.steps, reader)
     require_rows(trained, twin)
 
 
@@ -732,7 +724,6 @@ def test_gradients_of_weights_see_rows_of_growing_tables_caught_up() -> None:
         embedding.dequeue()
         found = embedding.weight_gradients(tf.constant(values), features, weights)
         expected = (twin.reads(lookup) * values).sum(-1, keepdims=True)
-        atol = 2 * (twin.steps + 4) * EPSILON * D * V / 4 * np.abs(values).max()
-        np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
+        near(found, expected, (twin.steps + 4) * D * np.abs(values).max())
         embedding.apply_gradients(tf.constant(values))
         twin.train(lookup, values)

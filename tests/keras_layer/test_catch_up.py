@@ -125,7 +125,7 @@ def slots_of(optimizer: Any) -> list[Any]:
 
 def check_slots(optimizer: Any, expected: list[Any], steps: int) -> None:
     for own, other in zip(slots_of(optimizer), expected, strict=True):
-        np.testing.assert_allclose(own, other, rtol=0, atol=rounding(steps, other))
+        near(own, other, steps)
 
 
 def rate_at(step: int) -> float:
@@ -159,6 +159,12 @@ def dense_twins(name: str) -> tuple[Any, list[Any], Any, float]:
 def rounding(steps: int, values: Any) -> float:
     """Of float32 in some steps, each of which rounds values twice."""
     return 2 * steps * 2.0**-24 * float(np.abs(values).max())
+
+
+def near(found: Any, expected: Any, steps: int) -> None:
+    """Compares with the rounding of so many steps."""
+    atol = rounding(steps, expected)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
 
 
 class Pair:
@@ -209,9 +215,9 @@ def test_tables_and_slots_are_those_of_dense_gradients(name: str, way: str):
         update(gradient)
     assert set(ours.updates_rows_by.values()) <= {"op", "rows"}
     check_slots(ours, their_slots, STEPS)
-    own, atol = layer.get_weights()[0], rounding(STEPS, theirs)
-    np.testing.assert_allclose(own, theirs, rtol=0, atol=atol)
-    np.testing.assert_allclose(own, exact, rtol=0, atol=atol + bias)
+    own, atol = layer.get_weights()[0], rounding(STEPS, theirs) + bias
+    near(own, theirs, STEPS)
+    np.testing.assert_allclose(own, exact, rtol=0, atol=atol)
 
 
 @pytest.mark.second_tier
@@ -239,8 +245,7 @@ def test_replicas_have_the_numbers_of_dense_gradients(name: str, way: str):
     for gradient in gradients(steps):
         step(gradient.indices, gradient.values)
     assert set(ours.updates_rows_by.values()) <= {"op", "rows"}
-    atol = rounding(steps, theirs)
-    np.testing.assert_allclose(layer.get_weights()[0], theirs, rtol=0, atol=atol)
+    near(layer.get_weights()[0], theirs, steps)
     check_slots(ours, their_slots, steps)
 
 
@@ -253,9 +258,8 @@ def test_translated_optimizers_have_the_numbers_of_dense_gradients(name: str):
     embedding = te.TPUEmbedding(te.FeatureConfig(table), None)
     for gradient in gradients(120):
         train_on(embedding, gradient.indices, gradient.values)
-    found = embedding.embedding_tables[table].numpy()
     # Keras adds 1e-7 to the root of Adagrad.
-    np.testing.assert_allclose(found, theirs, rtol=0, atol=rounding(120, theirs))
+    near(embedding.embedding_tables[table].numpy(), theirs, 120)
 
 
 def test_ftrl_cannot_be_translated_with_updates_of_all_rows():
@@ -338,9 +342,7 @@ def test_who_reads_sees_rows_caught_up(reader: str, way: str):
     assert np.abs(stored.numpy() - expected).max() > 1e-2  # Rows wait.
     if reader.startswith("lookup for") and not IS_KERAS_3:
         reader = "lookup"
-    found = np.asarray(READERS[reader](layer))
-    atol = rounding(500, expected)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
+    near(np.asarray(READERS[reader](layer)), expected, 500)
 
 
 def _variable(weight: Any) -> Any:
@@ -350,9 +352,8 @@ def _variable(weight: Any) -> Any:
 def test_lookups_write_nothing(way: str):
     layer, optimizer, expected, _ = trained()
     table = _variable(layer.embeddings)
-    before = gather(table, tf.range(V)).numpy()
-    atol = rounding(50, expected)
-    np.testing.assert_allclose(layer(tf.range(V)), expected, rtol=0, atol=atol)
+    before = waiting_module.gather(table, tf.range(V)).numpy()
+    near(layer(tf.range(V)), expected, 50)
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(layer(tf.constant([5, 7, 5])))
     gradient = tape.gradient(loss, layer.embeddings)
@@ -373,8 +374,7 @@ def test_a_slot_gathers_its_own_rows(way: str):
     found = optimizer.variables if IS_KERAS_3 else optimizer.variables()
     slots = [v for v in found if tuple(v.shape) == (V, D)]
     for own, other in zip(slots, expected, strict=True):
-        rows = tf.gather(_variable(own), tf.range(V))
-        np.testing.assert_allclose(rows, other, rtol=0, atol=rounding(50, other))
+        near(tf.gather(_variable(own), tf.range(V)), other, 50)
 
 
 def test_a_function_that_was_traced_before_the_optimizer_was_built(way: str):
@@ -389,18 +389,13 @@ def test_a_function_that_was_traced_before_the_optimizer_was_built(way: str):
     for read in readers:
         np.testing.assert_array_equal(read(), first_table())
     for rate in (0.01, 0.02):
-        pair.ours, pair.theirs = (
-            te_keras.RowSparseOptimizer(O.Adam(rate)),
-            O.Adam(rate),
-        )
+        pair.ours, pair.theirs = te_keras.RowSparseOptimizer(O.Adam(rate)), O.Adam(rate)
         pair.ours.build([layer.embeddings])
         pair.theirs.build([pair.table])
         pair.train(6)
         for read in readers:
             pair.train(1)
-            expected = pair.table.numpy()
-            atol = rounding(18, expected)
-            np.testing.assert_allclose(read(), expected, rtol=0, atol=atol)
+            near(read(), pair.table.numpy(), 18)
 
 
 def test_another_optimizer_takes_a_table_over(way: str):
