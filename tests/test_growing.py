@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import pathlib
@@ -168,19 +169,11 @@ def test_every_optimizer_trains_as_a_static_table(
     _assert_as_static(inputs, case.cls(**options), rng, combiner="sum")
 
 
+@pytest.mark.parametrize("make", [te.TPUEmbedding, te.TPUEmbeddingV2])
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
 def test_every_input_trains_as_a_static_table(
-    combiner: str, rng: np.random.Generator
+    combiner: str, make: Any, rng: np.random.Generator
 ) -> None:
-    for spec in cases.INPUTS:
-        _assert_as_static([spec], te.Adagrad(0.3), rng, combiner=combiner)
-
-
-@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
-def test_every_input_of_v2_trains_as_a_static_table(
-    combiner: str, rng: np.random.Generator
-) -> None:
-    make = te.TPUEmbeddingV2
     for spec in cases.INPUTS:
         _assert_as_static([spec], te.Adagrad(0.3), rng, combiner=combiner, make=make)
 
@@ -278,16 +271,26 @@ def test_rounded_rows_have_the_random_bits_of_their_ids(
     assert back > 0
 
 
-def _embedding(
-    vocabulary: te.GrowingVocabulary, *, make: Any = te.TPUEmbedding, **options: Any
+SHARED: Any = {"unknown": "shared_row", "when_full": "shared_row"}
+
+
+def _grown(
+    max_rows: int,
+    make: Any = te.TPUEmbedding,
+    *,
+    pipelined: bool = False,
+    check_numerics: bool = False,
+    **vocabulary: Any,
 ) -> tuple[Any, te.TableConfig]:
-    table = te.TableConfig(vocabulary, 2, "ones", combiner="sum", name="films")
-    feature = te.FeatureConfig(table, name="film")
-    return make({"film": feature}, te.SGD(0.5), **options), table
+    """Makes an embedding of a growing table of ones, "films", and its table."""
+    grows = te.GrowingVocabulary(max_rows, **vocabulary)
+    table = te.TableConfig(grows, 2, "ones", combiner="sum", name="films")
+    features = {"film": te.FeatureConfig(table, name="film")}
+    return make(features, te.SGD(0.5), pipelined, check_numerics=check_numerics), table
 
 
-def _step(embedding: te.TPUEmbedding, ids: Sequence[int]) -> list[float]:
-    """One update whose gradients are ones; the first column of the activations."""
+def _step(embedding: Any, ids: Sequence[int]) -> list[float]:
+    """Trains with gradients of ones; returns the first column of the activations."""
     found = train_on(embedding, {"film": tf.constant(ids, tf.int64)})["film"]
     return found[:, 0].numpy().tolist()
 
@@ -298,7 +301,7 @@ def _look_up(embedding: te.TPUEmbedding, ids: Sequence[int]) -> list[float]:
 
 
 def test_evaluation_creates_nothing() -> None:
-    embedding, table = _embedding(te.GrowingVocabulary(10))
+    embedding, table = _grown(10)
     assert _look_up(embedding, [3, 4]) == [0, 0]
     assert _step(embedding, [3, -3]) == [1, 1]
     assert _look_up(embedding, [3, 4, -3]) == [0.5, 0, 0.5]
@@ -311,7 +314,7 @@ def test_evaluation_creates_nothing() -> None:
 
 
 def test_int32_ids_and_functions() -> None:
-    embedding, table = _embedding(te.GrowingVocabulary(10))
+    embedding, table = _grown(10)
 
     @tf.function
     def step(ids: tf.Tensor) -> tf.Tensor:
@@ -324,18 +327,16 @@ def test_int32_ids_and_functions() -> None:
 
 def test_what_an_unknown_id_looks_up() -> None:
     """An update trains what its lookup read, also if it gives the id a row."""
-    zeros, _ = _embedding(te.GrowingVocabulary(10, min_count=2))
+    zeros, _ = _grown(10, min_count=2)
     assert _step(zeros, [3]) == [0]
     assert _step(zeros, [3]) == [0]
     assert _step(zeros, [3]) == [1]
     assert _look_up(zeros, [3, 4]) == [0.5, 0]
-    first, _ = _embedding(te.GrowingVocabulary(10, min_count=2, unknown="initializer"))
+    first, _ = _grown(10, min_count=2, unknown="initializer")
     assert _step(first, [3]) == [1]
     assert _step(first, [3]) == [1]
     assert _look_up(first, [3, 4]) == [0.5, 1]
-    shared, table = _embedding(
-        te.GrowingVocabulary(10, min_count=2, unknown="shared_row")
-    )
+    shared, table = _grown(10, min_count=2, unknown="shared_row")
     assert _look_up(shared, [3]) == [1]
     assert _step(shared, [3, 4, 5]) == [1, 1, 1]
     assert _step(shared, [3, 4]) == [-0.5, -0.5]
@@ -347,7 +348,7 @@ def test_what_an_unknown_id_looks_up() -> None:
 
 
 def test_full_table_refuses_and_nothing_changes() -> None:
-    embedding, table = _embedding(te.GrowingVocabulary(3), batch_size=2)
+    embedding, table = _grown(3, functools.partial(te.TPUEmbedding, batch_size=2))
     _step(embedding, [1, 2])
     before = embedding.embedding_tables[table].numpy()
     text = (
@@ -364,8 +365,7 @@ def test_full_table_refuses_and_nothing_changes() -> None:
 
 
 def test_full_table_shares_a_row() -> None:
-    vocabulary = te.GrowingVocabulary(3, unknown="shared_row", when_full="shared_row")
-    embedding, table = _embedding(vocabulary)
+    embedding, table = _grown(3, **SHARED)
     assert _step(embedding, [1, 2, 3, 4]) == [1, 1, 1, 1]
     assert _look_up(embedding, [1, 2, 3, 4]) == [0.5, 0.5, 0, 0]
     assert embedding.vocabularies[table].refused == 2
@@ -376,10 +376,7 @@ def test_full_table_shares_a_row() -> None:
     [{"eviction": "age", "max_age": 1000}, {"eviction": "lru", "min_rows": 2}, {}],
 )
 def test_full_table_trains_the_row_that_lookups_read(options: dict[str, Any]) -> None:
-    vocabulary = te.GrowingVocabulary(
-        3, unknown="shared_row", when_full="shared_row", **options
-    )
-    embedding, table = _embedding(vocabulary)
+    embedding, table = _grown(3, **SHARED, **options)
     assert _step(embedding, [1, 2]) == [1, 1]
     assert _step(embedding, [7]) == [1]
     assert _step(embedding, [7, 8, 1]) == [0.5, 0.5, 0.5]
@@ -416,10 +413,9 @@ def test_lookups_promise_the_rows_that_are_free() -> None:
 
 @pytest.mark.parametrize("unknown", ["zeros", "shared_row"])
 def test_pending_update_admits_what_was_looked_up(unknown: str) -> None:
-    vocabulary = te.GrowingVocabulary(
-        10, min_count=2, unknown=unknown, eviction="lru", min_rows=5
+    embedding, table = _grown(
+        10, min_count=2, unknown=unknown, eviction="lru", min_rows=5, pipelined=True
     )
-    embedding, table = _embedding(vocabulary, pipeline_execution_with_tensor_core=True)
     shared = unknown == "shared_row"
     # The shared row is one update old in each lookup.
     expected = [1, 1, 0.5] if shared else [0, 0, 0]
@@ -434,8 +430,7 @@ def test_pending_update_admits_what_was_looked_up(unknown: str) -> None:
 
 
 def test_weight_gradients_have_the_row_that_the_lookup_read() -> None:
-    vocabulary = te.GrowingVocabulary(3, unknown="shared_row", when_full="shared_row")
-    embedding, _ = _embedding(vocabulary)
+    embedding, _ = _grown(3, **SHARED)
     _step(embedding, [1])
     features = {"film": tf.constant([[2, 3, 1]])}
     weights = {"film": tf.ones([1, 3])}
@@ -448,8 +443,7 @@ def test_weight_gradients_have_the_row_that_the_lookup_read() -> None:
 
 
 def test_rows_that_were_not_used_are_evicted() -> None:
-    vocabulary = te.GrowingVocabulary(4, eviction="lru", min_rows=2)
-    embedding, table = _embedding(vocabulary)
+    embedding, table = _grown(4, eviction="lru", min_rows=2)
     for ids in ([1], [2], [3], [1, 4], [5]):
         _step(embedding, ids)
     contents = embedding.vocabularies[table]
@@ -463,15 +457,13 @@ def test_rows_that_were_not_used_are_evicted() -> None:
 
 
 def test_rows_are_evicted_by_hand() -> None:
-    vocabulary = te.GrowingVocabulary(9, eviction="age", max_age=2)
-    embedding, table = _embedding(vocabulary, pipeline_execution_with_tensor_core=True)
+    embedding, table = _grown(9, eviction="age", max_age=2, pipelined=True)
     for ids in ([1], [2], [3], [4]):
         _step(embedding, ids)
     # The pending update is applied, and evicts those that are too old.
     assert embedding.evict(table) == 0
     assert embedding.vocabularies[table].ids.tolist() == [2, 3, 4]
-    vocabulary = te.GrowingVocabulary(9, eviction="lfu", min_rows=2)
-    embedding, table = _embedding(vocabulary)
+    embedding, table = _grown(9, eviction="lfu", min_rows=2)
     for ids in ([1, 1], [2, 3], [4]):
         _step(embedding, ids)
     embedding.enqueue({"film": tf.constant([2])})
@@ -480,8 +472,8 @@ def test_rows_are_evicted_by_hand() -> None:
     contents = embedding.vocabularies[table]
     assert contents.ids.tolist() == [1, 2]
     assert contents.evicted == 2
-    static, table = _embedding(te.GrowingVocabulary(9))
-    with pytest.raises(ValueError, match="has eviction=None, which does not say which"):
+    static, table = _grown(9)
+    with pytest.raises(ValueError, match="has eviction=None: no row is less needed"):
         static.evict(table)
     with pytest.raises(ValueError, match="Growing tables: films"):
         embedding.evict(table)
@@ -555,10 +547,9 @@ def test_rows_age_by_the_clock_of_the_user(kind: Any, tmp_path: pathlib.Path) ->
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_pending_update_keeps_its_clock(replicas: int) -> None:
     strategy = mirrored(replicas)
-    vocabulary = te.GrowingVocabulary(9, eviction="age", max_age=5, clock=True)
     with strategy.scope():
-        embedding, films = _embedding(
-            vocabulary, pipeline_execution_with_tensor_core=True
+        embedding, films = _grown(
+            9, eviction="age", max_age=5, clock=True, pipelined=True
         )
 
     def step(ids: tf.Tensor, clock: tf.Tensor) -> None:
@@ -580,10 +571,9 @@ def test_a_pending_update_keeps_its_clock(replicas: int) -> None:
 def test_refused_update_of_v2_lets_go_of_its_rows(replicas: int) -> None:
     """Also while its preserved outputs exist, as those in a traceback do."""
     strategy = mirrored(replicas)
-    vocabulary = te.GrowingVocabulary(9, eviction="lru", min_rows=1)
     with strategy.scope():
-        embedding, table = _embedding(
-            vocabulary, make=te.TPUEmbeddingV2, check_numerics=True
+        embedding, table = _grown(
+            9, te.TPUEmbeddingV2, eviction="lru", min_rows=1, check_numerics=True
         )
     kept = []
 
@@ -606,8 +596,7 @@ def test_refused_update_of_v2_lets_go_of_its_rows(replicas: int) -> None:
 
 
 def test_telemetry_counts_ids_since_it_began() -> None:
-    vocabulary = te.GrowingVocabulary(4, min_count=2, eviction="lru", min_rows=1)
-    embedding, table = _embedding(vocabulary)
+    embedding, table = _grown(4, min_count=2, eviction="lru", min_rows=1)
     _step(embedding, [1, 1, 2])
     telemetry = te.Telemetry(embedding, every=2)
     for ids in ([3, 3, 2], [4, 4, 5], [6, 6]):
@@ -630,8 +619,7 @@ def test_telemetry_counts_ids_since_it_began() -> None:
 
 
 def test_a_lookup_leaves_the_pending_update_its_room() -> None:
-    vocabulary = te.GrowingVocabulary(2, eviction="lru", min_rows=1)
-    embedding, table = _embedding(vocabulary, pipeline_execution_with_tensor_core=True)
+    embedding, table = _grown(2, eviction="lru", min_rows=1, pipelined=True)
     _step(embedding, [1, 2])
     _step(embedding, [3])
     embedding.enqueue({"film": tf.constant([1, 2])})
@@ -646,8 +634,7 @@ def test_a_lookup_leaves_the_pending_update_its_room() -> None:
 @pytest.mark.parametrize("unknown", ["zeros", "shared_row"])
 def test_small_tables_evict_by_default(eviction: str, unknown: str) -> None:
     for max_rows in range(2, 14):
-        vocabulary = te.GrowingVocabulary(max_rows, eviction=eviction, unknown=unknown)
-        embedding, table = _embedding(vocabulary)
+        embedding, table = _grown(max_rows, eviction=eviction, unknown=unknown)
         for number in range(2 * max_rows):
             _step(embedding, [number])
         contents = embedding.vocabularies[table]
@@ -656,7 +643,7 @@ def test_small_tables_evict_by_default(eviction: str, unknown: str) -> None:
 
 
 def test_error_of_a_full_table_names_min_rows() -> None:
-    embedding, _ = _embedding(te.GrowingVocabulary(10, eviction="lru"))
+    embedding, _ = _grown(10, eviction="lru")
     _step(embedding, range(10))
     text = "needs 2 more, and 1 can be freed: evictions keep min_rows=9 ids.* Lower min"
     with pytest.raises(tf.errors.InvalidArgumentError, match=text):
@@ -664,7 +651,7 @@ def test_error_of_a_full_table_names_min_rows() -> None:
 
 
 def test_values_that_are_assigned_are_trained_on(tmp_path: pathlib.Path) -> None:
-    embedding, table = _embedding(te.GrowingVocabulary(10))
+    embedding, table = _grown(10)
     _step(embedding, [3, 4])
     variable = embedding.embedding_tables[table]
     before = variable.read_value()
@@ -730,29 +717,22 @@ def test_what_growing_tables_do_not_support() -> None:
         te.TPUEmbedding(feature(), optimizer)
 
 
-def _v2_step(embedding: te.TPUEmbeddingV2, ids: Sequence[int]) -> list[float]:
-    """As `_step`."""
-    activations = train_on(embedding, {"film": tf.constant(ids, tf.int64)})
-    return activations["film"][:, 0].numpy().tolist()
-
-
 @pytest.mark.parametrize("keeps", [True, False])
 def test_rows_of_a_v2_lookup_stay_until_its_update(keeps: bool) -> None:
-    vocabulary = te.GrowingVocabulary(3, eviction="lru", min_rows=1)
-    embedding, table = _embedding(vocabulary, make=te.TPUEmbeddingV2)
-    _v2_step(embedding, [1, 2])
+    embedding, table = _grown(3, te.TPUEmbeddingV2, eviction="lru", min_rows=1)
+    _step(embedding, [1, 2])
     activations, preserved = embedding({"film": tf.constant([1], tf.int64)})
     if not keeps:
         del preserved
-    _v2_step(embedding, [3, 4])
+    _step(embedding, [3, 4])
     kept, evicted = (1, 2) if keeps else (2, 1)
     assert embedding.vocabularies[table].ids.tolist() == [kept, 3, 4]
     if keeps:
         embedding.apply_gradients({"film": tf.ones([1, 2])}, preserved)
-        assert _v2_step(embedding, [1]) == [0]
+        assert _step(embedding, [1]) == [0]
         # An update ends it, though the outputs are there.
-        _v2_step(embedding, [3, 4])
-        _v2_step(embedding, [5])
+        _step(embedding, [3, 4])
+        _step(embedding, [5])
         assert embedding.vocabularies[table].ids.tolist() == [4, 5]
 
 
@@ -784,17 +764,14 @@ def test_v2_batches_are_prepared_in_data_and_have_ids_as_tokens() -> None:
     assert layouts["films"].unsharded_shape == [9, 2]
 
 
-def _restored(
-    path: str, vocabulary: te.GrowingVocabulary
-) -> tuple[te.TPUEmbedding, te.TableConfig]:
-    embedding, table = _embedding(vocabulary)
+def _restored(path: str, max_rows: int, **vocabulary: Any) -> Any:
+    embedding, table = _grown(max_rows, **vocabulary)
     tf.train.Checkpoint(tables=embedding).read(path).assert_consumed()
     return embedding, table
 
 
 def test_restored_into_another_budget(tmp_path: pathlib.Path) -> None:
-    small = te.GrowingVocabulary(5, eviction="lru", min_rows=4)
-    embedding, table = _embedding(small)
+    embedding, table = _grown(5, eviction="lru", min_rows=4)
     for ids in ([7], [8], [9], [7, 6], [5]):
         _step(embedding, ids)
     path = tf.train.Checkpoint(tables=embedding).write(str(tmp_path / "saved"))
@@ -802,38 +779,36 @@ def test_restored_into_another_budget(tmp_path: pathlib.Path) -> None:
     kept = {7, 6, 5}  # The last that were updated.
     assert kept < set(embedding.vocabularies[table].ids.tolist())
 
-    larger, table = _restored(path, te.GrowingVocabulary(20))
+    larger, table = _restored(path, 20)
     assert _look_up(larger, range(10)) == values
     assert _step(larger, [100, 7]) == [1, 0]
     contents = larger.vocabularies[table]
     assert sorted(contents.rows.tolist()) == [*range(len(contents.rows))]
 
-    smaller, table = _restored(path, te.GrowingVocabulary(3, eviction="lru"))
+    smaller, table = _restored(path, 3, eviction="lru")
     expected = [v if i in kept else 0.0 for i, v in enumerate(values)]
     assert _look_up(smaller, range(10)) == expected
     assert set(smaller.vocabularies[table].ids.tolist()) == kept
     assert _step(smaller, [1, 7]) == [1, 0]
 
     with pytest.raises(ValueError, match="max_rows=3, but the table that was saved"):
-        _restored(path, te.GrowingVocabulary(3))
-    with pytest.raises(ValueError, match="was saved with another value"):
-        _restored(path, te.GrowingVocabulary(9, unknown="shared_row"))
+        _restored(path, 3)
+    with pytest.raises(ValueError, match="only one of it and the table that was saved"):
+        _restored(path, 9, unknown="shared_row")
 
 
 def test_candidates_are_restored_into_fewer_places(tmp_path: pathlib.Path) -> None:
     options = {"min_count": 2, "unknown": "shared_row"}
-    embedding, _ = _embedding(te.GrowingVocabulary(9, max_candidates=4, **options))
+    embedding, _ = _grown(9, max_candidates=4, **options)
     _step(embedding, [1, 2, 3, 4, 5])
     path = tf.train.Checkpoint(tables=embedding).write(str(tmp_path / "saved"))
-    smaller, table = _restored(
-        path, te.GrowingVocabulary(9, max_candidates=2, **options)
-    )
+    smaller, table = _restored(path, 9, max_candidates=2, **options)
     _step(smaller, [1, 3, 4, 5])
     assert smaller.vocabularies[table].ids.tolist() == [4, 5]
 
 
 def test_static_and_growing_tables_are_not_mixed_up(tmp_path: pathlib.Path) -> None:
-    growing, _ = _embedding(te.GrowingVocabulary(9))
+    growing, _ = _grown(9)
     _step(growing, [1, 2])
     static = te.TPUEmbedding(
         te.FeatureConfig(te.TableConfig(2, 2, name="films")), te.SGD(0.5)
@@ -860,7 +835,7 @@ def test_static_and_growing_tables_are_not_mixed_up(tmp_path: pathlib.Path) -> N
 
 def test_damaged_vocabularies_are_refused() -> None:
     """Nothing changes."""
-    embedding, table = _embedding(te.GrowingVocabulary(9, eviction="lru"))
+    embedding, table = _grown(9, eviction="lru")
     _step(embedding, [1, 2])
     state = embedding.core.create_engine().checkpoint_variables()["films"]
     good = state.read()
@@ -955,13 +930,13 @@ def test_frozen_tables_go_on_with_the_same_bits(unknown: str) -> None:
 
 
 def test_what_cannot_be_frozen() -> None:
-    embedding, table = _embedding(te.GrowingVocabulary(9, unknown="initializer"))
-    with pytest.raises(NotImplementedError, match="has its own initial values"):
+    embedding, table = _grown(9, unknown="initializer")
+    with pytest.raises(NotImplementedError, match="looks up values of its own"):
         embedding.freeze_vocabulary(table)
-    other, _ = _embedding(te.GrowingVocabulary(9))
+    other, _ = _grown(9)
     with pytest.raises(ValueError, match="Growing tables: films"):
         other.freeze_vocabulary(table)
-    empty, table = _embedding(te.GrowingVocabulary(9))
+    empty, table = _grown(9)
     frozen = empty.freeze_vocabulary(table)
     assert frozen.rows_of(tf.constant([[4], [5]])).numpy().tolist() == [[0], [0]]
     assert frozen.config.vocabulary_size == 1
