@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from growing_options import vocabulary_of
+from growing_options import draw_options, vocabulary_of
 from histories import RandomHistory, fuzz, read, write
 from reference import growing
 from replica_values import of_replicas, replicated, this_replica
@@ -31,6 +31,7 @@ D = 3
 POOL = np.array(
     [0, -1, 1, 2**63 - 1, -(2**63), *(1 << k for k in range(20, 62, 4)), *range(7, 20)]
 )
+UNKNOWN = ("zeros", "initializer", "shared_row", "shared_row")
 SEED = 11
 # Of the longer test: `make fuzz-growing` makes more.
 STEPS = int(os.environ.get("TPU_EMBEDDING_GROWING_STEPS", "1600"))
@@ -40,23 +41,6 @@ def first_values(id_: int) -> np.ndarray:
     """What the row of an id starts as, uniform in [-1, 1)."""
     numbers = growing.uniforms(SEED, id_, D)
     return np.array([-1.0 + 2.0 * u for u in numbers], np.float32)
-
-
-def draw_options(rng: np.random.Generator) -> growing.Options:
-    eviction = [None, "lru", "lfu", "age"][rng.integers(4)]
-    max_rows = int(rng.integers(2, 14))
-    unknown = str(rng.choice(["zeros", "initializer", "shared_row", "shared_row"]))
-    shares = unknown == "shared_row" and rng.random() < 0.7
-    return growing.Options(
-        max_rows=max_rows,
-        min_count=int(rng.choice([1, 1, 2, 4])),
-        max_candidates=int(rng.integers(1, 8)),
-        eviction=eviction,
-        max_age=int(rng.integers(1, 6)),
-        min_rows=int(rng.integers(0, max_rows)) if eviction else 0,
-        unknown=unknown,
-        when_full="shared_row" if shares else "error",
-    )
 
 
 @dataclasses.dataclass
@@ -77,7 +61,7 @@ class Twins(RandomHistory):
     def __init__(self, rng: np.random.Generator, folder: pathlib.Path) -> None:
         super().__init__(rng)
         self.folder, self.strategy = folder, self.draw_strategy(rng)
-        self.options = draw_options(rng)
+        self.options = draw_options(rng, (2, 14), UNKNOWN)
         self.reference = growing.Vocabulary(self.options)
         optimizer = te.Adagrad(0.3, initial_accumulator_value=0.25)
         combiner = str(rng.choice(["sum", "mean", "sqrtn"]))

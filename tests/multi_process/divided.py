@@ -19,7 +19,7 @@ from unittest import mock
 
 import numpy as np
 import tensorflow as tf
-from growing_options import vocabulary_of
+from growing_options import draw_options, vocabulary_of
 from histories import RandomHistory
 from multi_process.calls import failure, rank
 from reference import growing
@@ -140,20 +140,6 @@ class Reference:
         assert [*found[4:]] == counts
 
 
-def draw_options(rng: np.random.Generator) -> growing.Options:
-    eviction = [None, "lru", "lfu", "age"][rng.integers(4)]
-    max_rows = int(rng.integers(6, 60))
-    return growing.Options(
-        max_rows=max_rows,
-        min_count=int(rng.choice([1, 1, 2, 3])),
-        max_candidates=int(rng.integers(1, 12)),
-        eviction=eviction,
-        max_age=int(rng.integers(1, 6)),
-        min_rows=int(rng.integers(0, max_rows // 2)) if eviction else 0,
-        unknown=str(rng.choice(["zeros", "initializer"])),
-    )
-
-
 class History(RandomHistory):
     """A divided growing table of a job or of servers, beside its reference."""
 
@@ -165,7 +151,8 @@ class History(RandomHistory):
         self.processes, self.own = 1, 0
         if not servers:
             self.processes, self.own = strategy.num_replicas_in_sync, rank(strategy)
-        self.options, self.parts = draw_options(rng), servers or self.processes
+        self.options = draw_options(rng, (6, 60), ("zeros", "initializer"), kept=0.5)
+        self.parts = servers or self.processes
         self.reference = Reference(self.options, self.parts, serve=servers > 0)
         self.make()
 
