@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import os
-import pathlib
 import re
 import subprocess
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from linux import status
 from parameter_server_faults import run_each
 from steps import train_on
 
@@ -157,7 +157,7 @@ def steps() -> None:
                 continue
             coordinator.join()
             for name, pid in tasks.items():
-                threads, mib = _status(pid)
+                threads, mib = status("Threads", pid), status("VmRSS", pid) / 2**20
                 print(f"{number} steps, {name}: {threads} threads, {mib:.1f} MiB")
                 if number == STEPS // 5:
                     first[name] = threads, mib
@@ -173,24 +173,12 @@ def start(placement: str, aim: float, initializer: Any = None) -> None:
         te.ClusterCoordinator(strategy)
         make(strategy, placement, 1 << 15, initializer)
         pids = [job.processes["ps", k].pid for k in range(2)]
-        small = [_peak(pid) for pid in pids]
+        small = [status("VmHWM", pid) for pid in pids]
         make(strategy, placement, 1 << 21, initializer)
-        more = [_peak(pid) - before for pid, before in zip(pids, small, strict=True)]
-        print(f"{placement}: " + ", ".join(f"{mib / 256:.2f} tables" for mib in more))
-        assert max(more) <= aim * 256
-
-
-def _status(pid: int) -> tuple[int, float]:
-    return int(_field(pid, "Threads")), _field(pid, "VmRSS") / 1024
-
-
-def _peak(pid: int) -> float:
-    return _field(pid, "VmHWM") / 1024
-
-
-def _field(pid: int, name: str) -> float:
-    text = pathlib.Path(f"/proc/{pid}/status").read_text()
-    return float(text.split(f"{name}:")[1].split()[0])
+        grown = [status("VmHWM", pid) for pid in pids]
+        tables = [(b - a) / 2**28 for a, b in zip(small, grown, strict=True)]
+        print(f"{placement}: " + ", ".join(f"{own:.2f} tables" for own in tables))
+        assert max(tables) <= aim
 
 
 COSTS: dict[str, Callable[[], None]] = {

@@ -13,7 +13,6 @@ import functools
 import json
 import os
 import pathlib
-import resource
 import shutil
 import signal
 import subprocess
@@ -28,6 +27,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import tensorflow as tf
+from linux import small_files
 from multi_process.storage import At
 from parameter_server_faults import run_each
 from steps import train_on
@@ -109,17 +109,6 @@ def restore(way: str, embedding: Any, path: str) -> None:
         te.checkpoint.restore(embedding, path)
 
 
-@contextlib.contextmanager
-def small_files(pid: int) -> Iterator[None]:
-    """A file of a process can have 4 KiB, as if its disk were full."""
-    soft, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-    resource.prlimit(pid, resource.RLIMIT_FSIZE, (4096, hard))
-    try:
-        yield
-    finally:
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def unfinished(folder: str) -> list[str]:
     """Files that are no part of a checkpoint."""
     names = [path.name for path in pathlib.Path(folder).rglob("*")]
@@ -147,7 +136,7 @@ def storage() -> None:
             if fails:
                 with (
                     pytest.raises(tf.errors.OutOfRangeError) as caught,
-                    small_files(pids[who]),
+                    small_files(pid=pids[who]),
                 ):
                     save(way, embedding, path)
                 assert folder in str(caught.value), caught.value
@@ -155,7 +144,7 @@ def storage() -> None:
                 assert bool(unfinished(folder)) == (way == "tf")
                 save(way, embedding, path)
             else:
-                with small_files(pids[who]):
+                with small_files(pid=pids[who]):
                     save(way, embedding, path)
             assert not unfinished(folder)
             require_same(stored(path), after)

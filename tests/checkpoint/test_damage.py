@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import pathlib
-import resource
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from checkpoint import models
+from linux import small_files
 from tensorflow.core.tpu.kernels import sparse_core_layout_pb2
 
 import tpu_embedding as te
@@ -344,12 +344,8 @@ def test_a_conversion_to_arrays_that_fails_leaves_nothing(
     path = checkpoint.save(embedding, tmp_path / "saved")
     before = sorted(tmp_path.iterdir())
     convert = ["checkpoint", "convert", path, str(tmp_path / "arrays"), "--to", "numpy"]
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, hard))  # As a full disk.
-    try:
+    with small_files(500_000):
         assert main(convert) == 2
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert str(tmp_path / "arrays") in capsys.readouterr().err
     assert sorted(tmp_path.iterdir()) == before
 

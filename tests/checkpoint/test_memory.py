@@ -2,7 +2,7 @@
 
 In a process of its own, for the peak of a process never falls. At full size:
 
-    python tests/checkpoint/test_memory.py /some/folder/model 2048
+    PYTHONPATH=tests python tests/checkpoint/test_memory.py /some/folder/model 2048
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 import tempfile
 
 import pytest
+from linux import status
 
 MEBIBYTE = 1 << 20
 DIM, NAMES = 64, ("films", "users")
@@ -28,9 +29,7 @@ def limit(size: int) -> float:
 
 def peak() -> float:
     # Not ru_maxrss: a process begins with that of the process that started it.
-    status = pathlib.Path("/proc/self/status").read_text()
-    (line,) = [line for line in status.splitlines() if line.startswith("VmHWM")]
-    return int(line.split()[1]) / 1024
+    return status("VmHWM") / MEBIBYTE
 
 
 def measure(path: str, size: int) -> dict[str, float]:

@@ -17,6 +17,7 @@ import fingerprints
 import numpy as np
 import optimizer_cases
 import tensorflow as tf
+from linux import status
 from multi_process import training
 from multi_process.training import Case
 from steps import train_on
@@ -515,11 +516,6 @@ def train_long(strategy: Any, case: Case, samples: int) -> list[tuple[int, int, 
     found = []
     for number in range(case.steps + 1):
         if number % (case.steps // samples) == 0:
-            status = dict(
-                line.split(":", 1)
-                for line in pathlib.Path("/proc/self/status").read_text().splitlines()
-            )
-            mib = int(status["VmRSS"].split()[0]) / 1024
-            found.append((number, int(status["Threads"]), mib))
+            found.append((number, status("Threads"), status("VmRSS") / 2**20))
         one(*batches[number % len(batches)])
     return found

@@ -8,7 +8,6 @@ import functools
 import json
 import os
 import pathlib
-import resource
 import signal
 import threading
 import time
@@ -21,6 +20,7 @@ import numpy as np
 import tensorflow as tf
 from growing_options import draw_options, vocabulary_of
 from histories import RandomHistory
+from linux import status
 from multi_process.calls import failure, rank
 from reference import growing
 from steps import train_on
@@ -380,12 +380,12 @@ def write_statuses(
     vocabulary = te.GrowingVocabulary(5000, min_count=2, eviction="lru")
     tables = [make(strategy, vocabulary) for _ in range(2)]
     telemetry, written = te.Telemetry(tables[1][0], every=3), 0.0
-    status = {STATUS_VARIABLE: f"{path}-{own}"}
+    variables = {STATUS_VARIABLE: f"{path}-{own}"}
     for k in range(steps):
         for embedding, _ in tables:
             step(embedding, global_batch(k)[own::number])
         if time.monotonic() - written >= seconds:
-            with mock.patch.dict(os.environ, status):
+            with mock.patch.dict(os.environ, variables):
                 telemetry.status()
             written = time.monotonic()
     said = json.loads(pathlib.Path(f"{path}-{own}").read_text())
@@ -425,7 +425,7 @@ def fill(strategy: Any, rows: int, placement: str) -> tuple[int, list[int], list
     with strategy.scope():
         embedding = te.TPUEmbedding(features, te.Adagrad(0.5))
     embedding.build()
-    before = resident_bytes()
+    before = status("VmRSS")
     for block in np.array_split(np.arange(rows + rows // 10), 80):
         train_on(embedding, dict.fromkeys(features, tf.constant(block)))
     report = te.plan(
@@ -433,7 +433,7 @@ def fill(strategy: Any, rows: int, placement: str) -> tuple[int, list[int], list
     )
     kind = "synchronous" if strategy.num_replicas_in_sync > 1 else "parameter_servers"
     (place,) = [place for place in report.placements if place.kind == kind]
-    grown = resident_bytes() - before
+    grown = status("VmRSS") - before
     return grown, list(place.table_bytes), list(place.device_bytes)
 
 
@@ -452,29 +452,16 @@ def large_steps(
     batches = rng.integers(0, rows, (4, samples * number, ids))
     for block in np.array_split(np.arange(rows)[own::number], 20):
         step(embedding, block)
-    before = resident_bytes()
+    before = status("VmRSS")
     for batch in batches[1:]:
         step(embedding, batch[own::number])
-    grown = peak_bytes() - before
+    grown = status("VmHWM") - before
     sample = [{"film": batch} for batch in batches[:1]]
     report = te.plan(
         features, te.SGD(0.5), sample=sample, processes=[number], topologies=[]
     )
     (place,) = [place for place in report.placements if place.kind == "synchronous"]
     return grown, place.buffer_bytes
-
-
-def peak_bytes() -> int:
-    """Returns the most memory that this process has had."""
-    status = pathlib.Path("/proc/self/status").read_text()
-    (line,) = [line for line in status.splitlines() if line.startswith("VmHWM")]
-    return int(line.split()[1]) * 1024
-
-
-def resident_bytes() -> int:
-    """Returns the memory of this process."""
-    with open("/proc/self/statm", encoding="ascii") as numbers:
-        return int(numbers.read().split()[1]) * resource.getpagesize()
 
 
 def refuse(strategy: Any, path: str) -> list[tuple[str, str]]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
-import resource
-import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from linux import small_files
 from multi_process import calls, training
 from multi_process.training import Case
 
@@ -45,19 +44,6 @@ class At:
             self._act()
 
 
-@contextlib.contextmanager
-def small_files(is_culprit: bool) -> Iterator[None]:
-    """A file can have 4 KiB, as if the disk were full."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if is_culprit:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def saved_first(strategy: Any, folder: str) -> tuple[Any, dict[str, np.ndarray]]:
     embedding = training.create(strategy, CASE)
     embedding.build()
@@ -80,6 +66,7 @@ def fail_to_save(
     Returns the error of the second save, and its seconds.
     """
     is_culprit = calls.rank(strategy) == culprit
+    is_full = is_culprit and kind == "full"
     place = pathlib.Path(folder, "place")
     embedding, before = saved_first(strategy, folder)
     if kind == "a file":
@@ -92,7 +79,7 @@ def fail_to_save(
             place.rename(f"{folder}/elsewhere")
 
     begin = time.monotonic()
-    with small_files(kind == "full" and is_culprit):
+    with small_files() if is_full else contextlib.nullcontext():
         found = calls.failure(
             lambda: te.checkpoint.save(
                 embedding, f"{place}/second", progress=At(kind, act)

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import pathlib
-import resource
 
 import numpy as np
 import tensorflow as tf
+from linux import status
 from steps import train_on
 
 import tpu_embedding as te
@@ -97,12 +96,6 @@ def _sparse(ids: np.ndarray, lengths: np.ndarray) -> tf.SparseTensor:
     return tf.SparseTensor(indices, tf.constant(ids, tf.int64), [len(lengths), 5])
 
 
-def resident_bytes() -> int:
-    """What this process has in memory now."""
-    pages = pathlib.Path("/proc/self/statm").read_text().split()[1]
-    return int(pages) * resource.getpagesize()
-
-
 def run(steps: int, seed: int) -> Figures:
     """Trains for so many steps."""
     rng = np.random.default_rng(seed)
@@ -112,6 +105,6 @@ def run(steps: int, seed: int) -> Figures:
         exact.step(rng)
         if number == steps // 10:
             gc.collect()
-            start = resident_bytes()
+            start = status("VmRSS")
     gc.collect()
-    return Figures(steps, exact.traces, exact.differences(), resident_bytes() - start)
+    return Figures(steps, exact.traces, exact.differences(), status("VmRSS") - start)
