@@ -6,14 +6,10 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 from replica_values import of_replicas
 
 from tpu_embedding.testing import SoftwareTPUStrategy
-
-# Limits that no test meets by accident.
-MANY = 1 << 20
 
 
 @functools.cache
@@ -21,36 +17,28 @@ def strategy_of(generation: str, num_devices: int) -> SoftwareTPUStrategy:
     return SoftwareTPUStrategy(generation, num_devices)
 
 
-@functools.cache
-def _program(strategy: SoftwareTPUStrategy, op: str, attributes: tuple) -> Any:
-    def program(inputs: dict[str, Any]) -> Any:
-        return getattr(tf.raw_ops, op)(**inputs, **dict(attributes))
-
-    return program
-
-
 def call(
     strategy: SoftwareTPUStrategy,
     op: str,
     inputs: Sequence[dict[str, Any]],
     **attributes: Any,
-) -> list[list[np.ndarray]]:
-    """The outputs of `op` by replica, given its inputs by replica."""
-    if op.endswith("StaticBufferSize"):
-        attributes.setdefault("max_ids_per_sparse_core", MANY)
-        attributes.setdefault("max_unique_ids_per_sparse_core", MANY)
-    distributed = {
-        name: of_replicas(strategy, [tf.constant(own[name]) for own in inputs])
-        for name in inputs[0]
-    }
-    program = _program(strategy, op, tuple({"table_name": "t", **attributes}.items()))
-    outputs = strategy.run(program, (distributed,))
-    if not isinstance(outputs, tuple):
-        outputs = (outputs,)
-    by_output = [strategy.experimental_local_results(output) for output in outputs]
-    return [
-        [value.numpy() for value in replica] for replica in zip(*by_output, strict=True)
-    ]
+) -> None:
+    """Runs `op` on inputs by replica; functions among the attributes are traced."""
+
+    def traced(value: Any) -> Any:
+        if not hasattr(value, "get_concrete_function"):
+            return value
+        function = value.get_concrete_function()
+        # An attribute that names a function does not bring it along.
+        function.add_to_graph(tf.compat.v1.get_default_graph())
+        return function
+
+    def program(inputs: dict[str, Any]) -> Any:
+        made = {name: traced(value) for name, value in attributes.items()}
+        return getattr(tf.raw_ops, op)(**inputs, **made, table_name="t")
+
+    values = [tf.nest.map_structure(tf.constant, own) for own in inputs]
+    strategy.run(program, (of_replicas(strategy, values),))
 
 
 def lookup_attributes(num_samples: int) -> dict[str, Any]:

@@ -111,28 +111,3 @@ class System:
     def _minibatch(self, id_: int) -> int:
         # By any hash of the id alone: all entries of a row share a minibatch.
         return zlib.crc32(str(id_).encode()) % self.num_minibatches
-
-
-def random_entries(
-    system: System, rng: np.random.Generator, per_sample: int = 3
-) -> list[Entry]:
-    """Up to `per_sample` entries a sample, half of them among a few hot rows."""
-    entries = []
-    for sample in range(system.num_samples):
-        for _ in range(int(rng.integers(per_sample + 1))):
-            bound = 4 if rng.random() < 0.5 else system.num_rows
-            gain = float(np.float32(rng.uniform(0.2, 1.0)))
-            entries.append((sample, int(rng.integers(bound)), gain))
-    return entries
-
-
-def gradient_rows(
-    entries: Sequence[Sequence[Entry]], gradients: Sequence[np.ndarray]
-) -> dict[int, np.ndarray]:
-    """By touched row the sum of gain * gradient, over all replicas, float64."""
-    rows: dict[int, np.ndarray] = {}
-    for replica, gradient in zip(entries, gradients, strict=True):
-        for sample, id_, gain in replica:
-            part = gain * gradient[sample].astype(np.float64)
-            rows[id_] = rows.get(id_, 0.0) + part
-    return rows

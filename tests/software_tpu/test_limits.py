@@ -1,4 +1,7 @@
-"""Tests of what the SparseCore kernels refuse, and that padding is never read."""
+"""What the SparseCore kernels refuse, and that padding is never read.
+
+What they compute is in `sparse_core`.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ from software_tpu import calls, partitioned
 from tpu_embedding.testing import library
 
 D = 8
+MANY = 1 << 20  # A limit that no test meets by accident.
+LIMITS = {"max_ids_per_sparse_core": MANY, "max_unique_ids_per_sparse_core": MANY}
 # One v6e chip: outside of a run there is one replica.
 SYSTEM = partitioned.System(1, 2, num_samples=4, num_rows=12)
 ENTRIES = [(0, 0, 1.0), (0, 2, 1.0), (1, 2, 1.0), (1, 4, 1.0), (2, 11, 1.0)]
@@ -31,10 +36,7 @@ def look_up(op: str = "StaticBufferSize", **changes: Any) -> tf.Tensor:
         "num_sparsecores_per_device": SYSTEM.sparse_cores,
         "table_name": "films",
     }
-    if op == "StaticBufferSize":
-        arguments["max_ids_per_sparse_core"] = calls.MANY
-        arguments["max_unique_ids_per_sparse_core"] = calls.MANY
-    arguments.update(changes)
+    arguments |= (LIMITS if op == "StaticBufferSize" else {}) | changes
     return getattr(tf.raw_ops, f"XlaSparseDenseMatmulWith{op}")(**arguments)
 
 
@@ -137,38 +139,36 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "expected"), WRONG, ids=[e for _, e in WRONG])
-def test_a_lookup_refuses(change: dict[str, Any], expected: str):
-    with pytest.raises(tf.errors.InvalidArgumentError, match=re.escape(expected)):
-        look_up(**change)
+WRONG_UPDATES: list[tuple[dict[str, Any], str]] = [
+    (changed("sorted_token_ids", 3, 6), "token id 6 is not in [0, 6)."),
+    (
+        {"activation_gradients": np.ones((4, 16), np.float32)},
+        "Table films: the gradients of all replicas must be matrices of one shape "
+        "with the table's width, 8, but there is [4,16].",
+    ),
+    (
+        {"activation_gradients": np.ones((3, 8), np.float32)},
+        "the samples of a replica must be a multiple of the 2 SparseCores",
+    ),
+    (
+        {"accumulator": np.ones((12, 16), np.float32)},
+        "slot `accumulator` has the shape [12,16], the table [12,8].",
+    ),
+    (
+        {"learning_rate": np.ones(2, np.float32)},
+        "the learning rate must be one number",
+    ),
+]
 
 
 @pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        (changed("sorted_token_ids", 3, 6), "token id 6 is not in [0, 6)."),
-        (
-            {"activation_gradients": np.ones((4, 16), np.float32)},
-            "Table films: the gradients of all replicas must be matrices of one shape "
-            "with the table's width, 8, but there is [4,16].",
-        ),
-        (
-            {"activation_gradients": np.ones((3, 8), np.float32)},
-            "the samples of a replica must be a multiple of the 2 SparseCores",
-        ),
-        (
-            {"accumulator": np.ones((12, 16), np.float32)},
-            "slot `accumulator` has the shape [12,16], the table [12,8].",
-        ),
-        (
-            {"learning_rate": np.ones(2, np.float32)},
-            "the learning rate must be one number",
-        ),
-    ],
+    ("call", "change", "expected"),
+    [(look_up, *wrong) for wrong in WRONG] + [(update, *w) for w in WRONG_UPDATES],
+    ids=[expected for _, expected in WRONG + WRONG_UPDATES],
 )
-def test_an_update_refuses(change: dict[str, Any], expected: str):
+def test_wrong_inputs_are_refused(call: Any, change: dict[str, Any], expected: str):
     with pytest.raises(tf.errors.InvalidArgumentError, match=re.escape(expected)):
-        update(**change)
+        call(**change)
 
 
 def test_there_are_no_int32_tables():
@@ -181,6 +181,7 @@ def run(generation: str, inputs: list[dict[str, Any]], **attributes: Any) -> Non
         calls.strategy_of(generation, len(inputs)),
         "XlaSparseDenseMatmulWithStaticBufferSize",
         inputs,
+        **LIMITS,
         **calls.lookup_attributes(4),
         **attributes,
     )
@@ -211,3 +212,80 @@ def test_a_generation_without_sparse_cores_is_refused():
     one = {**SYSTEM.csr(ENTRIES), "embedding_table": np.ones((12, D), np.float32)}
     with pytest.raises(tf.errors.InvalidArgumentError, match="has no SparseCores"):
         run("v4", [one])
+
+
+ONE_CHIP = calls.strategy_of("v6e", 1)
+VALENCY = 4
+
+
+def row(*shape: int) -> tf.TensorSpec:
+    return tf.TensorSpec(shape, tf.float32)
+
+
+@tf.function(input_signature=[row(1, D), row(1, D), row(1, D), row()])
+def forgets_its_slot(gradient, table, slot, rate) -> tf.Tensor:
+    return table - rate * gradient
+
+
+@tf.function(input_signature=[row(1, D), row(1, D), row()])
+def returns_another_shape(gradient, table, rate) -> tf.Tensor:
+    return (table - rate * gradient)[0]
+
+
+@tf.function(input_signature=[row(1, D), row(1, D), row()])
+def fails(gradient, table, rate) -> tf.Tensor:
+    with tf.control_dependencies(
+        [tf.debugging.Assert(False, ["an error of the rule"])]
+    ):
+        return table - gradient
+
+
+@pytest.mark.parametrize(
+    ("rule", "slot_rows", "expected"),
+    [
+        (returns_another_shape, 0, r"returned .*shape: \[8\].* for a row .* \[1,8\]"),
+        (forgets_its_slot, 12, "returned 1 tensors for 2 tables and slots"),
+        (fails, 0, "an error of the rule"),
+        (
+            forgets_its_slot,
+            4,
+            r"slot has the shape \[4,8\], but must have one entry for each of the 12",
+        ),
+    ],
+    ids=["shape", "slot", "fails", "rows"],
+)
+def test_what_a_rule_must_not_do(rule: Any, slot_rows: int, expected: str):
+    inputs = {
+        **SYSTEM.csr(ENTRIES),
+        "activation_gradients": np.ones((SYSTEM.num_samples, D), np.float32),
+        "tables": [np.ones((rows, D), np.float32) for rows in (12, slot_rows) if rows],
+        "hyperparameters": [np.float32(0.5)],
+    }
+    op = "XlaSparseDenseMatmulGradWithCsrInput"
+    with pytest.raises(tf.errors.InvalidArgumentError, match=expected):
+        calls.call(ONE_CHIP, op, [inputs], custom_computation=rule)
+
+
+@tf.function(
+    input_signature=[
+        tf.TensorSpec([SYSTEM.num_samples], tf.int32),
+        row(SYSTEM.num_samples, VALENCY, D),
+    ]
+)
+def first(valency, vectors) -> tf.Tensor:
+    return vectors[:, 0]
+
+
+def test_more_ids_than_the_valency_are_refused():
+    entries = [(0, k, 1.0) for k in range(VALENCY + 1)]
+    inputs = {
+        **SYSTEM.csr(entries, with_positions=True),
+        "embedding_table": np.ones((SYSTEM.num_rows, D), np.float32),
+        "weights": np.zeros(0, np.float32),
+    }
+    options = calls.lookup_attributes(SYSTEM.num_samples)
+    options |= {"max_valency": VALENCY, "num_weights": 0}
+    op = "XlaSparseDenseMatmulCustomCombinerOnTcWithCsrInput"
+    text = r"position 4 is not in \[0, 4\), the combiner's max_valency"
+    with pytest.raises(tf.errors.InvalidArgumentError, match=text):
+        calls.call(ONE_CHIP, op, [inputs], combiner_computation=first, **options)

@@ -28,7 +28,8 @@ stock = tf.tpu.experimental.embedding
 DEVICES, SPARSE_CORES = 2, 4
 NUM_TARGETS = DEVICES * SPARSE_CORES
 EPSILON = float(np.finfo(np.float32).eps)
-# As in test_kernels.py.
+# Of float32 in one update: those of the rule (as in tests/test_optimizer_rules.py),
+# and those of a sum of up to 100 gradients.
 ROUNDINGS = 40 + 100
 RATE = 0.25
 STEPS = 2

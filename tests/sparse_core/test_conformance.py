@@ -17,10 +17,17 @@ RATE = 0.25
 OPTIMIZERS = [
     te.SGD(lambda: tf.constant(RATE), clip_weight_min=-2.0, clip_weight_max=2.0),
     te.Adagrad(RATE, initial_accumulator_value=0.2),
-    te.AdagradMomentum(RATE, momentum=0.9, use_nesterov=True, epsilon=1e-3, beta2=0.9),
+    te.AdagradMomentum(*(RATE, 0.9, True), exponent=3.0, beta2=0.99, epsilon=1e-3),
     te.Adam(lambda step: RATE / (1.0 + tf.cast(step, tf.float32)), epsilon=1e-2),
-    te.FTRL(RATE, l1_regularization_strength=0.1, beta=0.4, learning_rate_power=-0.7),
-    te.FTRL(RATE, multiply_linear_by_learning_rate=True),
+    te.FTRL(RATE, l1_regularization_strength=0.1),
+    te.FTRL(
+        RATE,
+        learning_rate_power=-0.7,
+        l1_regularization_strength=0.2,
+        l2_regularization_strength=0.3,
+        beta=0.4,
+        multiply_linear_by_learning_rate=True,
+    ),
 ]
 
 

@@ -18,6 +18,7 @@ from replica_values import mirrored, of_replicas, this_replica
 from software_tpu.calls import strategy_of
 from sparse_core import custom_models as models
 from sparse_core.custom_models import feature
+from sparse_core.twins import run
 
 import tpu_embedding as te
 from tpu_embedding import checkpoint
@@ -136,6 +137,23 @@ def test_a_sample_with_too_many_ids() -> None:
         with pytest.raises(tf.errors.InvalidArgumentError, match=text):
             embedding.preprocess_features(ids)
         assert set(embedding.embedding_layouts) == {"films", "users", "both"}, engine
+
+
+def test_a_combiner_without_weights_sees_empty_samples() -> None:
+    combiner = te.CustomCombiner(
+        lambda n, vectors: tf.where(n > 0, vectors[0], -tf.ones_like(vectors[0])), 2
+    )
+    ids = tf.ragged.constant([[], [3, 1]], dtype=tf.int64)
+    for make in STRATEGIES.values():
+        strategy = make()
+        with strategy.scope():
+            embedding = te.TPUEmbeddingV2(
+                feature(combiner=combiner, initializer=te.RowIdInitializer()),
+                te.SGD(1.0),
+            )
+        embedding.build()
+        for found in run(strategy, lambda own=embedding: own(ids)[0]):
+            assert found.tolist() == [[-1, -1], [3, 3]]
 
 
 def test_pipelining_does_not_divide_by_weights_that_are_not_there() -> None:

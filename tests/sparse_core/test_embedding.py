@@ -140,6 +140,17 @@ def test_a_schedule_counts_the_updates() -> None:
     assert updates.numpy() == 3
 
 
+def test_a_row_with_gradients_that_cancel_is_touched() -> None:
+    """Adam moves it by what its momenta hold."""
+    embedding = films(optimizer=te.Adam(0.5))
+    tables = []
+    for second in (1.0, -1.0):
+        gradients = tf.constant([[1.0, 1.0], [second, second]])
+        STRATEGY.run(train_on, (embedding, tf.constant([1, 1]), gradients))
+        tables.append(table(embedding, "films"))
+    assert np.flatnonzero(np.all(tables[1] != tables[0], axis=1)).tolist() == [1]
+
+
 def failing(embedding: te.TPUEmbeddingV2, batch: Any, gradient: Any = None) -> None:
     """A step of which only the second replica is bad."""
     before = table(embedding, "films")

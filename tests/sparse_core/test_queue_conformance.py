@@ -43,14 +43,20 @@ def make_twin(
     )
 
 
-@pytest.mark.parametrize("system", [("v5p", 1), ("v6e", 2), ("7x", 4)])
+@pytest.mark.parametrize(
+    ("system", "optimizer"),
+    [
+        (("v5p", 1), te.AdagradMomentum(RATE, 0.9, epsilon=1e-3)),
+        (("v6e", 2), te.Adam(RATE, beta_2=0.9, epsilon=1e-2, sum_inside_sqrt=False)),
+        (("7x", 4), te.Adagrad(RATE)),
+    ],
+    ids=["v5p", "v6e", "7x"],
+)
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_every_kind_of_input(
-    system: tuple[str, int], pipelined: bool, rng: np.random.Generator
+    system: tuple[str, int], optimizer: Any, pipelined: bool, rng: np.random.Generator
 ) -> None:
-    twin = make_twin(
-        system, te.Adagrad(RATE), pipeline_execution_with_tensor_core=pipelined
-    )
+    twin = make_twin(system, optimizer, pipeline_execution_with_tensor_core=pipelined)
     twin.run(rng, 2, without=["ragged", "dense2"])
     twin.evaluate(twin.draw(rng))
     twin.run(rng, 1)
