@@ -230,42 +230,6 @@ def test_wrong_orders_on_sparse_cores(words: str, inside: bool) -> None:
     embedding.reset()
 
 
-# On TPU v2 to v4 the hardware waits; the software TPU until its time limit.
-WAITED, NO_GRADIENTS = "Waited for 1 second", "name is for training only if"
-ON_HARDWARE = [
-    (WAITED, ("dequeue",)),
-    (WAITED, ("train", "train", "dequeue", "dequeue")),
-    (NO_GRADIENTS, ("train", "apply")),
-    (NO_GRADIENTS, ("evaluate", "dequeue", "apply")),
-    (NO_GRADIENTS, ("train", "dequeue", "apply", "apply")),
-]
-
-
-@pytest.mark.parametrize(("words", "names"), ON_HARDWARE)
-def test_wrong_orders_on_tpu_v4(words: str, names: tuple[str, ...]) -> None:
-    """Each call in a program of its own."""
-    strategy = SoftwareTPUStrategy("v4", 2, meeting_timeout=1)
-    with strategy.scope():
-        feature = te.FeatureConfig(te.TableConfig(4, 2), output_shape=[2])
-        embedding = te.TPUEmbedding(feature, te.SGD(1.0))
-    embedding.build()
-    ids, gradients = tf.constant([1, 2]), tf.ones([2, 2])
-    calls: dict[str, Any] = {
-        "dequeue": lambda: strategy.run(embedding.dequeue),
-        "apply": lambda: strategy.run(embedding.apply_gradients, (gradients,)),
-        "train": lambda: embedding.enqueue(ids),
-        "evaluate": lambda: embedding.enqueue(ids, training=False),
-    }
-
-    def run() -> None:
-        for name in names:
-            calls[name]()
-
-    refused = tf.errors.FailedPreconditionError, tf.errors.DeadlineExceededError
-    with pytest.raises(refused, match=words):
-        run()
-
-
 def test_wrong_orders_of_version_2_on_tpu_v4() -> None:
     """Its one queue allows one lookup that owes gradients, in its own program."""
     strategy = SoftwareTPUStrategy("v4", 1)

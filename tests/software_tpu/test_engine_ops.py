@@ -1,38 +1,21 @@
-"""Tests of the embedding engine's ops: batches, order, waits, parameters."""
+"""The embedding engine's ops: batches and arguments that are refused, ragged forms.
+
+Numbers, orders and waits are in `tpu_v2_v4`.
+"""
 
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 import pytest
 import tensorflow as tf
+from replica_values import this_replica
 from software_tpu import engine_calls as calls
 
 INVALID = tf.errors.InvalidArgumentError
 ORDER = tf.errors.FailedPreconditionError
-LATE = tf.errors.DeadlineExceededError
 HOST = {"num_shards": 1, "shard_id": 0}
-
-
-def replica() -> int:
-    context = tf.distribute.get_replica_context()
-    return int(tf.get_static_value(context.replica_id_in_sync_group))
-
-
-def test_a_step_in_cross_replica_context():
-    program = calls.Program(calls.config_of(2), 2)
-    calls.enqueue([1, 2, 2], 0)
-    calls.enqueue([2, 3, 4], 1, mode_override="unspecified")
-    assert calls.first_column(program.run(program.train)) == [[1, 2, 2], [2, 3, 4]]
-    assert calls.rows().tolist() == [0, 0.5, 0.5, 2.5, 3.5, 5]
-    calls.enqueue([0, 1, 2], 0, mode_override="inference")
-    calls.enqueue([3, 4, 5], 1, mode_override="inference")
-    assert calls.first_column(program.run(program.receive)) == [
-        [0, 0.5, 0.5],
-        [2.5, 3.5, 5],
-    ]
 
 
 def test_a_step_inside_of_run_and_in_a_loop():
@@ -42,7 +25,7 @@ def test_a_step_inside_of_run_and_in_a_loop():
         total = tf.zeros([calls.SAMPLES, calls.WIDTH])
         for _ in tf.range(2):
             # -1 stands for the replica's own core.
-            calls.enqueue([replica(), 2, 2])
+            calls.enqueue([this_replica(), 2, 2])
             (activations,) = program.train()
             total += activations
         return [total]
@@ -63,8 +46,8 @@ def test_a_bad_batch_in_a_run_is_queued_on_no_replica():
         return program.receive()
 
     with pytest.raises(INVALID, match=r"watched, table films: sample 2 has id 6"):
-        program.run(lambda: step(5 + replica()))
-    assert calls.first_column(program.run(lambda: step(5 - replica()))) == [
+        program.run(lambda: step(5 + this_replica()))
+    assert calls.first_column(program.run(lambda: step(5 - this_replica()))) == [
         [0, 1, 5],
         [0, 1, 4],
     ]
@@ -93,49 +76,8 @@ def test_a_failed_run_takes_its_step_with_it():
     for call in (list, program.receive):
         with pytest.raises(INVALID, match="on purpose"):
             program.run(lambda call=call: fail_after(call))
-    calls.enqueue([2, 3, 4], 0)
+    calls.enqueue([2, 3, 4], 0, mode_override="unspecified")
     assert calls.first_column(program.run(program.train)) == [[2, 3, 4]]
-
-
-def test_waits_end_in_time_and_say_what_is_missing():
-    program = calls.Program(calls.config_of(2), 2, calls.PATIENCE)
-    started = time.monotonic()
-    with pytest.raises(LATE, match=r"No batch is enqueued for cores 0, 1\."):
-        program.run(program.receive)
-    calls.enqueue([0, 0, 0], 1)
-    with pytest.raises(LATE, match=r"enqueued for core 0, only for core 1\..* 2 cores"):
-        program.run(program.receive)
-    for core in (0, 0, 1):
-        calls.enqueue([0, 0, 0], core)
-    program.run(program.receive)
-    with pytest.raises(LATE, match=r"The gradients of step 0, .* have not been sent"):
-        program.run(program.receive)
-    assert time.monotonic() - started < 20
-
-
-def test_a_replica_that_does_not_come_is_named():
-    program = calls.Program(calls.config_of(2), 2, calls.PATIENCE)
-    for core in (0, 1):
-        calls.enqueue([0, 0, 0], core)
-
-    def step():
-        return program.receive() if replica() == 1 else [tf.zeros(())]
-
-    with pytest.raises(ORDER, match=r"Missing: Replica 0 .*must run the same ops"):
-        program.run(step)
-
-
-def test_a_full_queue_ends_in_time():
-    calls.Program(calls.config_of(1), 1, calls.PATIENCE)
-
-    @tf.function
-    def fill(number):
-        for _ in tf.range(number):
-            calls.enqueue([0, 0, 0], 0)
-
-    fill(64)
-    with pytest.raises(LATE, match="queue of core 0 is full: it holds 64 batches"):
-        fill(1)
 
 
 def test_another_thread_may_bring_what_is_missing():
@@ -144,20 +86,6 @@ def test_another_thread_may_bring_what_is_missing():
     thread.start()
     assert calls.first_column(program.run(program.receive)) == [[1, 2, 3]]
     thread.join()
-
-
-def test_gradients_that_nobody_owes_are_refused_at_once():
-    program = calls.Program(calls.config_of(1))
-
-    def send():
-        program.send([tf.ones((calls.SAMPLES, calls.WIDTH))])
-        return [tf.zeros(())]
-
-    with pytest.raises(ORDER, match="No step owes gradients"):
-        program.run(send)
-    calls.enqueue([0, 0, 0], 0, mode_override="inference")
-    with pytest.raises(ORDER, match="No step owes gradients"):
-        program.run(program.train)
 
 
 def test_initializing_the_tpu_ends_waits():
@@ -172,62 +100,22 @@ def test_initializing_the_tpu_ends_waits():
             call()
 
 
-def test_pipelined_activations_are_one_step_old():
-    config = calls.config_of(1, pipeline_execution_with_tensor_core=True)
-    program = calls.Program(config)
-    seen = []
-    for _ in range(3):
-        calls.enqueue([5, 5, 5], 0)
-        seen.append(program.run(program.train)[0][0][0, 0])
-    assert seen == [5, 5, 3.5]
-    assert calls.rows()[5] == 0.5
-
-
-def test_rates_come_by_tag_and_are_those_of_all_replicas():
+def test_rates_are_those_of_all_replicas_and_tags():
     config = calls.config_of(2)
-    calls.add_table(config, "users").learning_rate.dynamic.tag = 0
     parameters = config.table_descriptor[0].optimization_parameters
-    parameters.learning_rate.dynamic.tag = 1
-    config.feature_descriptor.add(name="home", table_id=1, input_shape=[1])
+    parameters.learning_rate.dynamic.tag = 0
     program = calls.Program(config, 2)
 
     def step(rates):
-        for_home = tf.zeros([0], tf.int32)
-        calls.enqueue(
-            *([2, 2, 2], replica()),
-            sample_indices_or_row_splits=[for_home] * 2,
-            embedding_indices=[tf.constant([2, 2, 3]), tf.constant([4])],
-            aggregation_weights=[tf.zeros([0])] * 2,
-            combiners=["sum", "mean"],
-        )
+        calls.enqueue([2, 2, 2], this_replica())
         values = program.receive()
         program.send([tf.ones_like(value) for value in values], rates)
         return values
 
-    program.run(lambda: step([0.25, 0.125]))
-    assert calls.rows().tolist() == [0, 1, 1.5, 2.75, 4, 5]
     with pytest.raises(INVALID, match="`learning_rates` differ between replicas"):
-        program.run(lambda: step([0.25, float(replica())]))
-    with pytest.raises(INVALID, match=r"There are 1 `learning_rates`, .* has 2 tags"):
-        program.run(lambda: step([0.25]))
-
-
-def test_replicas_of_several_cores_share_the_first_axis():
-    config = calls.config_of(2)
-    config.spmd_sharding.enabled = True
-    config.spmd_sharding.num_cores_per_replica = 2
-    program = calls.Program(config)
-    calls.enqueue([0, 1, 2], 0)
-    calls.enqueue([3, 4, 5], 1)
-
-    def step():
-        (values,) = program.receive()
-        gradient = tf.range(6.0)[:, tf.newaxis] * tf.ones((6, calls.WIDTH))
-        program.send([gradient])
-        return [values]
-
-    assert calls.first_column(program.run(step)) == [[0, 1, 2, 3, 4, 5]]
-    assert calls.rows().tolist() == [0, 0.5, 1, 1.5, 2, 2.5]
+        program.run(lambda: step([float(this_replica())]))
+    with pytest.raises(INVALID, match=r"There are 2 `learning_rates`, .* has 1 tags"):
+        program.run(lambda: step([0.25, 0.25]))
 
 
 def ragged(ids: list[list[int]], dynamic: bool, **attributes: Any) -> None:
