@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -184,54 +183,6 @@ def test_numbers_that_are_not_finite() -> None:
     embedding.apply_gradients(GRADIENTS)
 
 
-WRONG_ORDERS: dict[str, tuple[Callable[[te.TPUEmbedding], Any], str]] = {
-    "dequeue of nothing": (lambda e: e.dequeue(), "no batch is enqueued"),
-    "gradients of nothing": (
-        lambda e: e.apply_gradients(GRADIENTS),
-        "no dequeued batch owes gradients",
-    ),
-    "gradients before dequeue": (
-        lambda e: (e.enqueue(FEATURES), e.apply_gradients(GRADIENTS)),
-        "the enqueued batch was not dequeued",
-    ),
-    "gradients of an evaluation": (
-        lambda e: (
-            e.enqueue(FEATURES, training=False),
-            e.dequeue(),
-            e.apply_gradients(GRADIENTS),
-        ),
-        "enqueued with training=False",
-    ),
-    "gradients twice": (
-        lambda e: (train_once(e), e.apply_gradients(GRADIENTS)),
-        "once per dequeue",
-    ),
-    "a second batch": (
-        lambda e: (
-            e.enqueue(FEATURES),
-            e.enqueue(FEATURES),
-            e.dequeue(),
-            e.dequeue(),
-        ),
-        "still owes its gradients",
-    ),
-    "a full queue": (
-        lambda e: [e.enqueue(FEATURES) for _ in range(65)],
-        "the queue is full (64 batches)",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", WRONG_ORDERS)
-def test_wrong_order(case: str) -> None:
-    call, words = WRONG_ORDERS[case]
-    embedding = make()
-    embedding.build()
-    with pytest.raises(tf.errors.FailedPreconditionError) as raised:
-        call(embedding)
-    assert words in str(raised.value)
-
-
 def test_before_build() -> None:
     with pytest.raises(RuntimeError, match="dequeue was called before"):
         make().dequeue()
@@ -377,21 +328,6 @@ def test_checkpoint(pipelined: bool, tmp_path: Any) -> None:
         status.assert_consumed()
         train_once(restored)
         assert state(restored) == state(embedding)
-
-
-@pytest.mark.parametrize("engine", ["host"], indirect=True)
-def test_pipelining_is_one_step_old() -> None:
-    embedding = make(te.SGD(1.0), pipeline_execution_with_tensor_core=True)
-    seen = []
-    for _ in range(4):
-        embedding.enqueue(FEATURES)
-        seen.append(float(embedding.dequeue()["film"][1, 0]))
-        embedding.apply_gradients(GRADIENTS)
-    assert seen == [5, 5, 4, 3]
-    (table,) = embedding.embedding_tables.values()
-    assert float(table[5, 0]) == 1  # asking for the table applied what was pending
-    train_on(embedding, FEATURES, GRADIENTS)
-    assert float(evaluate_on(embedding, FEATURES)["film"][1, 0]) == 0
 
 
 def test_the_features_are_copied() -> None:

@@ -6,14 +6,13 @@ The host engine is the oracle: after each call both engines must be in the same 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
-from engine_calls import MODES, Mixed, assert_same, assert_same_variables, outcome
-from steps import look_up
+from engine_calls import Mixed, assert_same, assert_same_variables, outcome
+from steps import train_on
 
 import tpu_embedding as te
 from tpu_embedding.engines import Call, Engine
@@ -86,52 +85,6 @@ def test_any_order_of_calls(kinds: str, rng: np.random.Generator) -> None:
         assert_same_variables(engines[0].engine, engines[1].engine, trace)
 
 
-WRONG_ORDERS: dict[str, tuple[str, list[Callable[[Calls], Any]]]] = {
-    "full": (
-        "enqueue: the queue is full (64 batches). Call dequeue once for each enqueue.",
-        [Calls.enqueue] * 65,
-    ),
-    "nothing": (
-        "dequeue: no batch is enqueued. Call enqueue before dequeue, once for each "
-        "dequeue.",
-        [Calls.dequeue],
-    ),
-    "owing": (
-        "dequeue: the training batch dequeued before still owes its gradients. Call "
-        "apply_gradients first, or enqueue with training=False; after a step that "
-        "failed call flush and reset.",
-        [Calls.enqueue, Calls.enqueue, Calls.dequeue, Calls.dequeue],
-    ),
-    "evaluation": (
-        "apply_gradients: ",
-        [lambda c: c.enqueue(training=False), Calls.dequeue, Calls.apply],
-    ),
-    "not_dequeued": ("apply_gradients: ", [Calls.enqueue, Calls.apply]),
-    "twice": (
-        "apply_gradients: no dequeued batch owes gradients",
-        [Calls.enqueue, Calls.dequeue, Calls.apply, Calls.apply],
-    ),
-}
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("case", WRONG_ORDERS)
-def test_refuses_order(case: str, mode: str) -> None:
-    name, function = MODES[mode]
-    message, (*right, wrong) = WRONG_ORDERS[case]
-    calls = Calls(Mixed.engine(name))
-    for call in right:
-        call(calls)
-    variables = calls.engine.checkpoint_variables().values()
-    before = [tf.identity(v) for v in variables]
-    for _ in range(2):  # The first refusal changes nothing: the second is the same.
-        with pytest.raises(tf.errors.FailedPreconditionError) as raised:
-            function(lambda: wrong(calls))()
-        assert message in raised.value.message
-    for old, new in zip(before, variables, strict=True):
-        np.testing.assert_array_equal(old, new)
-
-
 def test_owes_after_bad_gradients() -> None:
     calls = Calls(Mixed.engine("portable"))
     calls.enqueue()
@@ -155,80 +108,21 @@ def test_a_lookup_is_used_once_within_one_graph() -> None:
     assert_same_variables(calls.engine, fresh.engine, "never traced to its end")
 
 
-FAULTS = ["", "id", "nan", "assertion"]
-
-
-class Program:
-    """Steps that a fault may refuse, and the table that they leave.
-
-    All rows have the same gradient, 1 (5 in steps with a fault), and the n-th update
-    the learning rate 2^n, so that the table tells which updates were made, and as
-    which.
-    """
-
-    def __init__(self, kind: str, *, graph: bool) -> None:
-        self.kind = kind
-        self.config = te.FeatureConfig(
-            te.TableConfig(2, 1, te.RowIdInitializer(), combiner="sum", name="table")
-        )
-        rate = te.SGD(lambda step: 2.0 ** tf.cast(step, tf.float32))
-        made = te.TPUEmbeddingV2 if kind == "V2" else te.TPUEmbedding
-        self.embedding: Any = made(self.config, rate, check_numerics=True)
-        self.embedding.build()
-        self.run = tf.function(self._run) if graph else self._run
-
-    @tf.autograph.experimental.do_not_convert
-    def _run(self, fault: tf.Tensor) -> None:
-        ids = tf.where(tf.equal(fault, 1), [0, 2], [0, 1])
-        activations, preserved = look_up(self.embedding, ids)
-        ok = tf.debugging.Assert(tf.not_equal(fault, 3), ["broken"])
-        with tf.control_dependencies([ok]):
-            # Gradients of a refused step that are applied later show.
-            size = tf.where(tf.equal(fault, 0), np.float32(1), np.float32(5))
-            gradients = tf.fill(tf.shape(activations), size)
-        gradients = tf.where(tf.equal(fault, 2), np.float32("nan"), gradients)
-        self.embedding.apply_gradients(gradients, *preserved)
-
-    def column(self) -> list[float]:
-        return self.embedding.embedding_tables[self.config.table].numpy()[:, 0].tolist()
-
-
-@pytest.mark.parametrize("graph", [True, False])
-@pytest.mark.parametrize("kind", ["V2", "queue"])
-def test_refused_steps_are_given_up(
-    kind: str, graph: bool, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
-) -> None:
-    """Nothing of a refused step is applied, and the next step trains."""
-    monkeypatch.setenv("TPU_EMBEDDING_ENGINE", "portable")
-    program = Program(kind, graph=graph)
-    # A batch that was dequeued owes its gradients, so that only `reset` goes on.
-    faults = [0, 0, 1, 2, 3] if kind == "V2" else [0, 0, 1]
-    trace, good = [], 0
-    for _ in range(12):
-        fault = int(rng.choice(faults))
-        trace.append(FAULTS[fault])
-        call = functools.partial(program.run, tf.constant(fault))
-        if fault:
-            with pytest.raises(tf.errors.InvalidArgumentError):
-                call()
-        else:
-            call()
-            good += 1
-        total = 2**good - 1
-        assert program.column() == [0 - total, 1 - total], trace
-
-
 def test_steps_in_a_loop_of_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TPU_EMBEDDING_ENGINE", "portable")
-    program = Program("queue", graph=False)
+    films = te.TableConfig(2, 1, te.RowIdInitializer(), combiner="sum", name="films")
+    # The n-th update has the learning rate 2^n.
+    rate = te.SGD(lambda step: 2.0 ** tf.cast(step, tf.float32))
+    embedding = te.TPUEmbedding(te.FeatureConfig(films), rate)
+    embedding.build()
 
     @tf.function
     def steps() -> None:
         for _ in tf.range(4):
-            program.run(tf.constant(0))
+            train_on(embedding, tf.constant([0, 1]))
 
     steps()
-    assert program.column() == [-15, -14]
+    assert embedding.embedding_tables[films].numpy()[:, 0].tolist() == [-15, -14]
 
 
 @pytest.mark.parametrize("made", [te.TPUEmbedding, te.TPUEmbeddingV2])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -41,9 +41,8 @@ def make(engine: str, *, pipelined: bool) -> te.TPUEmbedding:
     return embedding
 
 
-def call(embedding: te.TPUEmbedding, name: str) -> str | None:
-    """Makes the call; the text of its refusal, or None."""
-    calls: dict[str, Any] = {
+def calls_of(embedding: te.TPUEmbedding) -> dict[str, Callable[[], Any]]:
+    return {
         "train": lambda: embedding.enqueue(BATCH),
         "evaluate": lambda: embedding.enqueue(BATCH, training=False),
         "dequeue": embedding.dequeue,
@@ -51,11 +50,15 @@ def call(embedding: te.TPUEmbedding, name: str) -> str | None:
         "flush": embedding.flush,
         "reset": embedding.reset,
     }
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    """Makes a call; returns the text of its refusal, or nothing."""
     try:
-        calls[name]()
+        call()
     except tf.errors.FailedPreconditionError as error:
         return error.message
-    return None
+    return ""
 
 
 def rows(embedding: te.TPUEmbedding) -> list[float]:
@@ -64,10 +67,21 @@ def rows(embedding: te.TPUEmbedding) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("engine", "pipelined"), [("host", False), ("host", True), ("portable", False)]
+    ("engine", "pipelined", "traced"),
+    [
+        ("host", False, False),
+        ("host", True, False),
+        ("portable", False, False),
+        ("portable", False, True),
+    ],
 )
-def test_every_order(engine: str, pipelined: bool, rng: np.random.Generator) -> None:
+def test_every_order(
+    engine: str, pipelined: bool, traced: bool, rng: np.random.Generator
+) -> None:
+    """Each call is refused as the model says; those that are may be traced."""
     embedding = make(engine, pipelined=pipelined)
+    calls = calls_of(embedding)
+    wrong = {n: tf.function(call) if traced else call for n, call in calls.items()}
     before = rows(embedding)
     orders = list(itertools.product(NAMES, repeat=LENGTH))
     if engine == "portable":  # Its eager calls are slower.
@@ -77,10 +91,10 @@ def test_every_order(engine: str, pipelined: bool, rng: np.random.Generator) -> 
         embedding.reset()
         for name in order:
             owed = model.owed
-            words, text = model.call(name), call(embedding, name)
-            where = (order, name, text)
-            assert (words is None) == (text is None), where
-            assert words is None or words in (text or ""), where
+            words = model.call(name)
+            text = refusal((wrong if words else calls)[name])
+            assert bool(words) == bool(text), (order, name, text)
+            assert words in text, (order, name, text)
             updates += owed and name == "apply_gradients"
         if not pipelined and updates:
             # Exactly the updates that were taken, each once.
@@ -95,8 +109,8 @@ def test_every_order(engine: str, pipelined: bool, rng: np.random.Generator) -> 
 
 @pytest.mark.parametrize("engine", EACH_ENGINE)
 def test_a_full_queue(engine: str) -> None:
-    embedding, model = make(engine, pipelined=False), Model()
+    calls, model = calls_of(make(engine, pipelined=False)), Model()
     for name in ["evaluate"] * (CAPACITY + 2) + ["dequeue", "evaluate", "evaluate"]:
-        words, text = model.call(name), call(embedding, name)
-        assert (words is None) == (text is None), text
-        assert words is None or words in (text or "")
+        words, text = model.call(name), refusal(calls[name])
+        assert bool(words) == bool(text), text
+        assert words in text
