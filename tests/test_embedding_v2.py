@@ -191,21 +191,6 @@ def test_replicas_sum_their_gradients() -> None:
         embedding(BATCH)
 
 
-@pytest.mark.parametrize("engine", ["host"], indirect=True)
-def test_pipelined_updates_are_one_step_late() -> None:
-    embedding = te.TPUEmbeddingV2(
-        te.FeatureConfig(films()), te.SGD(1.0), pipeline_execution_with_tensor_core=True
-    )
-    seen = []
-    for _ in range(4):
-        activations, preserved = embedding(tf.constant([5]))
-        seen.append(activations.numpy()[0, 0])
-        embedding.apply_gradients(tf.ones([1, 2]), preserved)
-    assert seen == [5, 5, 4, 3]
-    embedding.flush()
-    assert embedding(tf.constant([5]))[0].numpy()[0, 0] == 1
-
-
 def test_a_batch_may_be_applied_more_than_once() -> None:
     embedding = te.TPUEmbeddingV2(te.FeatureConfig(films()), te.SGD(1.0))
     _, first = embedding(tf.constant([5]))

@@ -85,15 +85,6 @@ def test_any_order_of_calls(kinds: str, rng: np.random.Generator) -> None:
         assert_same_variables(engines[0].engine, engines[1].engine, trace)
 
 
-def test_owes_after_bad_gradients() -> None:
-    calls = Calls(Mixed.engine("portable"))
-    calls.enqueue()
-    calls.dequeue()
-    with pytest.raises(tf.errors.InvalidArgumentError, match="Feature f1: the gradie"):
-        calls.apply(bad=True)
-    calls.apply()
-
-
 def test_a_lookup_is_used_once_within_one_graph() -> None:
     calls, fresh = (Calls(Mixed.engine("portable")) for _ in range(2))
 

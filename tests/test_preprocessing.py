@@ -96,21 +96,6 @@ def test_the_example_of_the_documentation():
         np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize("kind", ["dense", "sparse", "ragged"])
-@pytest.mark.parametrize("dtype", [np.int32, np.int64])
-def test_invalid_ids_are_an_error_that_says_where(kind: str, dtype: Any):
-    values = {
-        "dense": tf.constant([[1], [8]], dtype),
-        "sparse": tf.sparse.from_dense(tf.constant([[1], [8]], dtype)),
-        "ragged": ragged([[1], [8]], dtype),
-    }
-    with pytest.raises(
-        tf.errors.InvalidArgumentError,
-        match=r"user/film, table films: sample 1 has id 8, .* \[0, 8\)",
-    ):
-        partition(one_table(), values[kind])
-
-
 def test_the_first_invalid_id_of_the_batch_is_named():
     rows = [[1], [-1, 9]]
     with pytest.raises(tf.errors.InvalidArgumentError, match="sample 1 has id -1"):
@@ -125,16 +110,6 @@ def test_invalid_ids_can_be_dropped_and_taken_modulo():
     assert dropped.dropped_ids["films"] == 0
     wrapped = partition(one_table(invalid_ids="mod"), rows)
     assert tokens(wrapped) == [0, 3, 0]  # 9 is 1 again: one entry; -1 is 7
-
-
-def test_weights_that_are_not_finite():
-    rows, weights = ragged([[1], [2]]), ragged([[1.0], [np.nan]], np.float32)
-    whole = one_table()
-    options = preprocessing.PartitionOptions(check_numerics=True)
-    batch = to_id_batch("user/film", rows, weights)
-    preprocessing.partition([batch], whole)
-    with pytest.raises(tf.errors.InvalidArgumentError, match=r"sample 1 .* \(nan\)"):
-        preprocessing.partition([batch], whole, options=options)
 
 
 @pytest.mark.parametrize(

@@ -117,25 +117,3 @@ def test_invalid_ids(rule: str, rng: np.random.Generator) -> None:
         batch.values[0][name] = cases.with_values(value, ids)
     twin.step(rng, batch)
     twin.check_variables()
-
-
-@pytest.mark.parametrize("where", ["weights", "gradients"])
-def test_check_numerics(where: str, rng: np.random.Generator) -> None:
-    twin = make_twin(te.SGD(RATE), ("dense2",), "sum", check_numerics=True)
-    before = twin.embedding.embedding_tables[twin.configs["one"]].numpy()
-    ids, nan = tf.zeros([6, 3], tf.int64), np.float32("nan")
-    weights = tf.fill([6, 3], nan if where == "weights" else np.float32(1))
-    gradient = tf.fill([6, 3], nan if where == "gradients" else np.float32(1))
-    names = ("dense2", "dense2_weighted")
-
-    def step() -> None:
-        twin.embedding.enqueue(
-            dict.fromkeys(names, ids), {"dense2": None, "dense2_weighted": weights}
-        )
-        twin.embedding.dequeue()
-        twin.embedding.apply_gradients(dict.fromkeys(names, gradient))
-
-    with pytest.raises(tf.errors.InvalidArgumentError, match=r"is not finite \(nan\)"):
-        step()
-    after = twin.embedding.embedding_tables[twin.configs["one"]].numpy()
-    np.testing.assert_array_equal(before, after)

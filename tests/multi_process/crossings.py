@@ -260,6 +260,7 @@ def refuse_calls(strategy: Any, folder: str) -> dict[str, tuple[Any, Any]]:
         rows.read(0, 4 if bad else 8)
 
     calls = {
+        "features": lambda: first.enqueue({"worse" if bad else "film": ids}),
         "weights": weights(first, first.enqueue),
         "weights of V2": weights(second, second),
         "traced": traced(first),
@@ -411,19 +412,6 @@ def evict_alone(strategy: Any) -> list[tuple[int, Any, list[int]]]:
         evict = functools.partial(embedding.evict, table)
         raised = failure(evict if rank(strategy) == turn else embedding.dequeue)
         found.append((turn, raised, embedding.vocabularies[table].ids.tolist()))
-    return found
-
-
-def refuse_gradients(strategy: Any) -> list[tuple[Any, list[float]]]:
-    """Goes on with the next step after each refused gradient of the last process."""
-    embedding = _embedding(strategy, check_numerics=True)
-    found = []
-    for bad in (tf.fill([2, 2], float("nan")), tf.ones([2, 3])):
-        embedding.enqueue({"film": tf.constant([3, 4])})
-        embedding.dequeue()
-        gradient = bad if _is_last(strategy) else tf.ones([2, 2])
-        apply = functools.partial(embedding.apply_gradients, {"film": gradient})
-        found.append((failure(apply), _step(embedding)))
     return found
 
 

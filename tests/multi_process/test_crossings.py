@@ -185,13 +185,6 @@ def test_an_eviction_in_one_process_alone_evicts_nothing(two: Job) -> None:
             assert ids == [1, 2]
 
 
-def test_after_refused_gradients_the_next_step_trains(two: Job) -> None:
-    for found in two.run("crossings.refuse_gradients"):
-        for number, ((kind, text), table) in enumerate(found):
-            assert kind in ("InvalidArgumentError", "ValueError"), text
-            assert table == [0.0, -float(number), 1.0 - number, *range(3, 8)]
-
-
 def test_a_batch_that_was_prepared_first_is_refused_in_all_processes(two: Job) -> None:
     for found in two.run("crossings.refuse_prepared"):
         assert len(found) == 4

@@ -71,6 +71,7 @@ class Subject(bad_calls.Subject):
         tables = {self.films: self.first.embedding_tables[self.films]}
         calls: dict[str, Callable[[], Any]] = {
             "enqueue": lambda: self.first.enqueue(features, weights),
+            "evaluate": lambda: self.first.enqueue(features, weights, training=False),
             "look_up": lambda: self.look_up(features, weights),
             "preprocess": lambda: self.second.preprocess_features(features, weights),
             "v2": lambda: self.second(features, weights)[0],
@@ -98,6 +99,7 @@ def subject(engine: str) -> Subject:
 ENTRIES: dict[str, bad_calls.Call] = {
     "enqueue": eager("enqueue"),
     "enqueue_traced": graph("enqueue"),
+    "evaluate": eager("evaluate"),
     "look_up": eager("look_up"),
     "preprocess": eager("preprocess"),
     "v2": eager("v2"),
@@ -120,7 +122,7 @@ CASES = {
     "data": [bad for bad in TRACED if isinstance(bad.value, tf.RaggedTensor)],
 }
 ARGUMENTS = ("features", "weights")
-STRUCTURED = ("enqueue", "look_up", "preprocess", "v2", "layer", "serving", "data")
+STRUCTURED = [entry for entry in ENTRIES if not entry.endswith("_traced")]
 
 
 def cases_of(entry: str) -> list[bad_inputs.Bad]:

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from replica_values import of_replicas
 from software_tpu.calls import strategy_of
 from sparse_core.models import BATCH, SYSTEM, films, table, two_tables
 from sparse_core.twins import run
@@ -149,47 +148,6 @@ def test_a_row_with_gradients_that_cancel_is_touched() -> None:
         STRATEGY.run(train_on, (embedding, tf.constant([1, 1]), gradients))
         tables.append(table(embedding, "films"))
     assert np.flatnonzero(np.all(tables[1] != tables[0], axis=1)).tolist() == [1]
-
-
-def failing(embedding: te.TPUEmbeddingV2, batch: Any, gradient: Any = None) -> None:
-    """A step of which only the second replica is bad."""
-    before = table(embedding, "films")
-    gradients = tf.ones([2, 2]) if gradient is None else gradient
-
-    def step(own: Any, own_gradients: Any) -> None:
-        _, preserved = embedding(*own)
-        embedding.apply_gradients(own_gradients, preserved)
-
-    good = (tf.constant([5, 0]), tf.constant([1.0, 1.0]))
-    given = [
-        of_replicas(STRATEGY, x) for x in ((good, batch), (tf.ones([2, 2]), gradients))
-    ]
-    try:
-        STRATEGY.run(step, given)
-    finally:
-        np.testing.assert_array_equal(table(embedding, "films"), before)
-
-
-@pytest.mark.parametrize(
-    ("ids", "weights", "gradient", "text"),
-    [
-        ([5, 8], [1.0, 1.0], 1.0, r"Feature feature, table films: sample 1 has id 8"),
-        (
-            [5, 0],
-            [1.0, np.nan],
-            1.0,
-            r"sample 1 has a weight that is not finite \(nan\)",
-        ),
-        ([5, 0], [1.0, 1.0], np.inf, r"gradient of sample 0 is not finite \(inf\)"),
-    ],
-)
-def test_a_bad_step_changes_nothing(
-    ids: Any, weights: Any, gradient: float, text: str
-) -> None:
-    embedding = films(check_numerics=True, optimizer=te.Adam(0.1))
-    batch = (tf.constant(ids), tf.constant(weights, tf.float32))
-    with pytest.raises(tf.errors.InvalidArgumentError, match=text):
-        failing(embedding, batch, tf.fill([2, 2], np.float32(gradient)))
 
 
 @pytest.mark.parametrize("rule", ["drop", "mod"])
