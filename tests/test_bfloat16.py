@@ -132,17 +132,6 @@ def test_float32_is_followed_within_the_spacings(engine: str) -> None:
     np.testing.assert_array_equal(table_of(half)[untouched], start[untouched])
 
 
-@pytest.mark.parametrize("engine", ["host"], indirect=True)
-def test_pipelining_does_not_change_the_bits(engine: str) -> None:
-    plain = make()
-    train(plain)
-    pipelined = te.TPUEmbedding(
-        feature(), te.Adagrad(0.01), pipeline_execution_with_tensor_core=True
-    )
-    train(pipelined)
-    np.testing.assert_array_equal(table_of(pipelined), table_of(plain))
-
-
 def test_v2_and_the_layer_give_the_same_bits(engine: str) -> None:
     embedding = make()
     train(embedding)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import tensorflow as tf
 from replica_values import mirrored, of_replicas, this_replica
@@ -127,17 +126,6 @@ def test_one_value_for_all_replicas(strategy: tf.distribute.Strategy) -> None:
     assert column(embedding)[4] == 4 - R
 
 
-def test_pipelining_is_one_step_old(strategy: tf.distribute.Strategy) -> None:
-    embedding = make(strategy, pipeline_execution_with_tensor_core=True)
-    seen = []
-    for _ in range(3):
-        embedding.enqueue(distributed(strategy, IDS))
-        values = strategy.run(lambda: train_step(embedding)).values
-        seen.append([float(value[0, 0]) for value in values])
-    assert seen == [[0, 1, 1], [0, 1, 1], [-1, -2, -2]]
-    assert column(embedding)[1] == 1 - 3 * R
-
-
 def test_batch_size_is_global(strategy: tf.distribute.Strategy) -> None:
     with pytest.raises(ValueError, match="divisible by the number of replicas"):
         make(strategy, batch_size=4)
@@ -155,44 +143,6 @@ def test_calls_at_the_wrong_place(strategy: tf.distribute.Strategy) -> None:
     other = tf.distribute.OneDeviceStrategy("CPU:0")
     with other.scope(), pytest.raises(RuntimeError, match="created under Mirrored"):
         embedding.enqueue({"film": tf.constant([1])})
-
-
-def test_a_loop_inside_of_run_is_refused(strategy: tf.distribute.Strategy) -> None:
-    embedding = make(strategy)
-    for _ in range(2):
-        embedding.enqueue(distributed(strategy, IDS))
-
-    @tf.function
-    def two_steps() -> None:
-        def replica_steps() -> None:
-            for _ in range(2):
-                train_step(embedding)
-
-        strategy.run(replica_steps)
-
-    with pytest.raises(
-        tf.errors.FailedPreconditionError, match=r"outside of\s+strategy.run"
-    ):
-        two_steps()
-
-
-def test_gradients_that_are_not_finite(strategy: tf.distribute.Strategy) -> None:
-    embedding = make(strategy, check_numerics=True)
-
-    def bad_step() -> None:
-        context = tf.distribute.get_replica_context()
-        activations = embedding.dequeue()["film"]
-        bad = context.replica_id_in_sync_group == 1
-        gradient = tf.fill(tf.shape(activations), np.nan if bad else 1.0)
-        embedding.apply_gradients({"film": gradient})
-
-    embedding.enqueue(distributed(strategy, IDS))
-    with pytest.raises(tf.errors.InvalidArgumentError, match="is not finite"):
-        tf.function(lambda: strategy.run(bad_step))()
-    assert column(embedding) == [float(row) for row in range(V)]
-    # The step is lost in every replica, and the next one is whole.
-    embedding.enqueue(distributed(strategy, IDS))
-    tf.function(lambda: strategy.run(lambda: train_step(embedding)))()
 
 
 def test_reset_mends_a_step_that_failed_in_one_replica(
