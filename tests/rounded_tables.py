@@ -1,7 +1,8 @@
-"""What tests of tables of bfloat16 and of int8 share: one feature, "seen"."""
+"""What tests of tables of bfloat16 and of int8 share: one feature, files of tables."""
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ import tensorflow as tf
 from steps import train_on
 
 import tpu_embedding as te
+from tpu_embedding import checkpoint
+from tpu_embedding.__main__ import main
 from tpu_embedding.testing import SoftwareTPUStrategy
 
 IDS = tf.constant([[1, 2], [2, 10]], tf.int64)
@@ -49,3 +52,18 @@ def refusals(feature: Callable[[], Any]) -> dict[str, Callable[[], Any]]:
             feature(), None, trainable_tables=True
         ),
     }
+
+
+def save_numpy(embedding: Any, path: pathlib.Path) -> str:
+    saved = checkpoint.save(embedding, path / "first")
+    folder = str(path / "arrays")
+    assert main(["checkpoint", "convert", saved, folder, "--to", "numpy"]) == 0
+    return folder
+
+
+def save_tensorflow(embedding: Any, path: pathlib.Path) -> str:
+    return tf.train.Checkpoint(embedding=embedding).write(str(path / "tensorflow"))
+
+
+def save_ours(embedding: Any, path: pathlib.Path) -> str:
+    return checkpoint.save(embedding, path / "ours")

@@ -11,8 +11,16 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from reference import rounding
-from rounded_tables import IDS, initial, refusals, table_of, train
-from saved_files import save_numpy, save_ours, save_tensorflow
+from rounded_tables import (
+    IDS,
+    initial,
+    refusals,
+    save_numpy,
+    save_ours,
+    save_tensorflow,
+    table_of,
+    train,
+)
 from steps import evaluate_on, train_on
 
 import tpu_embedding as te

@@ -1,4 +1,4 @@
-"""Embeddings and batches that the tests of TPUEmbeddingV2 share."""
+"""Embeddings and batches that the tests of TPUEmbeddingV2 share, on any engine."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ def films(**arguments: Any) -> te.TableConfig:
     )
 
 
-def two_tables(**options: Any) -> te.TPUEmbeddingV2:
-    """Films and users, which are stacked, and two features of films."""
+def two_tables(
+    optimizer: Any = None, output_shape: Any = None, **arguments: Any
+) -> te.TPUEmbeddingV2:
+    """Makes films and users, which are stacked, and two features of films."""
     first = films(combiner="sum")
     second = te.TableConfig(
         5, 2, initializer=te.RowIdInitializer(100), name="users", combiner="sum"
     )
     features = {
-        "a": te.FeatureConfig(first, **options),
-        "b": te.FeatureConfig(second, **options),
-        "c": te.FeatureConfig(first, **options),
+        name: te.FeatureConfig(table, output_shape=output_shape, name=name)
+        for name, table in (("a", first), ("b", second), ("c", first))
     }
-    return te.TPUEmbeddingV2(features, te.SGD(1.0))
+    return te.TPUEmbeddingV2(features, optimizer or te.SGD(1.0), **arguments)
 
 
 BATCH = {

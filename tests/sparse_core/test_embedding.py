@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+import v2_calls
 from software_tpu.calls import strategy_of
-from sparse_core.models import BATCH, SYSTEM, films, table, two_tables
+from sparse_core.models import SYSTEM, films, two_tables
 from sparse_core.twins import run
 from steps import train_on
+from v2_calls import BATCH, table
 
 import tpu_embedding as te
 from tpu_embedding.layout.csr import PreprocessedFeatures
@@ -178,17 +180,7 @@ def test_calls_outside_of_replicas() -> None:
 
 
 def test_a_batch_of_another_engine_is_refused() -> None:
-    configs = [te.TableConfig(8, 2, name="films"), te.TableConfig(5, 2, name="users")]
-    shape = {"output_shape": [2]}
-    host = te.TPUEmbeddingV2(
-        {
-            "a": te.FeatureConfig(configs[0], **shape),
-            "b": te.FeatureConfig(configs[1], **shape),
-            "c": te.FeatureConfig(configs[0], **shape),
-        },
-        te.SGD(1.0),
-    )
-    batch = host.preprocess_features(BATCH)
+    batch = v2_calls.two_tables(output_shape=[2]).preprocess_features(BATCH)
     embedding = two_tables()
     with pytest.raises(ValueError, match="no sizes for stacked table films_users"):
         STRATEGY.run(lambda: embedding(batch))

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from software_tpu.calls import strategy_of
-from sparse_core.models import BATCH, two_tables
+from sparse_core.models import two_tables
+from v2_calls import BATCH
 
 import tpu_embedding as te
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from software_tpu.calls import strategy_of
-from sparse_core.models import BATCH, SYSTEM, films, table, two_tables
+from sparse_core.models import SYSTEM, films, two_tables
 from sparse_core.twins import run
+from v2_calls import BATCH, table
 
 import tpu_embedding as te
 
