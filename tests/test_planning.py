@@ -25,15 +25,23 @@ def table(rows: int, dim: int, name: str = "films", **options: Any) -> te.TableC
     return te.TableConfig(rows, dim, name=name, **options)
 
 
+SGD = te.SGD(0.1)
+
+
+def plan(features: Any, *topologies: str, optimizer: Any = SGD, **options: Any) -> Any:
+    """Plans one machine, these TPUs, and no processes unless they are options."""
+    options = {"processes": [], **options}
+    return te.plan(features, optimizer, topologies=topologies, **options)
+
+
 def placement(report: Any, name: str) -> Any:
     (found,) = [p for p in report.placements if p.name == name]
     return found
 
 
 def on_tpus(topology: str, features: Any, **options: Any) -> Any:
-    """The placement of features with SGD on these TPUs."""
-    places = {"topologies": [topology], "processes": []}
-    return placement(te.plan(features, te.SGD(0.1), **places, **options), topology)
+    """Plans these TPUs; returns their placement."""
+    return placement(plan(features, topology, **options), topology)
 
 
 def test_bytes_by_hand() -> None:
@@ -91,8 +99,7 @@ def test_stacks_of_sparse_cores_by_hand() -> None:
         name: te.FeatureConfig(table(rows, 6, name), output_shape=[16], name=name)
         for name, rows in (("a", 100), ("b", 65))
     }
-    report = te.plan(features, te.Adagrad(0.1), topologies=["v6e:2x2"])
-    place = placement(report, "v6e:2x2")
+    place = on_tpus("v6e:2x2", features, optimizer=te.Adagrad(0.1))
     # 8 shards of a multiple of 8 rows: 16 and 16, 8 columns; a table and a slot.
     rows = 2 * 16 * 8 * 4
     assert place.by_table == {"a": 2 * rows, "b": 2 * rows}
@@ -104,14 +111,9 @@ def test_stacks_of_sparse_cores_by_hand() -> None:
     assert place.padding_bytes == 2 * (4 * 32 * 128)
     used = 4 * rows + place.buffer_bytes + place.program_bytes
     assert place.device_bytes == (used,) * 4
-    pipelined = te.plan(
-        features,
-        te.Adagrad(0.1),
-        topologies=["v6e:2x2"],
-        pipeline_execution_with_tensor_core=True,
-    )
     # The pending update is another batch and its gradients; the program copies it.
-    found = placement(pipelined, "v6e:2x2")
+    pipelined = {"pipeline_execution_with_tensor_core": True}
+    found = on_tpus("v6e:2x2", features, optimizer=te.Adagrad(0.1), **pipelined)
     assert found.buffer_bytes == 2 * batch + activations
     assert found.program_bytes == place.program_bytes + batch + activations
 
@@ -185,13 +187,7 @@ def test_limits_are_those_of_the_preprocessor(
         {"a": ragged(rng, 1000, 64 * devices), "b": ragged(rng, 50, 64 * devices)}
         for _ in range(3)
     ]
-    report = te.plan(
-        features,
-        te.SGD(0.1),
-        topologies=[topology, "v5p:2x2x2"],
-        sample=batches,
-        processes=[2],
-    )
+    report = plan(features, topology, "v5p:2x2x2", sample=batches, processes=[2])
     (own,) = placement(report, topology).limits
     needs = [
         te.TPUEmbeddingV2.compute_sparse_core_requirements(
@@ -225,13 +221,8 @@ def test_suggested_limits_can_be_set(rng: np.random.Generator) -> None:
     """A CustomOptimizer compiles with at most 4 ids for a sample of a SparseCore."""
     custom = te.CustomOptimizer(lambda gradient, row, *_: row - gradient, 0.1)
     feature = te.FeatureConfig(table(1000, 8), output_shape=[16], name="f")
-    report = te.plan(
-        feature,
-        custom,
-        topologies=["v6e:1x1"],
-        sample=[rng.integers(0, 1000, (16, 30))],
-    )
-    (own,) = placement(report, "v6e:1x1").limits
+    sample = [rng.integers(0, 1000, (16, 30))]
+    (own,) = on_tpus("v6e:1x1", feature, optimizer=custom, sample=sample).limits
     assert own.max_unique_ids > 32
     assert (own.suggested_max_ids, own.suggested_max_unique_ids) == (32, 32)
     assert own.beyond_suggested == own.beyond_default > 0
@@ -286,21 +277,14 @@ def test_ids_beyond_limits_and_out_of_range(rng: np.random.Generator) -> None:
     feature = te.FeatureConfig(table(10_000, 8, invalid_ids="drop"), name="f")
     ids = rng.integers(0, 1250, (4096, 8)) + 1250 * np.arange(8)  # None twice.
     ids[0] = -1
-    report = te.plan(
-        feature, te.SGD(0.1), topologies=["v6e:1x1"], sample=[ids], batch_size=4096
-    )
+    report = plan(feature, "v6e:1x1", sample=[ids], batch_size=4096)
     assert report.statistics[0].out_of_range_ids == 8
     (own,) = placement(report, "v6e:1x1").limits
     counts = np.zeros((2, 2))
     np.add.at(counts, (np.arange(4096)[1:, None] // 2048, ids[1:] % 2), 1)
     assert own.max_ids == counts.max()
     assert own.beyond_default > 0.9
-    sparse = te.plan(
-        feature,
-        te.SGD(0.1),
-        topologies=["v6e:1x1"],
-        sample=[tf.sparse.from_dense(ids[1:] // 2 + 1)],
-    )
+    sparse = plan(feature, "v6e:1x1", sample=[tf.sparse.from_dense(ids[1:] // 2 + 1)])
     assert sparse.statistics[0].ids_per_sample == 8.0
 
 
@@ -308,7 +292,8 @@ def test_traffic_of_rows_is_that_of_numpy(rng: np.random.Generator) -> None:
     """Ids spread evenly over two processes: the formula's one assumption."""
     feature = te.FeatureConfig(table(100_000, 16), name="f")
     ids = rng.integers(0, 100_000, (2048, 5))
-    report = te.plan(feature, te.SGD(0.1), sample=[ids], processes=[2], topologies=[])
+    two: Any = {"sample": [ids], "processes": [2]}
+    report = plan(feature, **two)
     own = ids[:1024]
     away = own % 2 != 0
     exact = len(np.unique(own[away])) * (4 + 64)  # Distinct rows and their numbers.
@@ -319,14 +304,8 @@ def test_traffic_of_rows_is_that_of_numpy(rng: np.random.Generator) -> None:
     assert abs(found - exact) < 0.02 * exact
     # Ids and gradients to the owner of the table, activations from it, each half.
     for wire, size in (("float32", 4), ("bfloat16", 2)):
-        whole = te.plan(
-            feature,
-            te.SGD(0.1),
-            sample=[ids],
-            processes=[2],
-            topologies=[],
-            distributed_options=te.DistributedOptions("whole", wire),
-        )
+        shared = te.DistributedOptions("whole", wire)
+        whole = plan(feature, distributed_options=shared, **two)
         found = placement(whole, "2 processes, synchronous").wire_bytes
         assert found == (4 * own.size + (4 + 2 * 16 * size) * 1024) // 2
         # All of it travels to or from servers.
@@ -345,7 +324,7 @@ PLACES = {
 def refused_by(optimizer: Any, text: str) -> set[str]:
     """The engines of `PLACES` whose place is refused with this text."""
     features = te.FeatureConfig(table(8, 4, "films"))
-    report = te.plan(features, optimizer, batch_size=8, processes=[2], topologies=[])
+    report = plan(features, optimizer=optimizer, batch_size=8, processes=[2])
     reasons = {e: placement(report, name).unsupported for e, name in PLACES.items()}
     return {engine for engine, reason in reasons.items() if text in (reason or "")}
 
@@ -399,7 +378,7 @@ def test_growing_tables_are_planned_with_all_their_rows() -> None:
 def test_a_growing_table_of_int8_allocates_the_bytes_of_its_plan() -> None:
     films = table(te.GrowingVocabulary(50), 20, dtype="int8")
     feature, optimizer = {"film": te.FeatureConfig(films)}, te.RowwiseAdagrad(0.1)
-    report = te.plan(feature, optimizer, batch_size=50, topologies=[])
+    report = plan(feature, optimizer=optimizer, batch_size=50)
     assert report.total_bytes == 50 * (20 + 4 + 4)
     embedding = te.TPUEmbedding(feature, optimizer)
     embedding.enqueue({"film": tf.range(50)})
@@ -413,8 +392,7 @@ def test_a_growing_table_of_int8_allocates_the_bytes_of_its_plan() -> None:
 
 def test_rows_that_cannot_be_made_by_id_are_refused() -> None:
     films = table(te.GrowingVocabulary(10), 16, initializer=te.RowIdInitializer())
-    feature = te.FeatureConfig(films)
-    report = te.plan(feature, te.SGD(0.1), batch_size=4, topologies=[])
+    report = plan(te.FeatureConfig(films), batch_size=4)
     assert report.best is None
     found = placement(report, "one machine").unsupported
     assert "from a seed and an id" in found
@@ -436,11 +414,10 @@ def test_initializers_that_make_whole_tables_are_counted() -> None:
     size = 8_000_000 * 64 * 4
 
     def planned(initializer: Any, placement: str) -> dict[str, tuple[float, ...]]:
-        report = te.plan(
+        report = plan(
             te.FeatureConfig(table(8_000_000, 64, initializer=initializer)),
             batch_size=4,
             processes=[2],
-            topologies=[],
             distributed_options=te.DistributedOptions(placement),
         )
         engine = 40 * 2**20
@@ -491,7 +468,7 @@ def test_memory_that_initializers_free(
         for i, own in enumerate(mib)
     ]
     optimizer = te.Adagrad(0.1) if slots else te.SGD(0.1)
-    report = te.plan(features, optimizer, batch_size=1, processes=[], topologies=[])
+    report = plan(features, optimizer=optimizer, batch_size=1)
     place = placement(report, "one machine")
     assert round((place.peak_bytes - place.buffer_bytes) / 2**20) == expected
 
@@ -502,12 +479,9 @@ def test_placements_of_tables_are_those_of_jobs() -> None:
         for name, choice in (("a", "whole"), ("b", "rows"), ("c", None))
     ]
     for own in ("rows", "whole"):
-        report = te.plan(
-            features,
-            batch_size=4,
-            processes=[2],
-            topologies=[],
-            distributed_options=te.DistributedOptions(own),
+        options = te.DistributedOptions(own)
+        report = plan(
+            features, batch_size=4, processes=[2], distributed_options=options
         )
         assert {
             place.kind: place.location
@@ -539,11 +513,8 @@ def test_where_the_padding_of_activations_decides_a_plan_is_close() -> None:
     feature = te.FeatureConfig(table(1000, 8), name="f")
 
     def planned(batch_size: int) -> tuple[Any, Any]:
-        topologies = ["v6e:1x1", "v6e:2x1"]
-        report = te.plan(
-            feature, te.SGD(0.1), batch_size=batch_size, topologies=topologies,
-            processes=[], machine_bytes=1,
-        )  # fmt: skip
+        sizes = {"batch_size": batch_size, "machine_bytes": 1}
+        report = plan(feature, "v6e:1x1", "v6e:2x1", **sizes)
         return report, placement(report, "v6e:1x1")
 
     assert planned(2**24)[1].fits
@@ -615,12 +586,9 @@ def test_forty_configurations_around_the_limits(rng: np.random.Generator) -> Non
 
 
 def test_a_reason_of_several_placements_is_printed_once() -> None:
-    report = te.plan(
-        te.FeatureConfig(table(1000, 8), name="f"),
-        batch_size=64,
-        topologies=["v3:2x2", "v4:2x2x1", "v6e:1x1", "v5p:2x2x1"],
-        processes=[],
-    )
+    feature = te.FeatureConfig(table(1000, 8), name="f")
+    tpus = ("v3:2x2", "v4:2x2x1", "v6e:1x1", "v5p:2x2x1")
+    report = plan(feature, *tpus, optimizer=None, batch_size=64)
     lines = str(report).splitlines()
     told = [line.partition(": Table ")[0] for line in lines if "no optimizer" in line]
     assert told == ["v6e:1x1, v5p:2x2x1", "v4:2x2x1, v3:2x2"]
@@ -746,14 +714,14 @@ def test_a_plan_without_a_sample_compares_its_assumption_with_the_limits(
     features = {name: te.FeatureConfig(videos) for name in ("watched", "query")}
 
     def note(batch_size: int, **limits: Any) -> str:
-        report = te.plan(
+        report = plan(
             features,
-            te.Adagrad(0.1),
+            "v6e:2x2",
+            optimizer=te.Adagrad(0.1),
             batch_size=batch_size,
-            topologies=["v6e:2x2"],
             sparse_core_embedding_config=te.SparseCoreEmbeddingConfig(**limits),
         )
-        (place,) = (p for p in report.placements if p.kind == "tpu")
+        place = placement(report, "v6e:2x2")
         assert place.fits
         assert not place.note or f"v6e:2x2: {place.note}" in str(report)
         return place.note
