@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pathlib
 import re
-import threading
 import time
 from typing import Any
 
@@ -19,6 +18,7 @@ from estimator.estimator_models import (
     variables,
 )
 from interop.spec_cases import SGD, dict_spec, embedding, shared, spec
+from threads import run_in_threads
 
 import tpu_embedding as te
 from tpu_embedding import estimator, interop
@@ -219,15 +219,7 @@ def test_runs_that_write_at_once_lose_nothing(
 
     monkeypatch.setattr(profile, "replace_file", slow)
 
-    def run() -> None:
-        own = profiler(tmp_path)
-        observe(own)
-
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(lambda _: observe(profiler(tmp_path)), 4)
     assert profiler(tmp_path).load()["t"].examples == 4
 
 

@@ -7,7 +7,6 @@ Predict does with a SavedModel: it runs a signature in a session.
 from __future__ import annotations
 
 import pathlib
-import threading
 from collections.abc import Iterator
 from concurrent import futures
 from typing import Any
@@ -21,6 +20,7 @@ from tensorflow_serving.apis import (  # pyright: ignore[reportMissingImports]
     predict_pb2,
     prediction_service_pb2_grpc,
 )
+from threads import repeated
 
 import tpu_embedding as te
 
@@ -149,15 +149,13 @@ def test_clients_read_meanwhile(
     """Each row has one number, that of a delta."""
     number, dim = SHAPES["films"]
     trainer.values["films"][:] = 0
-    changed, stop, torn = {"films": np.arange(number)}, threading.Event(), []
+    changed, torn = {"films": np.arange(number)}, list[int]()
 
-    def read() -> None:
-        while not stop.is_set():
-            found = rows(client)
-            torn.append(int((found.min(axis=1) != found.max(axis=1)).sum()))
+    def read(_: int) -> None:
+        found = rows(client)
+        torn.append(int((found.min(axis=1) != found.max(axis=1)).sum()))
 
-    threads = [threading.Thread(target=read) for _ in range(2)]
-    for delta in range(1, 9):
+    def follow(delta: int) -> None:
         trainer.values["films"][:] = delta
         path = tmp_path / f"{delta}.delta"
         te.serving.delta_files.write_delta(
@@ -165,12 +163,11 @@ def test_clients_read_meanwhile(
         )
         trainer.sequence, trainer.follows = delta, trainer.run
         assert client.send(path) == delta
-        if delta == 1:
-            for thread in threads:
-                thread.start()
-    stop.set()
-    for thread in threads:
-        thread.join()
+
+    follow(1)
+    with repeated(read, 2):
+        for delta in range(2, 9):
+            follow(delta)
     assert len(torn) > 0
     assert sum(torn) == 0
     assert rows(client).shape == (number, dim)

@@ -12,6 +12,7 @@ from cpu_engines import EACH_ENGINE
 from everywhere.twins import place, strategy_of
 from reliability import load
 from steps import train_on
+from threads import repeated
 
 import tpu_embedding as te
 from tpu_embedding import distribution
@@ -83,32 +84,19 @@ def test_lookups_while_training(engine: str, monkeypatch: pytest.MonkeyPatch) ->
     embedding = make(engine, monkeypatch)
     every_row = {"film": tf.range(ROWS, dtype=tf.int64)}
     ones = {"film": tf.ones([ROWS, DIM])}
-    done = threading.Event()
     seen: list[set[float]] = [set() for _ in range(THREADS)]
     failed: list[object] = []
 
-    def look_up(own: set[float]) -> None:
-        last = 0.0
-        while not done.is_set():
-            (activations,), _ = embedding.core.look_up([every_row["film"]])
-            counts = np.arange(ROWS)[:, np.newaxis] - activations.numpy()
-            if np.unique(counts).size != 1 or counts[0, 0] < last:
-                failed.append(counts)
-                return
-            last = counts[0, 0]
-            own.add(last)
+    def look_up(thread: int) -> None:
+        (activations,), _ = embedding.core.look_up([every_row["film"]])
+        counts = np.arange(ROWS)[:, np.newaxis] - activations.numpy()
+        if np.unique(counts).size != 1 or counts[0, 0] < max(seen[thread], default=0):
+            failed.append(counts)
+        seen[thread].add(counts[0, 0])
 
-    threads = [threading.Thread(target=look_up, args=[own]) for own in seen]
-    for thread in threads:
-        thread.start()
-    try:
+    with repeated(look_up, THREADS):
         for _ in range(UPDATES[engine]):
             train_on(embedding, every_row, ones)
-    finally:  # A call that fails must not leave threads behind that never end.
-        done.set()
-    for thread in threads:
-        thread.join(timeout=60)
-        assert not thread.is_alive()
     assert not failed
     assert all(seen)
     (table,) = embedding.embedding_tables.values()

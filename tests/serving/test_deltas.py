@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pathlib
 import struct
-import threading
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from serving.deltas import (
     send,
 )
 from serving.exported import graph_of, ops_of
+from threads import repeated
 
 import tpu_embedding as te
 from tpu_embedding.__main__ import main
@@ -411,33 +411,29 @@ def read_while_applying(
     trainer = Trainer(folder / "base", rng, storage, {"films": (hot, dim)}, 1.0)
     model = trainer.model
     ids = tf.range(hot, dtype=tf.int64)
-    stop = threading.Event()
-    counts = np.zeros([8, 3], np.int64)
+    counts, last = np.zeros([8, 3], np.int64), [0.0] * 8
 
     def read(thread: int) -> None:
-        last = 0.0
-        while not stop.is_set():
-            rows = model.signatures["dense"](films=ids)["films"].numpy()
-            torn = rows.min(axis=1) != rows.max(axis=1)
-            counts[thread] += [hot, int(torn.sum()), int((rows[:, 0] < last).sum())]
-            last = float(rows[:, 0].min())
-            time.sleep(0.01)  # Or the readers leave the writer no time.
+        rows = model.signatures["dense"](films=ids)["films"].numpy()
+        torn, back = rows.min(axis=1) != rows.max(axis=1), rows[:, 0] < last[thread]
+        counts[thread] += [hot, int(torn.sum()), int(back.sum())]
+        last[thread] = float(rows[:, 0].min())
+        time.sleep(0.01)  # Or the readers leave the writer no time.
 
     changed = {"films": np.arange(hot)}
     path = folder / "delta"
-    threads = [threading.Thread(target=read, args=(k,)) for k in range(8)]
-    for number in range(1, deltas + 1):
+
+    def follow(number: int) -> None:
         trainer.values["films"][:] = number
         delta_files.write_delta(path, trainer.header(changed), trainer.rows(changed))
         trainer.sequence, trainer.follows = number, trainer.run
         te.serving.apply_delta(model, path)
         path.unlink()
-        if number == 1:
-            for thread in threads:
-                thread.start()
-    stop.set()
-    for thread in threads:
-        thread.join()
+
+    follow(1)
+    with repeated(read, 8):
+        for number in range(2, deltas + 1):
+            follow(number)
     total, torn, back = counts.sum(axis=0)
     return int(total), int(torn), int(back)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pathlib
 import struct
-import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +12,8 @@ import pytest
 import tensorflow as tf
 from serving.deltas import KILLED_AT, NOTHING, blocks_of, kill_apply, resealed, send
 from serving.exported import ops_of
+from steps import evaluate_on, train_on
+from threads import repeated
 
 import tpu_embedding as te
 from tpu_embedding.__main__ import main
@@ -37,12 +38,9 @@ def embed(vocabulary: te.GrowingVocabulary, **table: Any) -> te.TPUEmbedding:
 
 
 def train(embedding: te.TPUEmbedding, ids: Any, rng: np.random.Generator) -> None:
-    embedding.enqueue({"film": tf.constant(ids, tf.int64), "user": tf.range(2)})
-    gradients = {
-        name: tf.constant(rng.normal(size=a.shape), tf.float32)
-        for name, a in embedding.dequeue().items()
-    }
-    embedding.apply_gradients(gradients)
+    batch = {"film": tf.constant(ids, tf.int64), "user": tf.range(2)}
+    draw = lambda a: tf.constant(rng.normal(size=a.shape), tf.float32)  # noqa: E731
+    train_on(embedding, batch, draw)
 
 
 def served(model: Any, ids: Any = POOL) -> np.ndarray:
@@ -60,9 +58,8 @@ def export_base(
 
 
 def looked_up(embedding: te.TPUEmbedding) -> np.ndarray:
-    users = tf.zeros([len(POOL)], tf.int64)
-    embedding.enqueue({"film": tf.constant(POOL), "user": users}, training=False)
-    return embedding.dequeue()["film"].numpy()
+    batch = {"film": tf.constant(POOL), "user": tf.zeros([len(POOL)], tf.int64)}
+    return evaluate_on(embedding, batch)["film"].numpy()
 
 
 VOCABULARIES = {
@@ -335,28 +332,19 @@ def test_a_row_is_that_of_its_id(
     """While ids come and go, a lookup sees a row of its own, or none."""
     publisher = Publisher(tmp_path, 12)
     ids, wrong, reads = POOL[3:], list[Any](), [0] * 3
-    done = threading.Event()
+    own = np.array([int(i) % 1000 for i in ids])
 
     def read(thread: int) -> None:
-        own = np.array([int(i) % 1000 for i in ids])
-        while not done.is_set():
-            found = publisher.look_up(ids)
-            one_row = (found == found[:, :1]).all(axis=1)
-            whose = (found[:, 0] % 1000 == own) | (found[:, 0] == 0)
-            if not (one_row & whose).all():
-                wrong.append(found)
-            reads[thread] += 1
+        found = publisher.look_up(ids)
+        one_row = (found == found[:, :1]).all(axis=1)
+        whose = (found[:, 0] % 1000 == own) | (found[:, 0] == 0)
+        if not (one_row & whose).all():
+            wrong.append(found)
+        reads[thread] += 1
 
-    threads = [threading.Thread(target=read, args=[k]) for k in range(3)]
-    for thread in threads:
-        thread.start()
-    try:
+    with repeated(read, 3):
         for version in range(1, 151):
             change(publisher, rng, ids, version)
-    finally:
-        done.set()
-        for thread in threads:
-            thread.join()
     assert not wrong
     assert min(reads) > 20
 
@@ -367,26 +355,19 @@ def test_delta_state_has_the_ids_of_its_sequence_number(
     """Also while a delta is committed: each has one id, its own number."""
     publisher = Publisher(tmp_path, 12)
     wrong, reads = list[Any](), 0
-    done = threading.Event()
 
-    def read() -> None:
+    def read(_: int) -> None:
         nonlocal reads
-        while not done.is_set():
-            state = publisher.model.signatures["delta_state"]()
-            own = [int(state["sequence"])] if int(state["sequence"]) else []
-            if state["ids_0"].numpy().tolist() != own:
-                wrong.append((own, state["ids_0"]))
-            reads += 1
+        state = publisher.model.signatures["delta_state"]()
+        own = [int(state["sequence"])] if int(state["sequence"]) else []
+        if state["ids_0"].numpy().tolist() != own:
+            wrong.append((own, state["ids_0"]))
+        reads += 1
 
-    thread = threading.Thread(target=read)
-    thread.start()
-    try:
+    with repeated(read):
         for number in range(1, 151):
             gone = [number - 1] if number > 1 else []
             publisher.publish({number: row_of(number, 0)}, gone)
-    finally:
-        done.set()
-        thread.join()
     assert not wrong
     assert reads > 20
 
@@ -463,9 +444,7 @@ def test_a_resumed_trainer_deletes_ids_that_only_the_model_has(
     te.serving.export(old, base, signatures=["dense"], deltas=True)
     model: Any = tf.saved_model.load(str(base))
     writer = te.serving.DeltaWriter(old, base, "all")
-    old.enqueue({"film": tf.constant([-(2**63), 5], tf.int64)})
-    old.dequeue()
-    old.apply_gradients({"film": tf.ones([2, D])})
+    train_on(old, {"film": tf.constant([-(2**63), 5], tf.int64)})
     writer.export_delta(tmp_path / "1.delta")
     te.serving.apply_delta(model, tmp_path / "1.delta")
     state = model.signatures["delta_state"]()

@@ -7,7 +7,6 @@ import pathlib
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ import pytest
 import tensorflow as tf
 from serving import exported
 from serving.exported import Trained
+from threads import run_in_threads
 
 import tpu_embedding as te
 from tpu_embedding.__main__ import main
@@ -289,11 +289,7 @@ def test_our_programs_keep_nothing_resident(tmp_path: pathlib.Path) -> None:
             found = serving({"film": tf.constant(ids)})["film"].numpy()
             wrong[thread] += int((found != ids[:, np.newaxis]).sum())
 
-    readers = [threading.Thread(target=read, args=[k]) for k in range(3)]
-    for reader in readers:
-        reader.start()
-    for reader in readers:
-        reader.join()
+    run_in_threads(read, 3)
     assert wrong == [0] * 3
     # No page of the file belongs to this process, also not by a mapping.
     assert str(tmp_path) not in pathlib.Path("/proc/self/smaps").read_text()
