@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
+import new_process
 import pytest
 
 from tpu_embedding import cluster_config
@@ -52,13 +50,7 @@ def test_a_config_that_is_wrong_names_what(
 @pytest.mark.second_tier
 def test_the_import_warns_before_tensorflow_starts() -> None:
     code = "import sys, tpu_embedding; print('tensorflow' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "TF_CONFIG": config({"worker": TWO}, "worker", 2)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    wrong = {"TF_CONFIG": config({"worker": TWO}, "worker", 2)}
+    done = new_process.run("-c", code, env=wrong, timeout=60)
     assert done.stdout.strip() == "False"
     assert 'TF_CONFIG of this process is wrong: its "task" has index 2' in done.stderr

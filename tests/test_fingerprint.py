@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import fingerprints
+from new_process import printed_by
 
 from tpu_embedding.engines import fingerprint
 
@@ -53,18 +50,10 @@ def test_each_function_is_read_although_those_before_it_are_gone() -> None:
 
 
 def test_processes_of_one_program_have_the_same_texts() -> None:
-    root = pathlib.Path(__file__).resolve().parents[1]
     printed = []
     for process in range(2):
-        environment = {
-            **os.environ,
-            "PYTHONHASHSEED": str(process + 1),
-            "PYTHONPATH": os.pathsep.join([str(root / "tests"), str(root)]),
-        }
-        command = [sys.executable, "-c", PRINT, str(process)]
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=True
-        )
-        printed.append(json.loads(done.stdout.splitlines()[-1]))
+        seed = {"PYTHONHASHSEED": str(process + 1)}
+        lines = printed_by("-c", PRINT, str(process), env=seed).splitlines()
+        printed.append(json.loads(lines[-1]))
     assert printed[0] == printed[1]
     assert not any("0x" in text for text in printed[0].values())

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
 from conformance import cases
+from new_process import printed_by
 from reference import hashing as oracle
 from serving.exported import ops_of
 from steps import evaluate_on, train_on
@@ -335,9 +334,7 @@ def test_an_export_loads_without_the_package(tmp_path: pathlib.Path):
     )
     ids, rows = tmp_path / "ids.npy", tmp_path / "rows.npy"
     np.save(ids, POOL)
-    arguments = [str(tmp_path / "model"), str(ids), str(rows)]
-    command = [sys.executable, "-c", program, *arguments]
-    subprocess.run(command, check=True, timeout=120)
+    printed_by("-c", program, tmp_path / "model", ids, rows, timeout=120)
     assert np.load(rows).tobytes() == looked_up(embedding).tobytes()
 
 

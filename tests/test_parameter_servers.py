@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import shutil
 import signal
@@ -13,14 +12,12 @@ import sys
 import tempfile
 from typing import Any
 
+import new_process
 import pytest
 
 import tpu_embedding as te
 from tpu_embedding.__main__ import main
 
-PACKAGE = pathlib.Path(te.__file__).parents[1]  # What is under test, in any folder.
-SEARCHED = os.pathsep.join([str(PACKAGE), str(pathlib.Path(__file__).parent)])
-ENVIRONMENT = {**os.environ, "PYTHONPATH": SEARCHED, "TF_CPP_MIN_LOG_LEVEL": "2"}
 STORAGE = pathlib.Path(__file__).with_name("parameter_server_storage.py")
 FAULTS = pathlib.Path(__file__).with_name("parameter_server_faults.py")
 
@@ -38,14 +35,8 @@ FAULTS = pathlib.Path(__file__).with_name("parameter_server_faults.py")
 )
 def test_fault(file: pathlib.Path, fault: str) -> None:
     """Of several processes; `make test-servers` runs the others."""
-    done = subprocess.run(
-        [sys.executable, "-P", str(file), fault],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "2"}
+    done = new_process.run(file, fault, env=quiet, timeout=240)
     # TensorFlow may write much more after the traceback.
     _, _, traceback = done.stderr.rpartition("Traceback")
     assert f"{fault}: passed" in done.stdout, traceback[:8000]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import pathlib
-import subprocess
-import sys
 
+import new_process
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FOLDER = "tests/tf_keras"
+LEGACY = {"TF_USE_LEGACY_KERAS": "1"}
 FIRST_TIER = [f"{FOLDER}/test_models.py"]
 # Those of tf_keras alone, and those that each Keras runs.
 SECOND_TIER = [
@@ -50,19 +49,8 @@ THIRD_TIER = [
     ids=["first tier", "second tier", "third tier"],
 )
 def test_the_layer_of_tf_keras(files: list[str]):
-    run = subprocess.run(
-        [sys.executable, "-P", "-m", "pytest", "-q", *files],
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "TF_USE_LEGACY_KERAS": "1",
-            "PYTHONPATH": os.pathsep.join(sys.path),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=900,
-    )
+    command = ("-m", "pytest", "-q", *files)
+    run = new_process.run(*command, env=LEGACY, cwd=ROOT, timeout=900)
     print(run.stdout[-20000:])
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
 
@@ -70,17 +58,7 @@ def test_the_layer_of_tf_keras(files: list[str]):
 @pytest.mark.second_tier
 def test_without_tf_keras_the_import_says_what_to_install(tmp_path: pathlib.Path):
     (tmp_path / "tf_keras.py").write_text("raise ImportError('hidden')")
-    run = subprocess.run(
-        [sys.executable, "-c", "import tpu_embedding.keras"],
-        env={
-            **os.environ,
-            "TF_USE_LEGACY_KERAS": "1",
-            "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    command = ("-c", "import tpu_embedding.keras")
+    run = new_process.run(*command, env=LEGACY, path=tmp_path)
     assert run.returncode == 1
     assert "TF_USE_LEGACY_KERAS is set, but tf_keras cannot be imported" in run.stderr

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 import subprocess
 import sys
 
+import new_process
 import pytest
 
 from tpu_embedding.__main__ import main
@@ -50,14 +50,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "tpu_embedding", *arguments],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    return new_process.run("-m", "tpu_embedding", *arguments)
 
 
 def test_run_keras_replaces_both(script: str):

@@ -16,6 +16,7 @@ import build_wheel
 import pytest
 import tensorflow as tf
 from lint_report import sources
+from new_process import printed_by
 
 from tpu_embedding.ops import library
 from tpu_embedding.testing import library as software_tpu
@@ -96,17 +97,8 @@ tf.debugging.assert_equal(table[1:2], before - 1)
 
 @pytest.mark.second_tier
 def test_windows_trains_and_saves_with_the_portable_engine(tmp_path: pathlib.Path):
-    subprocess.run(
-        [sys.executable, "-c", WITHOUT_FCNTL],
-        env={
-            **os.environ,
-            "TPU_EMBEDDING_ENGINE": "portable",
-            "PYTHONPATH": os.pathsep.join(sys.path),
-        },
-        cwd=tmp_path,
-        check=True,
-        timeout=120,
-    )
+    portable = {"TPU_EMBEDDING_ENGINE": "portable"}
+    printed_by("-c", WITHOUT_FCNTL, env=portable, cwd=tmp_path, timeout=120)
 
 
 @pytest.fixture(scope="module")

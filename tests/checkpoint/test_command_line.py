@@ -8,9 +8,9 @@ import json
 import os
 import pathlib
 import runpy
-import subprocess
 import sys
 
+import new_process
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -220,9 +220,7 @@ def test_help_needs_no_tensorflow(command: list[str]) -> None:
         "finally:\n"
         "    assert 'tensorflow' not in sys.modules\n"
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
+    ran = new_process.run("-c", program)
     assert (ran.returncode, ran.stderr) == (0, "")
     assert ran.stdout.startswith("usage: ")
 
@@ -232,8 +230,7 @@ def test_a_command_prints_its_own_output_only(
     saved: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
-    command = [sys.executable, "-m", "tpu_embedding", "checkpoint", "inspect", saved]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    ran = new_process.run("-m", "tpu_embedding", "checkpoint", "inspect", saved)
     assert (ran.returncode, ran.stderr) == (0, "")
     assert ran.stdout.startswith(f"{saved} (TensorFlow")
 

@@ -8,14 +8,13 @@ In a process of its own, for the peak of a process never falls. At full size:
 from __future__ import annotations
 
 import json
-import os
 import pathlib
-import subprocess
 import sys
 import tempfile
 
 import pytest
 from linux import status
+from new_process import printed_by
 
 MEBIBYTE = 1 << 20
 DIM, NAMES = 64, ("films", "users")
@@ -76,12 +75,8 @@ def measure(path: str, size: int) -> dict[str, float]:
 
 @pytest.mark.second_tier
 def test_memory(tmp_path: pathlib.Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    arguments = [str(tmp_path / "model"), str(CI_SIZE)]
-    output = subprocess.check_output(
-        [sys.executable, __file__, *arguments], env=environment
-    )
-    used = json.loads(output.splitlines()[-1])
+    printed = printed_by(__file__, tmp_path / "model", str(CI_SIZE))
+    used = json.loads(printed.splitlines()[-1])
     # The tables are in memory indeed; a part of it may have been there at the start.
     assert used["build"] > 0.9 * CI_SIZE, used
     assert max(used.values()) == used["limit"], used

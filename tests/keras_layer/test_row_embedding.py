@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import pathlib
-import subprocess
-import sys
 import zipfile
 from typing import Any
 
@@ -17,6 +15,7 @@ import pytest
 import tensorflow as tf
 from keras_layer.models import mirrored
 from keras_layer.version import keras
+from new_process import printed_by
 from reference.lookup import gains
 
 import tpu_embedding as te
@@ -624,16 +623,8 @@ for name in {names}:
     print(model.evaluate(x, y, batch_size=32, verbose=0))
 assert not [name for name in sys.modules if name.startswith("tpu_embedding.")]
 """
-    run = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    found = [float(line) for line in run.stdout.split()]
+    printed = printed_by("-c", program, cwd=tmp_path, timeout=120)
+    found = [float(line) for line in printed.split()]
     np.testing.assert_allclose(found, [expected] * len(names), rtol=1e-6)
 
 

@@ -3,40 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import re
-import subprocess
-import sys
 
 import documented_pages
 import numpy as np
 import pytest
 import tensorflow as tf
 from multi_process import launched_program
-
-import tpu_embedding as te
+from new_process import printed_by
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "distributed.md"
-PACKAGE = pathlib.Path(te.__file__).parents[1]
 
 
 def launch(*arguments: str) -> str:
     """Runs `python -m tpu_embedding launch`; what it printed."""
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "tpu_embedding", "launch", *arguments],
-        env={
-            **os.environ,
-            "PYTHONPATH": str(PACKAGE),
-            "GCE_METADATA_IP": "127.0.0.1:9",  # Nothing answers there.
-        },
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    nothing = {"GCE_METADATA_IP": "127.0.0.1:9"}  # Nothing answers there.
+    command = ("-m", "tpu_embedding", "launch", *arguments)
+    return printed_by(*command, env=nothing, timeout=200)
 
 
 @pytest.mark.second_tier

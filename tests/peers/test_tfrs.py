@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import pathlib
 import re
 import subprocess
-import sys
 from typing import Any
 
+import new_process
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -33,18 +32,8 @@ legacy = tf_keras.optimizers.legacy
 
 
 def run_python(*arguments: str, legacy: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env={
-            **os.environ,
-            "TF_USE_LEGACY_KERAS": legacy,
-            "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, sys.path)]),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=900,
-    )
+    variables = {"TF_USE_LEGACY_KERAS": legacy}
+    return new_process.run(*arguments, env=variables, path=TESTS, timeout=900)
 
 
 @functools.cache

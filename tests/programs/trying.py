@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 import re
-import subprocess
-import sys
+
+from new_process import printed_by
 
 FOLDER = pathlib.Path(__file__).parent
 STEPS = 40
@@ -15,22 +14,10 @@ STEPS = 40
 def tried(name: str, optimizer: str, **environment: str) -> str:
     """What `python -m tpu_embedding try` prints of a program."""
     script = str(FOLDER / f"{name}.py")
-    command = [sys.executable, "-P", "-m", "tpu_embedding", "try"]
-    done = subprocess.run(
-        [*command, "--steps", str(STEPS), script, optimizer],
-        env={
-            **os.environ,
-            **environment,
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    print(done.stdout)  # Of a test that fails.
-    return done.stdout
+    command = ["-m", "tpu_embedding", "try", "--steps", str(STEPS), script, optimizer]
+    printed = printed_by(*command, env=environment, timeout=600)
+    print(printed)  # Of a test that fails.
+    return printed
 
 
 def assert_same_losses(printed: str) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 
+import new_process
 import pytest
 import tensorflow as tf
 from cpu_engines import EACH_ENGINE
@@ -26,19 +24,8 @@ def outcomes(
     folder = tmp_path_factory.mktemp("faults")
     for parent in (folder, *folder.parents[:2]):
         parent.chmod(0o755)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "TPU_EMBEDDING_ENGINE": request.param,
-    }
-    ran = subprocess.run(
-        [sys.executable, "-P", faults.__file__, str(folder)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
+    engine = {"TPU_EMBEDDING_ENGINE": request.param}
+    ran = new_process.run(faults.__file__, folder, env=engine, timeout=600)
     assert ran.returncode == 0, ran.stderr
     print(ran.stderr)
     results = json.loads(ran.stdout.splitlines()[-1])

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import pathlib
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
+from new_process import printed_by
 from serving import exported
 from serving.exported import Trained
 from threads import run_in_threads
@@ -97,13 +96,8 @@ print(*found["film"].numpy()[:, 0].tolist(), peak() - before)
 def test_the_first_call_does_not_read_the_file(tmp_path: pathlib.Path) -> None:
     export_films(tmp_path / "large", numbered(1 << 17))  # 64 MiB.
     export_films(tmp_path / "small", numbered(8))
-    ran = subprocess.run(
-        [sys.executable, "-c", FIRST_CALL, tmp_path / "large", tmp_path / "small"],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    *found, grown = map(float, ran.stdout.split())
+    program = ("-c", FIRST_CALL, tmp_path / "large", tmp_path / "small")
+    *found, grown = map(float, printed_by(*program).split())
     assert found == [5, 70000, 131071]
     assert grown < 32  # Half of the file, in MiB.
 

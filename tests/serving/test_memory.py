@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import json
 import pathlib
-import subprocess
-import sys
 
 import pytest
+from new_process import printed_by
 
 SCRIPT = pathlib.Path(__file__).with_name("measure_export.py")
 SIZE = 384  # MiB: half of the table, as 16 bits, would be too much.
@@ -21,14 +20,7 @@ SIZE = 384  # MiB: half of the table, as 16 bits, would be too much.
 @pytest.mark.second_tier
 def test_peak_of_an_export(tmp_path: pathlib.Path) -> None:
     # In a process of its own: what other tests have freed would hide a peak.
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(tmp_path), str(SIZE)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(printed_by(SCRIPT, tmp_path, str(SIZE)).splitlines()[-1])
     assert set(found) == {
         *("built", "float32", "bfloat16", "float16", "int8", "int4", "limit"),
         *("float32+deltas", "int8+deltas"),

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
-import subprocess
-import sys
 
+import new_process
 import numpy as np
 from multi_process import tf_keras_fit
 from multi_process.jobs import Job
 from replica_values import mirrored
-
-import tpu_embedding as te
 
 
 def test_workers_train_as_two_replicas_of_one_process() -> None:
@@ -31,13 +27,5 @@ SCRIPT = pathlib.Path(__file__).with_name("parameter_server_fit.py")
 
 def test_servers_have_the_bits_of_one_process() -> None:
     """In a process of its own: a cluster belongs to an eager context."""
-    paths = [pathlib.Path(te.__file__).parents[1], SCRIPT.parents[1], *sys.path]
-    done = subprocess.run(
-        [sys.executable, "-P", str(SCRIPT)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    done = new_process.run(SCRIPT, timeout=240)
     assert done.stdout.splitlines()[-1:] == ["passed"], done.stderr[-4000:]
