@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -31,24 +32,18 @@ def parameters(config: Any):
     return config.table_descriptor[0].optimization_parameters
 
 
-def table(**fields) -> Change:
-    """Changes the fields of the first table."""
+def first(descriptor: str, **fields) -> Change:
+    """Changes the fields of the first table or feature."""
 
     def change(config: Any) -> None:
         for name, value in fields.items():
-            setattr(config.table_descriptor[0], name, value)
+            setattr(getattr(config, descriptor)[0], name, value)
 
     return change
 
 
-def feature(**fields) -> Change:
-    """Changes the fields of the first feature."""
-
-    def change(config: Any) -> None:
-        for name, value in fields.items():
-            setattr(config.feature_descriptor[0], name, value)
-
-    return change
+table = functools.partial(first, "table_descriptor")
+feature = functools.partial(first, "feature_descriptor")
 
 
 def optimizer(name: str, **fields) -> Change:
