@@ -229,18 +229,18 @@ REFUSED = [
     Refused(
         "weights_count",
         dense([1, 2, 3], weights=[1, 2]),
-        "Feature f0: 2 weights for 3 ids. Weights have the feature's own structure.",
+        "Feature f0: 2 weights for 3 ids. Pass one weight for each id.",
     ),
     Refused(
         "weights_indices",
         sparse([[0, 1]], [2, 3], weights=[1], weight_structure=[[0, 2]]),
-        "Feature f0: the weights have other indices than the ids. Build them with "
+        "Feature f0: the weights must have the indices of the ids. Build them with "
         "`with_values`.",
     ),
     Refused(
         "weights_splits",
         ragged([0, 1, 2], weights=[1, 1], weight_structure=[0, 2]),
-        "Feature f0: the weights have other row_splits than the ids.",
+        "Feature f0: the weights must have the row_splits of the ids.",
     ),
     Refused(
         "weights_not_finite",
@@ -508,7 +508,7 @@ def test_what_it_lacks_is_refused_at_construction(
 ) -> None:
     monkeypatch.setenv("TPU_EMBEDDING_ENGINE", "portable")
     feature = te.FeatureConfig(te.TableConfig(2, 1, name="table"))
-    way_out = "The host engine does: it needs the compiled library, tables on a CPU"
+    way_out = "The host engine supports this, but needs the compiled library"
     message = "support `pipeline_execution_with_tensor_core=True`. " + way_out
     with pytest.raises(NotImplementedError, match=message):
         made(feature, te.SGD(1.0), True)
