@@ -114,9 +114,9 @@ class Topology:
         return tf.distribute.get_replica_context()
 
     def runs(self) -> np.ndarray:
-        """Returns a number that tells runs of strategy.run apart, 0 outside: int64 [1].
+        """Returns int64 [1], a number that tells runs of strategy.run apart; 0 outside.
 
-        It is empty if kernels know the run (inside, in graphs) or there is one replica.
+        It is empty with one replica, or in graphs of a run, where kernels know the run.
         """
         if self.num_replicas == 1:
             return library.NO_NUMBER
@@ -156,7 +156,7 @@ class Topology:
         return None
 
     def has_feature(self, feature: str) -> bool:
-        """Returns whether its TPUs, if it has any, are those of an EmbeddingFeature."""
+        """Returns whether TPUs, if there are any, have this EmbeddingFeature."""
         del feature
         return True
 
@@ -221,7 +221,7 @@ class Topology:
 
     def _devices(self) -> list[str]:
         if not isinstance(self.strategy, _WITH_DEVICES):
-            return []  # Replicas have no places of their own.
+            return []  # Replicas have no devices of their own.
         return list(self.strategy.extended.worker_devices)
 
     def split(self, values: Sequence[Any]) -> list[list[Any]]:
@@ -264,7 +264,7 @@ class ProcessTopology(Topology):
         return self.num_replicas * len(self.processes)
 
     def runs(self) -> np.ndarray:
-        """See `Topology.runs`: of the one replica of this process; none in graphs."""
+        """See `Topology.runs`: this process has one replica; empty in graphs."""
         if not tf.executing_eagerly():
             return library.NO_NUMBER
         return _run_number(self.run_context())
@@ -307,7 +307,7 @@ class TPUTopology(Topology):
         return self.system.on_host(function, *arguments)
 
     def of_replica(self, parts: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Returns the one of R host resources that belongs to the calling replica."""
+        """Returns the host resource of the calling replica, one of R `parts`."""
         replica = self.replica()
         assert replica is not None
         return self.system.of_replica(parts, replica)
@@ -373,7 +373,7 @@ def current() -> Topology:
     Raises:
       NotImplementedError: For strategies that no engine serves yet.
       ValueError: If the environment variable TPU_EMBEDDING_ENGINE names no engine, or
-        not that of the strategy's TPUs.
+        another engine than that of the strategy's TPUs.
       RuntimeError: If it asks for the host engine and its library cannot be loaded, or
         if the strategy's TPUs are not initialized.
     """

@@ -22,7 +22,7 @@ DESCRIBED_GENERATION = "described_generation"
 
 
 def _no_watch(ended: str) -> Callable[[], list[Any]]:
-    """Returns a watch of nothing: TensorFlow does not report lost TPUs here."""
+    """Returns a watch that never fails: TensorFlow does not report lost TPUs here."""
     del ended
     return list
 
@@ -146,7 +146,7 @@ class TPUSystem:
         )(*arguments)
 
     def of_replica(self, parts: Sequence[tf.Tensor], replica: int) -> tf.Tensor:
-        """Returns the one of R host resources that belongs to the calling replica."""
+        """Returns the host resource of the calling replica, one of R `parts`."""
         del replica
         found = _tpu_context()
         assert found is not None
@@ -170,7 +170,7 @@ class TPUSystem:
         return list(tensors)
 
     def after(self, value: tf.Tensor, before: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Returns `value`, which a program has only when `before` is computed.
+        """Returns `value`, which a program gets only once `before` is computed.
 
         XLA drops control inputs, but keeps the order of its optimization barrier.
         """
@@ -250,7 +250,7 @@ def is_argument(tensor: Any) -> bool:
 
 
 def devices_of(tensor: Any) -> list[str]:
-    """Returns the known devices of a tensor; outside of strategy.run if passed in."""
+    """Returns a tensor's known devices; for a run's argument, those of its source."""
     if not tf.is_tensor(tensor):
         return []
     devices = [tensor.device]
@@ -264,7 +264,7 @@ def devices_of(tensor: Any) -> list[str]:
 
 
 def find(device: Any, known: Sequence[str]) -> str | None:
-    """Returns the one of some devices that the user named, maybe in part, or None."""
+    """Returns the known device that the user named, maybe in part, or None."""
     try:
         asked = tf.DeviceSpec.from_string(device)
     except (TypeError, ValueError, AttributeError):  # No name of a device.

@@ -43,7 +43,7 @@ _ENGINES: dict[str, type[Engine]] = {
 
 
 def choose(topology: Topology, plan: Plan) -> type[Engine]:
-    """Returns the engine for a plan: the topology's, or the one that stands in for it.
+    """Returns the engine for a plan: the topology's engine, or its stand-in.
 
     Raises:
       NotImplementedError: If the TPUs have no hardware for embeddings, or if the engine
@@ -58,7 +58,7 @@ def choose(topology: Topology, plan: Plan) -> type[Engine]:
             "create the embedding outside of the strategy's scope, where it runs on "
             "this machine's CPU."
         )
-    # Kernels of ours cannot call user functions.
+    # Our kernels cannot call user functions.
     if engine.stand_in and any(table.function for table in plan.tables):
         engine = _ENGINES[engine.stand_in]
     if not engine.grows:

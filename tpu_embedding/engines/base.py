@@ -39,15 +39,15 @@ class Steps(abc.ABC):
     evaluates the learning rates.
 
     Pipelining: an engine with `EngineOptions.pipelined` has at most one pending
-    update, which changes as a whole: all tables, the learning rates of its own step and
-    its own number for stochastic rounding. It is applied exactly once: by `flush` (also
+    update. It covers all tables, and keeps the learning rates and the number for
+    stochastic rounding of its own step. It is applied exactly once: by `flush` (also
     when tables are read or saved, or an evaluation batch enters the queue), when the
     next update arrives, or with a StepQueue when all replicas have looked up the next
     step. A refused call leaves it pending.
 
     Counting: the variable `UPDATES` counts an update when its last replica submits
-    gradients; its rounding number is the count before that. `reset` takes a discarded
-    pending update out of the count.
+    gradients; the update's rounding number is the count before that. `reset` takes a
+    discarded pending update out of the count.
 
     Attributes:
       queue: The queue of TPUEmbedding.
@@ -63,13 +63,13 @@ class Steps(abc.ABC):
     ) -> list[Prepared]:
         """Checks batches and brings them into the form that lookups need.
 
-        On one machine it touches no state, so that it may run ahead in tf.data. Errors
-        in values are raised here or by the call that takes the result; with
-        `call.tensors` here, but in a job by the lookup, in all processes.
+        On one machine it touches no state, so it may run ahead in tf.data. Errors in
+        values are raised here or by the call that takes the result. With `call.tensors`
+        they are raised here; in a job, the lookup raises them in all processes.
 
         Args:
-          batches: One batch, an element for each feature, or outside of strategy.run
-            that of each replica.
+          batches: One batch, with an element for each feature; outside of strategy.run
+            one batch for each replica.
           call: The call.
 
         Returns:
@@ -83,19 +83,19 @@ class Steps(abc.ABC):
     def lookup(
         self, prepared: Prepared, call: Call
     ) -> tuple[list[tf.Tensor], Prepared]:
-        """Looks a batch up, past any queue.
+        """Looks up a batch, bypassing any queue.
 
         Args:
           prepared: What `prepare` or `from_tensors` returned.
           call: The call of a replica.
 
         Returns:
-          The activations, float32 [output shape..., dim] for each feature, and what
-          `update` takes, which it accepts only once.
+          The activations, float32 [output shape..., dim] for each feature, and the
+          input of `update`, which accepts it only once.
 
         Raises:
           tf.errors.InvalidArgumentError: If `prepare` refused the batch.
-          tf.errors.FailedPreconditionError: If this replica has handed in gradients of
+          tf.errors.FailedPreconditionError: If this replica has submitted gradients of
             a step in this strategy.run and another replica has not: the loop over
             steps belongs outside of strategy.run.
           NotImplementedError: On TPU v2 to v4, if the `update` of an earlier lookup
@@ -106,7 +106,7 @@ class Steps(abc.ABC):
     def update(
         self, looked_up: Prepared, gradients: Sequence[tf.Tensor | None], call: Call
     ) -> None:
-        """Hands in the gradients of one lookup; the last replica's call updates.
+        """Submits the gradients of one lookup; the last replica completes the update.
 
         Args:
           looked_up: What `lookup` returned, or `from_tensors` of its tensors.
@@ -115,7 +115,7 @@ class Steps(abc.ABC):
 
         Raises:
           tf.errors.InvalidArgumentError: If a gradient has another shape than its
-            activation, or is not finite where `check_numerics` is set.
+            activation, or with `check_numerics` if a gradient is not finite.
           tf.errors.FailedPreconditionError: If the lookup was used before, or belongs
             to a step that was discarded.
         """
@@ -127,13 +127,13 @@ class Steps(abc.ABC):
 
         Args:
           features: `Prepared.tensors` of a batch. For `update` its `output_shapes` may
-            be empty; the `sample_count` of each table says how many samples it has.
+            be empty; the `sample_count` of each table then gives the number of samples.
           looked_up: Whether the tensors must come from a lookup, which adds to `tables`
             what its update needs.
 
         Raises:
           TypeError: If `features.tables` is not a mapping.
-          ValueError: If it does not have the stacks of this engine.
+          ValueError: If it does not hold this engine's stacks, each of the right class.
           tf.errors.InvalidArgumentError: If the engine did not make these tensors;
             raised here or by the call that takes the result.
         """
@@ -199,8 +199,8 @@ class TableStore(abc.ABC):
           every: The n of every n-th update; 0 counts nothing.
 
         Returns:
-          A function, to be called eagerly, that returns what was counted since. It
-          takes the number of hottest rows; given None it leaves out the tables.
+          A function, to be called eagerly, that returns the counts since this call. It
+          takes the number of hottest rows to return; None leaves out the tables.
 
         Raises:
           NotImplementedError: If the engine cannot count.
@@ -214,7 +214,7 @@ class TableStore(abc.ABC):
         )
 
     def changes(self, consumer: str) -> RowChanges:
-        """Returns which rows change for a consumer of deltas, from its first mark on.
+        """Returns the rows that change for a consumer of deltas after its first mark.
 
         Raises:
           NotImplementedError: If the engine does not track them.
@@ -231,15 +231,15 @@ class TableStore(abc.ABC):
         """Applies the pending update, if there is one."""
 
     def complete(self) -> None:
-        """Makes the first values that `EngineOptions.to_restore` left out."""
-        return  # Most engines leave none out.
+        """Makes the first values that `EngineOptions.to_restore` postponed."""
+        return  # Most engines postpone none.
 
     def retrieve(self) -> None:
-        """Updates the rows of `tables` and `checkpoint_variables` from the tables."""
+        """Brings the rows of `tables` and `checkpoint_variables` up to date."""
         self.flush()
 
     def load(self) -> None:
-        """Updates the tables from their rows or `checkpoint_variables`."""
+        """Loads what was written to the rows or to `checkpoint_variables`."""
         return  # Most engines store the rows themselves.
 
 
@@ -261,13 +261,13 @@ class Engine(Steps, TableStore):
     differentiates_weights: ClassVar[bool] = False
     # True: what `lookup` returns for `update` is tensors, which a function may return.
     passes_tensors: ClassVar[bool] = False
-    # True: it finds the rows of ids in hashed tables itself.
+    # True: the engine itself finds the rows of ids in hashed tables.
     hashes_ids: ClassVar[bool] = False
     # True: tables may have a GrowingVocabulary.
     grows: ClassVar[bool] = False
-    # True: `flush` and `reset` are calls of all processes, also before the first step.
+    # True: all processes must call `flush` and `reset`, even before the first step.
     synchronizes: ClassVar[bool] = False
-    # The engine that runs in its place if a table has a function of the user, or None.
+    # The engine that replaces this one if a table has a user function, or None.
     stand_in: ClassVar[str | None] = None
 
     def __init__(self, options: EngineOptions) -> None:
@@ -284,11 +284,11 @@ class Engine(Steps, TableStore):
           options: The arguments of the engine's constructor, still without stacks.
 
         Returns:
-          The channel by which the processes of a job talk; None for one process.
+          The channel between the processes of a job; None for one process.
 
         Raises:
-          NotImplementedError: If the engine does not support an option, also one of a
-            table, or the number of replicas.
+          NotImplementedError: If the engine does not support the number of replicas, or
+            an option of the embedding or of a table.
           ValueError: In all processes of a job, if their configurations differ.
         """
         del options
@@ -296,10 +296,10 @@ class Engine(Steps, TableStore):
 
     @classmethod
     def lay_out(cls, options: EngineOptions) -> Layout:
-        """Stacks the tables of a plan that `check` has let pass.
+        """Stacks the tables of a plan that has passed `check`.
 
         It is called only if the engine stores stacks or the public class hands them
-        out. An engine of whole tables stacks by `options.sparse_core` alone.
+        out. An engine that stores whole tables stacks by `options.sparse_core` alone.
 
         Raises:
           NotImplementedError: If the engine does not support an option of a table.
@@ -340,7 +340,7 @@ class TracedTicket:
 
 
 def check_device(topology: Topology, device: str | tf.Tensor) -> list[Any]:
-    """Refuses a core that the user named, and returns the checks of its ordinal."""
+    """Refuses a `device` that is not supported; returns the checks of an ordinal."""
     assert topology.tpu is not None
     if topology.program() is not None:
         raise ValueError(

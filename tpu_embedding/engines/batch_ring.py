@@ -36,7 +36,7 @@ NOTHING_OWED = (
     "apply_gradients: no dequeued batch owes gradients; they can be applied once per "
     "dequeue."
 )
-_COUNTS, _OWED = -1, -2  # Keys; those of waiting batches are their numbers.
+_COUNTS, _OWED = -1, -2  # Keys; a waiting batch has its number as the key.
 
 
 def pack(tensors: Sequence[Any]) -> tf.Tensor:
@@ -72,36 +72,36 @@ class _Counts(NamedTuple):
     evaluated: tf.Tensor
 
 
-# What a call gives, and control inputs that wait for what it has changed.
+# The results of a call, and control inputs that wait for its changes.
 _Change = tuple[list[tf.Tensor], list[Any]]
 
 
 class BatchRing:
     """The batches of one replica, as variants, and the one that owes its gradients.
 
-    Unlike a tf.queue.FIFOQueue it never blocks, and a refused call has changed nothing.
-    Each call holds a mutex, so that those of several threads, eager or in graphs, come
+    Unlike a tf.queue.FIFOQueue it never blocks, and a refused call changes nothing.
+    Each call holds a mutex, so that calls from several threads, eager or in graphs, run
     one after the other.
 
     A hash table stores the batches. Variables would not work: TensorFlow reads all of
-    a TPU program's variables before it starts and writes them at its end, also those
-    that only the host uses, so a call would not see what the previous one has written.
+    a TPU program's variables before it starts and writes them at its end, even those
+    that only the host uses, so a call would not see what the previous call has written.
 
     Attributes:
       handles: The handles of the resources that make up the ring.
     """
 
     def __init__(self, *, in_order: bool = False) -> None:
-        """Makes an empty ring, on the device that is current.
+        """Makes an empty ring on the current device.
 
-        With `in_order` the calls of one graph wait for each other. Otherwise a call
-        that waits for the mutex while another one fails would hide that error.
+        With `in_order` the calls of one graph wait for each other. Without it, a call
+        that waits for the mutex while another call fails would hide that error.
         """
         # The name of the op that ended the call before, in each graph.
         self._ended: weakref.WeakKeyDictionary[Any, str] | None = (
             weakref.WeakKeyDictionary() if in_order else None
         )
-        name = f"tpu_embedding_{uuid.uuid4()}"  # Mutexes without a name are one.
+        name = f"tpu_embedding_{uuid.uuid4()}"  # Unnamed mutexes are shared.
         self.handles = [
             tf.raw_ops.AnonymousMutableHashTable(
                 key_dtype=tf.int64, value_dtype=tf.variant
@@ -141,7 +141,7 @@ class BatchRing:
     def take(
         self, check: Callable[[tf.Tensor], list[Any]] = lambda batch: []
     ) -> list[tf.Tensor]:
-        """Takes the oldest batch; one for training then owes its gradients.
+        """Takes the oldest batch; a training batch then owes its gradients.
 
         `check` makes control inputs that fail if the batch must stay. The result is
         whether the batch is for training, and the batch.
@@ -182,7 +182,7 @@ class BatchRing:
         return self._call(change)[0]
 
     def settle(self) -> list[Any]:
-        """Notes that the gradients have come; returns control inputs."""
+        """Records that no gradients are owed any longer; returns control inputs."""
 
         def change(counts: _Counts) -> _Change:
             none = tf.zeros([], tf.int64)
@@ -204,8 +204,8 @@ class BatchRing:
         return self._call(change)
 
     def _call(self, change: Callable[[_Counts], _Change]) -> list[Any]:
-        """Calls `change` while the mutex is held; no tensors become a control input."""
-        # This is a list, so that the frames of an error do not keep the mutex locked.
+        """Calls `change` with the mutex held; returns results or a control input."""
+        # The list is cleared, so that the frames of an error do not hold the mutex.
         with tf.control_dependencies(self._call_before()):
             locks = [tf.raw_ops.MutexLock(mutex=self.handles[1])]
         try:
@@ -240,7 +240,7 @@ class BatchRing:
         return tf.reshape(found, [])
 
     def _batch(self, key: tf.Tensor) -> list[tf.Tensor]:
-        """Returns whether a batch is there and for training, and the batch."""
+        """Returns whether the key has a training batch, and the batch."""
         found = self._find(key, [tf.constant(False), pack([tf.zeros([])])])
         specs = [tf.TensorSpec([], tf.bool), tf.TensorSpec([], tf.variant)]
         return unpack(found, specs)

@@ -31,8 +31,8 @@ class EmbeddingOptions:
       sparse_core: Limits of SparseCores, and how they stack and fill the tables.
       initialize: On TPU v2 to v4, configure the TPU's engine; False shares the one that
         is configured already.
-      profile_data_directory: The folder where TPU v2 to v4 write what they learn of the
-        ids, or None.
+      profile_data_directory: The folder where TPU v2 to v4 write what they learn about
+        the ids, or None.
       distributed: How several processes share the tables.
       batch_size: The global size of every batch, or None for any.
     """
@@ -80,11 +80,11 @@ class Call:
       training: Whether gradients may be applied later.
       name: A tag for the ops of TPU v2 to v4, by which the compiler pairs them.
       shapes: The static shape of each feature's output in the graph that is being
-        traced; None means what is known of all batches.
-      device: The TPU core whose batch it is, if the caller named one: its name or its
-        ordinal on the only host.
-      tensors: Whether the batch is also wanted as plain tensors, which TPUEmbeddingV2
-        hands to the user, and from which the update will be made.
+        traced; None means the shapes known for all batches.
+      device: The TPU core that the batch is for, if the caller named one: its name or
+        its ordinal on the only host.
+      tensors: Whether to make plain tensors of the batch, too. TPUEmbeddingV2 hands
+        them to the user, and the update takes them back.
       clock: The clock of an update, an int64 scalar, by which rows of growing tables
         age.
     """
@@ -110,7 +110,7 @@ class Prepared(NamedTuple):
 
     Attributes:
       value: The engine's own form of the batch; None if only `tensors` is set.
-      tensors: The batch as plain tensors, where the call asked for them or the user
+      tensors: The batch as plain tensors, if the call asked for them or the user
         passed them. After a lookup its `tables` include what the update of a
         CustomCombiner needs.
     """
@@ -132,12 +132,12 @@ class StepQueue(abc.ABC):
     def enqueue(self, batches: Sequence[Prepared], call: Call) -> None:
         """Queues a batch for every replica (all of them or none), or for one.
 
-        An evaluation batch (`call.training` is False) that is accepted first applies
-        the pending update; a refused one leaves it pending.
+        An accepted evaluation batch (`call.training` is False) first applies the
+        pending update; a refused one leaves it pending.
 
         Args:
           batches: What `Steps.prepare` returned for this call.
-          call: The call; its `device`, `replica` or else all replicas sent the batches.
+          call: The call; the batches are for its `device` or `replica`, else for all.
 
         Raises:
           ValueError: If the TPU has no such device.
@@ -153,10 +153,10 @@ class StepQueue(abc.ABC):
           The activations, one for each feature in plan order.
 
         Raises:
-          tf.errors.FailedPreconditionError: If no batch is queued, or the training
-            batch before still owes its gradients.
-          tf.errors.InvalidArgumentError: If the batch has other shapes than the call.
-            It stays in the queue.
+          tf.errors.FailedPreconditionError: If no batch is queued, or the previous
+            training batch still owes its gradients.
+          tf.errors.InvalidArgumentError: If the shapes of the batch are not those of
+            the call. The batch stays in the queue.
         """
 
     @abc.abstractmethod

@@ -1,4 +1,4 @@
-"""The part that engines share whose tables are not stacked in their memory."""
+"""The code shared by the engines that do not store their tables as stacks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tpu_embedding.layout.stacking import Layout, full_shape
 
 
 def refuse_tpu_options(engine: str, plan: Plan) -> None:
-    """Refuses what describes how a TPU stores a table, and options that are lacking."""
+    """Refuses layouts, which only TPUs have, and options that the engine lacks."""
     refuse_layouts(engine.replace("_", " "), plan)
     require_options(plan, engine)
 

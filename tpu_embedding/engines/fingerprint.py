@@ -1,4 +1,4 @@
-"""Texts of callables that processes compare; equal if the callables' values are."""
+"""Texts by which processes compare callables: equal callables have equal texts."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import numpy as np
 import tensorflow as tf
 
 _SHOWN = 200  # Characters of a text; a longer one ends with its hash.
-_DEEPEST = 8  # Values within values.
-_MANY = 100  # Numbers in a list that is read as an array.
-# What they make has counters and names that do not come from the user program.
+_DEEPEST = 8  # The depth to which nested values are read.
+_MANY = 100  # A list of at least this many numbers is read as an array.
+# Their objects have counters and names that do not come from the user program.
 _LIBRARIES = {"tensorflow", "keras", "tf_keras"}
 
 
 def of_initializer(initializer: Any) -> str:
-    """Returns a text of what decides the numbers of an initializer.
+    """Returns a text that describes what decides the numbers of an initializer.
 
-    It is the same in all processes that run one program. So it leaves out addresses,
-    paths, variables, files and objects of unknown kinds: it would rather miss a
-    difference there than invent one.
+    The text is equal in all processes that run one program. It therefore leaves out
+    addresses, paths, variables, files and objects of unknown kinds: it would rather
+    miss a difference there than invent one.
     """
     text = _Reading().called(initializer, 0)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({_hash(text)})"
@@ -37,7 +37,7 @@ class _Reading:
         self._functions: set[Callable[..., Any]] = set()
 
     def called(self, value: Any, depth: int) -> str:
-        """Returns a text of what is known of a callable that makes the numbers."""
+        """Describes what is known about a callable that makes the numbers."""
         kind = type(value).__name__
         if value is None or isinstance(value, str):
             return str(value)
@@ -53,7 +53,7 @@ class _Reading:
             method = self.called(value.__func__, depth)
             return f"{method} of {type(value.__self__).__name__}"
         if isinstance(getattr(value, "python_function", None), types.FunctionType):
-            return self._function(value.python_function, depth)  # Of a tf.function.
+            return self._function(value.python_function, depth)  # A tf.function.
         named = getattr(value, "__qualname__", None)
         return str(named) if named else f"{kind}({self._object(value, depth)})"
 
@@ -64,9 +64,9 @@ class _Reading:
         if hasattr(value, "get_config"):
             try:
                 return self._value(value.get_config(), depth)
-            except Exception:  # It is the user's.
+            except Exception:  # `get_config` is the user's code.
                 return ""
-        # `by_rows` may have the rows of this process alone.
+        # An object with `by_rows` may hold the rows of this process alone.
         if _is_of_library(type(value)) or hasattr(value, "by_rows"):
             return ""
         method = self._value(type(value).__call__, depth)
@@ -95,7 +95,7 @@ class _Reading:
         return repr((code.co_code, code.co_names, code.co_varnames, constants))
 
     def _value(self, value: Any, depth: int) -> str:
-        """Describes a value that a callable has, by its type if it is not known."""
+        """Describes a value that a callable holds; an unknown one by its type alone."""
         kind = type(value).__name__
         if depth > _DEEPEST:
             return kind
@@ -107,7 +107,7 @@ class _Reading:
             return _array(value)
         if isinstance(value, Mapping):
             return f"{{{self._items(value, depth)}}}"
-        if isinstance(value, Set):  # Its order differs, so nothing deep is read of it.
+        if isinstance(value, Set):  # Its order varies, so nested values are not read.
             return f"{{{', '.join(sorted(self._each(value, _DEEPEST - 1)))}}}"
         if isinstance(value, (list, tuple)):
             numbers = _numbers(value)

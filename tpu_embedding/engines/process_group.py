@@ -21,18 +21,18 @@ from tpu_embedding.ops import library, records
 
 # A key for TensorFlow's collectives; MultiWorkerMirroredStrategy counts from 1.
 _GROUP_KEY = 20_611
-_ALIGNMENT = 64  # of the parts of a message
-_REMINDER_SECONDS = 10.0  # of a wait
+_ALIGNMENT = 64  # Messages are padded to multiples of it, in bytes.
+_REMINDER_SECONDS = 10.0  # A wait this long logs a reminder.
 _INVALID_ARGUMENT = tf.errors.INVALID_ARGUMENT
 PHASES = ("construction", "enqueue", "lookup", "update", "checkpoint")
-ROLES = ("", "begins", "continues")  # What an exchange is of a step.
+ROLES = ("", "begins", "continues")  # What an exchange does to a step.
 
 _CALL = contextvars.ContextVar("_CALL", default="")
 
 
 @contextlib.contextmanager
 def calling(name: str) -> Iterator[None]:
-    """Sets the name of what the user calls, for exchanges in it that have no name."""
+    """Names the user's call, for exchanges within it that have no name themselves."""
     token = _CALL.set(_CALL.get() or name)
     try:
         yield
@@ -87,7 +87,7 @@ class Channel:
         # The first exchange of each outermost function.
         self._first_places: weakref.WeakKeyDictionary[Any, _Place]
         self._first_places = weakref.WeakKeyDictionary()
-        self._newest_place = _Place("enqueue", "step")  # Of a function that enqueues.
+        self._newest_place = _Place("enqueue", "step")  # The newest enqueue of these.
         # The exchanges of each graph in the lane "enqueue", by name.
         self._enqueues: weakref.WeakKeyDictionary[Any, dict[str, _Place | None]]
         self._enqueues = weakref.WeakKeyDictionary()
@@ -106,19 +106,19 @@ class Channel:
         role: str = "",
         lane: str = "",
     ) -> list[tf.Tensor]:
-        """Sends each process its message and returns those to this one.
+        """Sends each process its message and returns the messages to this one.
 
         Args:
           phase: One of `PHASES`.
           messages: The message to each process, uint8 vectors of multiples of 64 bytes.
-            The one to this process comes back as it is.
+            The message to this process comes back unchanged.
           refusal: A string scalar with an error, or "". If any process passes an error,
             the call raises it in all processes.
-          call: What the user called; "" for the name of `calling`. If it differs in
-            any process, the call raises a tf.errors.FailedPreconditionError in all,
-            which contains both.
-          role: One of `ROLES`. If some processes begin a step while others are in the
-            one before, only the latter raise that error.
+          call: What the user called; "" for the name of `calling`. If two processes
+            pass different calls, all processes raise a
+            tf.errors.FailedPreconditionError that contains both.
+          role: One of `ROLES`. If some processes begin a step while others are still in
+            the previous one, only the latter raise that error.
           lane: "step" or "enqueue", the exchanges among which this one is ordered, or
             "" for the lane of the phase and thread.
 
@@ -150,10 +150,10 @@ class Channel:
         return received
 
     def _lane(self, phase: str) -> str:
-        """Returns a call's lane, "step" also if a thread that runs steps enqueues.
+        """Returns a call's lane: "step" even for an enqueue, if its thread runs steps.
 
-        Then no other thread of this process is in a step: calls can be compared. The
-        thread that made the embedding is one if it enqueues in strategy.run.
+        Then no other thread of this process is in a step, so calls can be compared. The
+        thread that made the embedding runs steps if it enqueues in strategy.run.
         """
         if phase != "enqueue":
             return "step"
@@ -189,7 +189,7 @@ class Channel:
                     place.lane = "step"
 
     def after_exchange(self) -> contextlib.AbstractContextManager[Any]:
-        """Makes ops of a graph wait for an exchange: failing beside it ends the job."""
+        """Makes ops wait for the newest exchange: a failure during it ends the job."""
         graph: Any = tf.compat.v1.get_default_graph()
         name = "" if tf.executing_eagerly() else self._newest.get(graph, "")
         newest = [graph.get_operation_by_name(name)] if name else []
@@ -206,7 +206,7 @@ class Channel:
 
     @contextlib.contextmanager
     def refusing(self, phase: str) -> Iterator[None]:
-        """Tells other processes what this one raises before their calls of `phase`."""
+        """Tells other processes, in their calls of `phase`, what this one raises."""
         try:
             yield
         except Exception as error:
@@ -221,8 +221,8 @@ class Channel:
         """
         lane = self._lane(phase)
         if not tf.executing_eagerly():
-            # What follows the first enqueue of a function is not known: it is taken to
-            # be as in the function before.
+            # What follows the first enqueue of a function is not known yet. It is
+            # assumed to be what followed in the previous function.
             place = self._newest_place if phase == "enqueue" else _Place(phase, lane)
             place = self._first_places.get(_open_graphs()[-1], place)
             phase, lane = place.phase, place.lane
@@ -239,7 +239,7 @@ class Channel:
     def all_to_all(
         self, phase: str, contents: Sequence[bytes], call: str = ""
     ) -> list[bytes]:
-        """Sends contents[p] to process p; what each process sent to this one."""
+        """Sends contents[p] to process p; returns what each sent to this process."""
         messages = [
             tf.constant(np.frombuffer(_padded(content), np.uint8))
             for content in contents
@@ -252,7 +252,7 @@ class Channel:
         return found
 
     def agree(self, phase: str, call: str = "") -> None:
-        """Waits until all processes are in a call; fails in all if it differs."""
+        """Waits until all processes make a call; fails in all if their calls differ."""
         with tf.device(self._device):
             nothing = [tf.zeros([0], tf.uint8)] * self.size
         self.exchange(phase, nothing, "", call)
@@ -330,10 +330,10 @@ _JOBS: weakref.WeakKeyDictionary[Any, _Job] = weakref.WeakKeyDictionary()
 def connect(
     topology: Topology, description: Mapping[str, Any], timeout_seconds: int
 ) -> Channel:
-    """Makes the channel of one embedding, once its configuration is alike everywhere.
+    """Makes the channel of one embedding, if all processes configure it alike.
 
-    All processes must call it in the same order. `description` has what must be alike
-    by name, in types that JSON can hold.
+    All processes must call it in the same order. `description` has, by name, the values
+    that must be equal in all of them, in types that JSON can hold.
     """
     job = _JOBS.get(topology.strategy)
     if job is None:
@@ -347,7 +347,7 @@ def connect(
 
 
 def _introduce(topology: Topology) -> None:
-    """Tells the processes each other's devices, which only TensorFlow's ops do."""
+    """Tells the processes each other's devices, which only TensorFlow's ops can do."""
     assert isinstance(topology, ProcessTopology)
     others = [str(p) for p in range(len(topology.processes)) if p != topology.rank]
     reminder = threading.Timer(

@@ -37,7 +37,7 @@ class Rates:
     """
 
     def __init__(self, plan: Plan, create_counter: Callable[[], tf.Variable]) -> None:
-        """Makes the counter, by the function given, where something asks for it."""
+        """Reads the rates; calls `create_counter` if a rate or a table needs it."""
         self._rates = [
             spec.optimizer.learning_rate if spec.optimizer else 0.0
             for spec in plan.tables
@@ -89,7 +89,7 @@ class Rates:
 
 
 def evaluate_rate(rate: Callable[..., Any], updates: Any) -> tf.Tensor:
-    """Evaluates a callable learning rate after so many updates, as a float32 scalar."""
+    """Evaluates a callable learning rate after `updates` updates: a float32 scalar."""
     arguments = [updates] if takes_step(rate) else []
     return _scalar("learning_rate", rate, rate(*arguments))
 

@@ -29,7 +29,7 @@ class TableCounts:
       vocabulary: Counts over all updates of a growing table, also those before
         telemetry: ids without a row, how many of these were admitted and refused, and
         rows that were evicted. Empty for other tables.
-      counted_steps: How many updates of it were counted; None if as many as of all.
+      counted_steps: Its counted updates; None if as many as `Counts.counted_steps`.
     """
 
     ids: int | None = 0
@@ -87,7 +87,7 @@ def joined(parts: Sequence[Counts], num_hot_rows: int | None) -> Counts:
         for name, counts in part.tables.items():
             tables.setdefault(name, []).append(counts)
     return Counts(
-        # A push that is on its way has reached some of the servers.
+        # A push under way has reached only some of the servers.
         max(part.steps for part in parts),
         max(part.counted_steps for part in parts),
         max(part.queue_depth for part in parts),

@@ -10,9 +10,9 @@ from typing import Any
 from tpu_embedding.layout.placement import ALL_PROCESSES, BY_ID, Placement
 from tpu_embedding.layout.plan import Plan, TableSpec
 
-# No process has more than this part of the mean load, if dividing tables avoids it.
+# No process has more than this multiple of the mean load, if division avoids it.
 _MAX_IMBALANCE = 1.25
-# Memory decides only for tables of at least so many bytes.
+# A table is divided because of its memory only if it has more bytes than this.
 _LARGE_TABLE = 16 << 20
 
 
@@ -21,13 +21,13 @@ def place_tables(
 ) -> Placement:
     """Chooses which tables to divide by rows, and where the others live.
 
-    For a whole table the combined samples travel, once for the lookup and once for the
-    update. For a divided one each distinct row travels, and the gradient of a sample,
-    to each process with an entry of it. Whole tables thus need fewer bytes unless many
-    samples use a row. They are placed one by one, those with the most samples first,
-    each in the process with the least to do. A table is divided if it is more than the
-    n-th part of all work or memory, or if the processes would be busy unequally; a
-    growing one only for its memory, as its parts become full one by one.
+    For a whole table, the combined samples travel: once for the lookup and once for the
+    update. For a divided table, each distinct row travels, and the gradient of a sample
+    goes to each process with an entry of it. Whole tables thus need fewer bytes unless
+    many samples use a row. They are placed one by one, those with the most samples
+    first, each in the process with the least to do. A table is divided if it is more
+    than the n-th part of all work or memory, or if the processes would otherwise be
+    unequally busy; a growing table only for its memory, as its parts fill one by one.
 
     Args:
       plan: The tables and features.
@@ -65,13 +65,13 @@ def place_tables(
 def place_on_servers(plan: Plan, number: int, placement: str = "auto") -> Placement:
     """Chooses which tables to divide by rows over servers, and where the others live.
 
-    Whole tables come one by one, the largest load first, each on the server with the
-    least. The load of a table is its share of all bytes, which a server must hold,
-    plus its share of the activations of a batch, which it must compute and send.
-    Workers combine the rows of divided tables, and these travel, so only memory
-    divides a table: a large one that is more than the n-th part of all bytes, or
-    without which the servers would be filled unequally. A table with fewer rows than
-    there are servers is always whole.
+    Whole tables are placed one by one, the largest load first, each on the server with
+    the least. The load of a table is its share of all bytes, which a server must hold,
+    plus its share of the activations of a batch, which it must compute and send. The
+    rows of divided tables travel, and workers combine them, so only memory decides: a
+    large table is divided if it is more than the n-th part of all bytes, or if the
+    servers would otherwise be unequally full. A table with fewer rows than there are
+    servers is always whole.
 
     Args:
       plan: The tables and features.
@@ -198,7 +198,7 @@ def _placed(
 def _place_whole(
     loads: Sequence[float], divided: Collection[int], num_processes: int
 ) -> tuple[list[int], list[float]]:
-    """Returns the owner of each table, and what each process has to do."""
+    """Returns the owner of each table, and the load of each process."""
     owners = [ALL_PROCESSES] * len(loads)
     busy = [sum(loads[t] for t in divided) / num_processes] * num_processes
     for table in sorted(range(len(loads)), key=lambda t: (-loads[t], t)):
@@ -209,7 +209,7 @@ def _place_whole(
 
 
 def _load(plan: Plan, spec: TableSpec) -> int:
-    """Returns how many numbers the activations of a sample of each feature have."""
+    """Returns how many numbers the activations of one sample of every feature have."""
     features = [plan.features[f].config for f in spec.features]
     samples = sum(max(1, config.max_sequence_length) for config in features)
     return samples * spec.config.dim

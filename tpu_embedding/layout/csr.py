@@ -90,7 +90,7 @@ class PreprocessedFeatures(NamedTuple):
         the activations without the embedding axis.
       dropped_ids: By table name (not stack name), the number of entries that were
         dropped because the id buffer of a device was full, an int64 scalar. Equal ids
-        of one sample are one entry. Zeros on the host engine, without such a buffer.
+        of one sample are one entry. Zeros on the host engine, which has no such buffer.
       sizes: Used sizes by stack name. Empty on the host engine, whose tensors have
         no unused part.
       sorted_pos_ids: By name of the stacks with a CustomCombiner, the position of each

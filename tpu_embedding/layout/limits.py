@@ -20,7 +20,7 @@ from tpu_embedding.tpu_generations import (
 
 _BYTES = 4  # Of float32 and int32, which are all that a TPU's tables and batches hold.
 _LARGEST_SHOWN = 3
-# The most arrays of what a CustomCombiner gets that its program has at a time.
+# The most copies of a CustomCombiner's inputs that its program holds at a time.
 _COMBINER_ARRAYS = 4
 _COMPILED = (
     "a TPU compiles its CustomOptimizer or CustomCombiner with a limit of {} distinct "
@@ -78,9 +78,9 @@ def program_bytes(
     pipelined: bool = False,
     padded: bool = False,
 ) -> int:
-    """Returns what the program of a step needs on one device beside its arguments.
+    """Returns the bytes that a step's program needs on a device besides its arguments.
 
-    Programs of libtpu 0.0.30 (docs/libtpu_limits.md) need it for code, the activations,
+    Programs of libtpu 0.0.30 (docs/libtpu_limits.md) need them for code, activations,
     and, if an update is pending, the batch once more. In some programs ops outside of
     SparseCores store activations `padded`, and a CustomCombiner's inputs too.
     """
@@ -169,7 +169,7 @@ def stored_row_bytes(columns: int) -> int:
 def whole_table_excesses(
     plan: Plan, generation: Generation, num_devices: int, *, step_bytes: int = 0
 ) -> list[Excess]:
-    """Returns the limits that tables exceed whose rows are divided without stacks.
+    """Returns the limits exceeded by tables whose rows are divided without stacks.
 
     How TPU v2 to v4 pad their tables is not known, so a plan that exceeds none may
     still not fit. A single device holds all rows; a step needs `step_bytes` more.
@@ -375,7 +375,7 @@ def _partition_excess(
 def _multiple_excess(
     where: _StackOf, unique: int, compiled: int | None, generation: Generation
 ) -> Iterable[Excess]:
-    """Yields a limit of distinct ids that libtpu cannot round."""
+    """Yields an excess if libtpu does not compile the limit of distinct ids."""
     if generation.compiles_multiple(unique):
         return
     multiple = generation.id_multiple

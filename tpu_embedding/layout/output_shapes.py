@@ -136,7 +136,7 @@ class OutputShapes:
 
     @contextlib.contextmanager
     def forgets_refused(self) -> Iterator[None]:
-        """Forgets the inputs of the batch that the body of the context refuses."""
+        """Forgets the inputs of a batch if the body of the context refuses it."""
         ranks, inputs = list(self._ranks), self.inputs.copy()
         try:
             yield
@@ -158,7 +158,7 @@ class OutputShapes:
         return tuple(map(self.declared, range(len(self._features))))
 
     def of_inputs(self, shapes: Sequence[Shape]) -> list[Shape]:
-        """Returns what is known of activations of inputs with these static shapes."""
+        """Returns the known shapes of activations for inputs of these static shapes."""
         found = []
         for spec, shape in zip(self._features, shapes, strict=True):
             known = self.activation(spec.index)
@@ -170,7 +170,7 @@ class OutputShapes:
         return found
 
     def activation(self, feature: int) -> Shape:
-        """Returns the shape known of all batches; the rank is that of the first one."""
+        """Returns the shape known for all batches; the first one decides its rank."""
         declared = self._declared[feature]
         if declared:
             return declared.shape
@@ -180,7 +180,7 @@ class OutputShapes:
         return (self._batch_size, *(None,) * ((self._ranks[feature] or 1) - 1))
 
     def activations(self, shapes: Sequence[Shape] | None) -> list[Shape]:
-        """Returns `shapes` of a batch's activations, or what holds for all batches."""
+        """Returns `shapes` of one batch if given, else what all batches share."""
         if shapes is not None:
             return list(shapes)
         return [self.activation(spec.index) for spec in self._features]

@@ -12,7 +12,7 @@ class Run(NamedTuple):
 
     Attributes:
       part: The number of the part.
-      first: The number in the part of the first of these rows.
+      first: The number that the first of these rows has in the part.
       within: The places of the rows in the range; its `start` and `stop` are set.
     """
 
@@ -28,7 +28,7 @@ class Run(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """The rows of a table over processes, servers or SparseCores, its *parts*.
+    """Divides the rows of a table over processes, servers or SparseCores, its *parts*.
 
     Row r is row `offset + r // parts` of part `(r + rotation) mod parts`. The methods
     that take a row also take an integer array or tensor, and return the same type.
@@ -66,7 +66,7 @@ class Partition:
         return (local - self.offset) * self.parts + (part - self.rotation) % self.parts
 
     def stacked(self, row: Any, height: int) -> Any:
-        """Returns a row's number in all parts, one below the other, of that height."""
+        """Returns a row's number in the matrix of all parts, each of that height."""
         return self.owner(row) * height + self.local(row)
 
     def rows(self, part: int, count: int) -> range:
@@ -120,7 +120,7 @@ class TableLayout:
 
     @property
     def partition(self) -> Partition:
-        # The shards of the rows.
+        # This divides the rows among the shards.
         return Partition(
             self.num_sparse_cores,
             rotation=self.sparse_core_shard_rotation,

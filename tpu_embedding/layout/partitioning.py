@@ -114,7 +114,7 @@ class Partitioning:
 
     @property
     def num_shards(self) -> int:
-        """The number of shards of each stack, which is that of all SparseCores."""
+        """The number of shards of each stack: one for each SparseCore."""
         return self.sparse_cores_per_device * self.num_replicas
 
     @property
@@ -205,8 +205,8 @@ def custom_limit(plan: Plan, stack: Stack, sparse_cores_per_device: int) -> int 
     """Returns the limit of a partition that the user's functions are compiled with.
 
     The ops of a CustomOptimizer and of a CustomCombiner have no attributes for limits:
-    by the number of samples the TPU's compiler chooses one for both ids and distinct
-    ids. It is None for a stack without such functions.
+    the TPU's compiler derives one limit, for both ids and distinct ids, from the number
+    of samples. Returns None for a stack without such functions.
     """
     spec = plan.tables[stack.tables[0]]
     if spec.function is None:

@@ -10,7 +10,7 @@ import numpy as np
 from tpu_embedding.layout.partition import Partition, Run
 from tpu_embedding.vocabulary import mix_bits
 
-# Owners of tables that are divided by rows; of growing ones a hash of an id decides.
+# Owners of divided tables: divided by rows, or if growing by a hash of each id.
 ALL_PROCESSES, BY_ID = -1, -2
 
 
@@ -49,7 +49,7 @@ class IdPartition:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The tables of a plan over the processes of a job, or over parameter servers.
+    """Places the tables of a plan on the processes of a job, or on parameter servers.
 
     `Partition` divides a table by rows, and `IdPartition` a growing one, into a part
     for each process. Any other table lives whole in one process.
@@ -74,7 +74,7 @@ class Placement:
         return kind(self.num_processes)
 
     def part(self, table: int) -> tuple[int, int]:
-        """Returns which part of a table this process has, if any, and of how many."""
+        """Returns (index of this process's part of a table, number of parts)."""
         return (self.process, self.num_processes) if self.is_divided(table) else (0, 1)
 
     def within(self, table: int, process: int, start: int, stop: int) -> Run:
@@ -92,7 +92,7 @@ class Placement:
         return range(vocabulary_size if self.owners[table] == self.process else 0)
 
     def count(self, table: int, vocabulary_size: int) -> int:
-        """Returns how many rows of a table this process has; at most, if it grows."""
+        """Returns how many rows this process has, or may have if the table grows."""
         if self.owners[table] == BY_ID:
             return -(-vocabulary_size // self.num_processes)
         return len(self.rows_of(table, vocabulary_size))

@@ -29,7 +29,7 @@ class TableSpec:
       config: The user's TableConfig, converted; for a hashed table the static config
         of its rows.
       key: The object that the user passed, the key of every public dict.
-      optimizer: Its own, else the one of the whole embedding, else None.
+      optimizer: The table's own, else that of the whole embedding, else None.
       features: Indices of the features that look up the table, ascending.
       hashing: The Hashing that gives ids rows, or None.
     """
@@ -79,7 +79,7 @@ class TableSpec:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FeatureSpec:
-    """One feature of the plan; the user's feature of a hashed table has one per hash.
+    """One feature of the plan. In hashed tables a user's feature becomes one per hash.
 
     Attributes:
       index: Index in `Plan.features`, the order of tf.nest.flatten.
@@ -101,7 +101,7 @@ class FeatureSpec:
 
     @property
     def is_first(self) -> bool:
-        """Whether it is the first or only one that a feature of the user has."""
+        """Whether it is the first or only feature of the plan for a user's feature."""
         return self.row_hash is None or self.row_hash.k == 0
 
 
@@ -119,7 +119,7 @@ class Plan:
 
     @functools.cached_property
     def user_features(self) -> tuple[FeatureSpec, ...]:
-        """The first feature for each feature of the user."""
+        """The first feature of the plan for each feature of the user."""
         return tuple(spec for spec in self.features if spec.is_first)
 
     @functools.cached_property
@@ -197,10 +197,10 @@ def make_plan(
 def feature_specs(
     first: int, path: str, config: FeatureConfig, table: int, stored: TableConfig
 ) -> list[FeatureSpec]:
-    """Makes the features of a plan of one feature of the user: one for each hash.
+    """Makes the plan's features for one feature of the user: one for each hash.
 
     Args:
-      first: Index of the first of them.
+      first: Index of the first of these features in the plan.
       path: The path of the feature.
       config: The feature, with the TableConfig of the user, converted.
       table: Index of the table.
@@ -241,7 +241,7 @@ def stacking_kind(spec: TableSpec) -> tuple[Any, ...]:
 
 
 def refuse_custom(tables: Sequence[TableSpec], *, optimizers: bool = True) -> None:
-    """Refuses tables with a user function, also CustomOptimizers if asked."""
+    """Refuses CustomCombiners, and with `optimizers` also CustomOptimizers."""
     for table in tables:
         if optimizers and table.optimizer is not None and table.optimizer.is_custom:
             raise NotImplementedError(
@@ -280,7 +280,7 @@ def require_dtypes(plan: Plan, allowed: tuple[str, ...], what: str) -> None:
 
 
 def require_options(plan: Plan, engine: str) -> None:
-    """Refuses what tables and optimizers ask of an engine, of `ENGINES`, in vain."""
+    """Refuses options of tables and optimizers that an engine of `ENGINES` lacks."""
     for table in plan.tables:
         if engine in SEVERAL_MACHINES and table.function is not None:
             raise NotImplementedError(

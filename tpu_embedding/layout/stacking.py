@@ -22,8 +22,8 @@ from tpu_embedding.layout.partition import TableLayout
 from tpu_embedding.layout.plan import FeatureSpec, Plan, TableSpec, stacking_kind
 
 # TensorFlow's limits. A stack stays below each of them.
-ACTIVATION_BYTES_LIMIT = 2**21  # of one SparseCore
-SHARD_BYTES_LIMIT = 2**31  # of one device
+ACTIVATION_BYTES_LIMIT = 2**21  # for the activations on one SparseCore
+SHARD_BYTES_LIMIT = 2**31  # for the part of a stack on one device
 _FLOAT_BYTES = 4
 
 Shape = tuple[int, ...]
@@ -154,7 +154,7 @@ def full_shape(spec: FeatureSpec) -> Shape | None:
 def make_layout(
     plan: Plan, output_shapes: Sequence[Shape | None], options: StackingOptions
 ) -> Layout:
-    """Stacks the tables of a plan; a table's own `layout` is kept.
+    """Stacks the tables of a plan, keeping the `layout` of tables that have one.
 
     `output_shapes` has the shape of each feature's activations per replica, without
     the embedding axis; None counts as no samples.
@@ -223,7 +223,7 @@ def rotations(
     total = [0.0] * shards
 
     def stacked(rotation: int, load: Sequence[float]) -> list[float]:
-        """Returns the loads with those of a table, from the shard of its id 0 on."""
+        """Returns the loads after adding a table's, from the shard of its id 0 on."""
         before = [*total[rotation:], *total[:rotation]]
         return [own + other for own, other in zip(before, load, strict=True)]
 

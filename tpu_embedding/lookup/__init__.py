@@ -1,6 +1,6 @@
-"""Private: looks rows up by TensorFlow's ops: checks, entries and combined rows.
+"""Private: looks up rows by TensorFlow's ops: checks, entries and combined rows.
 
-The portable engine and serving use them.
+The portable engine and serving use this package.
 """
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""Activations: reads the rows that are selected and sums them by sample."""
+"""Makes activations: reads the selected rows and sums them by sample."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def reader_of(
 
 
 _add_in_order = tf.math.unsorted_segment_sum
-_BLOCK = 4096  # Values that are added one after the other; also in the C++ core.
+_BLOCK = 4096  # So many values are added one after the other, as in the C++ core.
 
 # Combine rows by sample; a sample without rows gives zeros.
 _SEGMENT_OPS = {
@@ -76,7 +76,7 @@ def look_up(
 def sum_segments(
     values: tf.Tensor, segments: tf.Tensor, num_segments: tf.Tensor
 ) -> tf.Tensor:
-    """Adds the values, float32 [n, D], of each segment, of a long one by blocks."""
+    """Adds the values, float32 [n, D], of each segment; long segments by blocks."""
     return tf.cond(
         _has_long_segment(segments, num_segments),
         lambda: _add_by_blocks(values, segments, num_segments),
@@ -143,7 +143,7 @@ class Padded:
 def pad(
     selection: Selection, shape: tuple[int | None, ...], most: int | None
 ) -> Padded:
-    """Pads the entries of a feature to `most` for a sample, by default the most."""
+    """Pads each sample's entries to `most`; None means the most that a sample has."""
     axes = tf.stack(selection.axes)
     if selection.one_each and selection.weights is None:
         rows = tf.reshape(tf.cast(selection.rows, tf.int32), axes)

@@ -103,7 +103,7 @@ class Selection:
         # Ops that allocate memory for the shape must wait for the checks.
         with tf.control_dependencies([self.rows]):
             shape = tf.stack(self.axes)
-        # Not negative even if a check fails, because tracing evaluates constants.
+        # It must not be negative even if a check fails: tracing evaluates constants.
         count = tf.maximum(self.num_samples, 0)
         samples = self.samples
         gains = gains_of(self.combiner, samples, weights, count)
@@ -265,7 +265,7 @@ def _check_weight_structure(feature: FeatureInput) -> list[Check]:
 def _check_entries(
     feature: FeatureInput, row: tf.Tensor, ids: tf.Tensor, weights: tf.Tensor | None
 ) -> list[Check]:
-    """Makes checks of weights (if `check_numerics`), ids (not dropped or wrapped)."""
+    """Checks weights (if `check_numerics`) and ids that are not dropped or wrapped."""
     config = feature.table.config
     finite = valid = None
     if feature.check_numerics and weights is not None:
@@ -317,8 +317,8 @@ def gains_of(
     )
 
 
-# A quick test of plain sparse features, of all at once in few ops. The exact checks
-# take a dozen ops for each feature, and the time of a small batch is that of its ops.
+# A quick test checks all plain sparse features at once, in few ops. The exact checks
+# take a dozen ops for each feature, and in a small batch the number of ops counts most.
 # A batch that passes is valid; any other is checked exactly.
 
 # Entries are ordered by row * _MAX_COLUMNS + column, which no shape overflows.
@@ -364,7 +364,7 @@ def _plain_masks(features: Sequence[_Draft]) -> list[tf.Tensor]:
     num_ids = tf.shape_n([f.ids for f in features], tf.int64)
     num_indices = tf.shape_n([f.rows.row for f in features], tf.int64)
     masks.append(tf.equal(_concat(num_ids), _concat(num_indices)))
-    # Indices ascend; each feature stands between a first and a last key.
+    # Indices must ascend; a first and a last key enclose those of each feature.
     first_key, last_key = (tf.constant([key], tf.int64) for key in (-1, 2**63 - 1))
     keys = [f.rows.row * _MAX_COLUMNS + f.rows.position for f in features]
     before = tf.concat([part for own in keys for part in (first_key, own)], 0)

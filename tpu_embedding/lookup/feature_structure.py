@@ -54,7 +54,7 @@ class FeatureStructure(Structure):
         """Takes the features of the plan in the order of the leaves."""
         super().__init__(nested)
         self._specs = [spec for spec in specs if spec.is_first]
-        self._counts = [_rows(spec) for spec in self._specs]  # In the plan.
+        self._counts = [_rows(spec) for spec in self._specs]  # Features in the plan.
         self._starts = list(itertools.accumulate(self._counts, initial=0))[:-1]
 
     def for_plan(self, leaves: Sequence[Any]) -> list[Any]:

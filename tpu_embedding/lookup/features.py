@@ -33,7 +33,7 @@ Lookup = tuple[Plan, Mapping[int, TableReader]]
 
 @dataclasses.dataclass(frozen=True)
 class FeatureLookup:
-    """Looks features of a plan up.
+    """Looks up features of a plan.
 
     Attributes:
       plan: The features.
@@ -43,8 +43,8 @@ class FeatureLookup:
       batch_size: The size that static shapes must agree with, or None for any size.
       any_batch_size: Whether features may have another batch size than their
         `output_shape`. Ragged features fill one of several axes.
-      positions: The number of positions, by path of the features whose ragged rows are
-        samples of several; None if ragged rows do not tell the positions.
+      positions: The number of positions in each ragged row, by path of the features
+        whose rows have several; None if ragged rows do not tell the positions.
       inputs: An object that receives the shapes of inputs, or None.
     """
 
@@ -84,11 +84,11 @@ class FeatureLookup:
         weights: Sequence[Any],
         on_host: Callable[..., Any],
     ) -> list[tf.Tensor]:
-        """Looks features up in a TPU program, which cannot fail and has fixed shapes.
+        """Looks up features in a TPU program, which cannot fail and has fixed shapes.
 
-        The number of entries of a sample is that of the static shape of a feature. If
-        it is unknown, as for ragged features, it is the largest in the batch. `on_host`
-        calls a function so that its ops run on the TPU's host.
+        The static shape of a feature gives the number of entries of a sample. If it is
+        unknown, as for ragged features, the largest number in the batch is used.
+        `on_host` calls a function so that its ops run on the TPU's host.
         """
 
         def padded() -> list[Any]:
@@ -199,10 +199,10 @@ class _Chosen:
 
 
 def is_watched(value: Any) -> bool:
-    """Returns whether a tf.GradientTape watches a tensor, sparse or ragged tensors too.
+    """Returns whether a tf.GradientTape watches a dense, sparse or ragged tensor.
 
-    In a tf.function it knows the tapes that are opened there, and which variables that
-    are read there other tapes watch. TensorFlow has no public function for this.
+    In a tf.function it knows the tapes that are opened there, and which of the
+    variables read there other tapes watch. TensorFlow has no public function for this.
     """
     leaves = tf.nest.flatten(value, expand_composites=True)
     floats = [x for x in leaves if isinstance(x, tf.Tensor) and x.dtype.is_floating]
@@ -246,7 +246,7 @@ def with_rows_of_ids(
 ) -> tuple[Lookup, list[Any]]:
     """Returns the arguments of `with_weight_gradients`, without growing tables.
 
-    Static tables replace them, whose rows are those of a batch's ids, in order.
+    Static tables replace them; their rows are those of a batch's ids, in order.
 
     Args:
       features: Indices of the features.

@@ -22,7 +22,7 @@ class Check:
         masks: those of all checks are reduced at once.
       message: Makes the error message, a string scalar, in the branch that runs after
         a failure. That branch makes the messages of all checks and picks one: each
-        must be computable whatever holds and fails (`first`, `element`).
+        must be computable whichever checks fail (`first`, `element`).
     """
 
     ok: tf.Tensor

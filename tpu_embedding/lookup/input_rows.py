@@ -25,10 +25,10 @@ from tpu_embedding.lookup.graph_checks import Bound, Check, element, first, text
 # Makes checks when called, because each check costs ops in a graph.
 Checks = Callable[[], list[Check | Bound]]
 
-MAX_SAMPLES = 2**31  # More than any batch has, but not more than a hostile shape.
-# The shape of an input need not match its data. A shape of more than the first number
-# of rows needs one id for every MAX_ROWS_PER_ID rows, so that memory stays in
-# proportion to the input.
+MAX_SAMPLES = 2**31  # More than any batch has; only hostile shapes claim more.
+# The shape of an input need not match its data. With more than MAX_UNBACKED_ROWS rows
+# it needs one id for every MAX_ROWS_PER_ID rows, so that memory stays in proportion to
+# the input.
 MAX_UNBACKED_ROWS = 2**24
 MAX_ROWS_PER_ID = 64
 

@@ -1,8 +1,8 @@
 """Finds the custom-op library, checks it, and loads it once.
 
-A library belongs to one minor version of TensorFlow: its binary interface changes
-with each. A wheel has libraries for several, and the running TensorFlow chooses. The
-check reads the file, because loading a wrong library may crash.
+A library belongs to one minor version of TensorFlow, because the binary interface
+changes with each. A wheel has libraries for several versions, and the running version
+decides which is loaded. The check reads the file: loading a wrong one may crash.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import types
 import numpy as np
 import tensorflow as tf
 
-# What ops take where a number is optional; TensorFlow converts a list in 25 us.
+# Ops take this in place of an optional number; converting a list would take 25 us.
 NO_NUMBER = np.zeros(0, np.int64)
 # cc/kernels/version.cc writes this text into the library.
 _MARKER = re.compile(rb"tpu_embedding built for TensorFlow ([^\0]+)\0")
-# What wheels have libraries for (tools/build_wheel.py).
+# The systems for which wheels have libraries (tools/build_wheel.py).
 SYSTEMS = ("Linux on x86_64", "Linux on aarch64")
-# Reads of variables of Keras (keras/rows/waiting.py).
+# The ops with a gradient, which read variables of Keras (keras/rows/waiting.py).
 _WITH_GRADIENT = ("TpuEmbeddingCaughtUpRows",)
 _FIX = (
     "To fix it, build the library for this TensorFlow: in the source tree of "
@@ -35,7 +35,7 @@ _FIX = (
 
 
 def choose(path: pathlib.Path, tensorflow_version: str) -> pathlib.Path:
-    """Returns where the library for a TensorFlow is.
+    """Returns the path of the library for a version of TensorFlow.
 
     Args:
       path: where a build from source writes it, such as `folder/ops.so`.
@@ -159,9 +159,9 @@ def _attempt() -> _Attempt:
     return _Attempt(module=module)
 
 
-@functools.cache  # TensorFlow takes a name once.
+@functools.cache  # TensorFlow accepts each name once.
 def _declare_without_gradient(op: str) -> None:
-    """Ends the way of gradients at an op, as tables learn by apply_gradients.
+    """Stops gradients at an op, because apply_gradients trains the tables.
 
     A tape outside of a tf.function that looks rows up watches the tables that it reads,
     and would ask the op for a gradient.

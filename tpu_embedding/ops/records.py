@@ -70,7 +70,7 @@ def idle_record(
       name: The name of the table.
       decays: Whether a step also shrinks rows.
       owner: The number of an optimizer of Keras.
-      with_weights: Whether the op counts steps.
+      with_weights: Whether to add the weights of nodes, for ops that count steps.
     """
     quadrature = idle.quadrature
     weights = quadrature.weights if quadrature and with_weights else np.zeros(0)

@@ -168,7 +168,7 @@ class AdagradMomentum(base.Optimizer):
 
     def update(self, ops, gradient, row, slots, rate):
         accumulator, momentum = slots
-        # float32 decides, as in C++: the beta2 of 1 - 1e-9 sums all squares.
+        # float32 decides, as in C++: a beta2 of 1 - 1e-9 is 1 and sums all squares.
         take = base.one_minus(self.beta2) or 1.0
         accumulator = self.beta2 * accumulator + take * gradient * gradient
         scale = self._inverse_root(ops, accumulator + self.epsilon)

@@ -31,8 +31,8 @@ class Adam(base.Optimizer):
       epsilon: Keeps the divisor above 0. With `sum_inside_sqrt` at least 1.1e-19:
         the square of a smaller number is 0 in float32.
       lazy_adam: Update only the rows that entries name. With False each step
-        updates all rows of the table; if possible this is done for a row only when it
-        is next read or updated (docs/semantics.md, section 3).
+        updates all rows of the table; if possible, a row is caught up only when it is
+        next read or updated (docs/semantics.md, section 3).
       sum_inside_sqrt: Selects the formula of the divisor.
     """
 
@@ -96,8 +96,8 @@ class Adam(base.Optimizer):
     def idle(self) -> Idle | None:
         """See `Optimizer.idle`.
 
-        It is None if steps clip the weights, or if the momenta fade so slowly beside
-        the velocities that no small number of nodes suffices.
+        It is None if steps clip the weights, or if the momenta fade so slowly compared
+        with the velocities that no small number of nodes suffices.
         """
         clips = self.clip_weight_min is not None or self.clip_weight_max is not None
         if self.lazy_adam or clips:

@@ -28,7 +28,7 @@ SlotVariableCreationFn = Callable[[Any, list[str], list[Any]], dict[str, Any]]
 
 _FLOAT32 = np.finfo(np.float32)
 
-# What errors call the engines.
+# The names of the engines in errors.
 ENGINES = {
     "host": "the host engine",
     "portable": "the portable engine",
@@ -37,7 +37,7 @@ ENGINES = {
     "tpu_v2_v4": "TPU v2 to v4",
     "sparse_core": "SparseCores",
 }
-# Hyperparameters that the messages of TPU v2 to v4 call otherwise.
+# Hyperparameters that have other names in the messages of TPU v2 to v4.
 _MESSAGE_NAMES = {
     "beta_1": "beta1",
     "beta_2": "beta2",
@@ -78,8 +78,8 @@ class Option:
 
     Attributes:
       name: The field of the optimizer.
-      off: The value that every engine has.
-      lacking: The engines, of `ENGINES`, that have no other value.
+      off: The value that every engine supports.
+      lacking: The engines, of `ENGINES`, that support no other value.
       check: Raises an error unless a value is allowed; it is not called for `off`.
       record: Returns the fields of the struct in core/row_options.h for a value.
     """
@@ -98,8 +98,8 @@ class SparseCoreOp:
     Attributes:
       name: Part of the op names, XlaSparseDenseMatmulGradWith<name>And...
       slots: The op's inputs for the slots, in the order of `Optimizer.slots`.
-      renamed: The names of the op's attributes that differ from the optimizer's
-        hyperparameter, by the name of the latter.
+      renamed: The names of the op's attributes that differ from those of the
+        hyperparameters, keyed by hyperparameter.
     """
 
     name: str
@@ -276,7 +276,7 @@ class Optimizer(KeywordOptions, abc.ABC):
 
     @property
     def idle(self) -> Idle | None:
-        """What those updates do, if rows can be caught up on them when they are read.
+        """What updates with a gradient of 0 do, if rows can be caught up when read.
 
         It is None if rows cannot be caught up, or if there are no such updates.
         """
@@ -314,7 +314,7 @@ class Optimizer(KeywordOptions, abc.ABC):
 class KeywordOptimizer(Optimizer):
     """Base of the optimizers that tf.tpu.experimental.embedding does not have.
 
-    There is no order of TensorFlow's arguments to keep, so the common options are
+    TensorFlow gives no order of arguments to keep, so the common options are
     keyword-only and declared here once.
     """
 
@@ -529,7 +529,7 @@ def _gradient_limits(clipvalue: Any) -> dict[str, float]:
 # and the check of docs/choose.md come from this list.
 OPTIONS = (
     Option("use_gradient_accumulation", True, check=errors.check_flag),
-    # Checked as a pair.
+    # These two limits are checked as a pair.
     Option("clip_weight_min", None, record=_limit("clip_weight_min", -math.inf)),
     Option("clip_weight_max", None, record=_limit("clip_weight_max", math.inf)),
     Option(

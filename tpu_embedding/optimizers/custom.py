@@ -45,7 +45,7 @@ class CustomOptimizer(base.Optimizer):
       ValueError: If the number of initializers or dimensions differs from the number
         of names, a dimension is neither 1 nor 2, or a name occurs twice or is reserved.
       TypeError: If a function is not callable, a hyperparameter is not a number, a
-        name is not a string, or a list is not a list.
+        name is not a string, or a list is of another type.
     """
 
     rule: ClassVar[str] = "custom"

@@ -1,7 +1,7 @@
 """Catches a row up at once on steps in which its gradient was zero.
 
-An optimizer with momenta moves a row in each step, also where the gradient of the row
-is 0. A step s multiplies a slot by a constant, may shrink the row by a factor keep_s
+An optimizer with momenta moves a row in each step, even if the gradient of the row is
+0. A step s multiplies a slot by a constant, may shrink the row by a factor keep_s
 (weight decay), and moves it by
 
     row -= c_s * direction(slots),
@@ -23,7 +23,7 @@ one division of a value:
 
     sum_j w_j * f(j) = sum_i g_i * share^i / d,    g_i = sum_j w_j * a_i(j).
 
-With epsilon inside of the root it is the same for d^2, and a root of each factor. Where
+With epsilon inside of the root the same holds for d^2, with a root of each factor. If
 many powers would be needed, or epsilon changes with j, a polynomial in j through a few
 nodes x_i replaces f(j) (Lagrange's formula), so that the sum needs f at these nodes:
 
@@ -60,7 +60,7 @@ class Quadrature:
     """The nodes at which f is evaluated, and each age's weights in the sum over them.
 
     Attributes:
-      nodes: Ages in steps, [n], not whole numbers; with `powers` all are the same.
+      nodes: Ages in steps, [n], which need not be whole; with `powers` all are equal.
       weights: L_i(j) * fade^j, or a_i(j) * fade^j, for the ages j = 1 to horizon,
         [horizon, n].
       powers: Whether the sum is a polynomial in `share`.
@@ -88,8 +88,8 @@ class Idle:
       square: The slot under the root.
       epsilon: The number added to the root; inside of the root if `epsilon_inside`.
       epsilon_inside: Whether epsilon is inside of the root, as on TPUs.
-      epsilon_beta: The beta of a bias correction of the root beside which epsilon
-        stands, as in Nadam; else 0.
+      epsilon_beta: The beta of a bias correction of the root to which epsilon is
+        added, as in Nadam; else 0.
       follow: The power, l1, l2 and beta of Ftrl, for the move "follow".
     """
 
@@ -198,7 +198,7 @@ def _powers(
 def terms_of_roots(
     rule: Quadrature, roots: np.ndarray, root_fade: float, inside: bool = False
 ) -> np.ndarray:
-    """Returns what the weights are multiplied by, [roots, n]; epsilon is 1."""
+    """Returns the factors of the weights, [roots, n], for an epsilon of 1."""
     power = 2 if inside else 1
     squares = (roots[:, np.newaxis] * root_fade**rule.nodes) ** power + 1.0
     terms = squares ** (-1.0 / power)
@@ -214,7 +214,7 @@ def _gauss_nodes(weights: np.ndarray, ages: np.ndarray, count: int) -> np.ndarra
     for _ in range(count):
         product = ages * basis[-1]
         diagonal.append(basis[-1] @ product)
-        for known in (*basis, *basis):  # Twice: else rounding leaves a rest.
+        for known in (*basis, *basis):  # Once would leave a rounding error.
             product = product - known * (known @ product)
         beside.append(np.linalg.norm(product))
         basis.append(product / (beside[-1] or 1.0))
@@ -240,7 +240,7 @@ def _error(
     root_fade: float,
     inside: bool,
 ) -> float:
-    """Returns the largest error of a move relative to it, over waits and roots."""
+    """Returns the largest relative error of a move, over all waits and roots."""
     roots = 10.0 ** np.arange(-4.0, 9.0, 0.5)  # In units of epsilon.
     power = 2 if inside else 1
     exact = ((roots[:, np.newaxis] * root_fade**ages) ** power + 1.0) ** (-1.0 / power)

@@ -1,4 +1,4 @@
-"""Partitions with the op of this package: one op for all tables."""
+"""Partitions batches by the op of this package: one op for all tables."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class PartitionOptions:
         tracing; values beyond the used sizes are undefined. Otherwise return only the
         used part.
       check_numerics: Refuse weights that are not finite.
-      host_ops: "library", "stock", or None for the default; see `choice.choose`.
+      host_ops: "library", "stock", or None for the default; see `preprocessing.choose`.
       device: Device name of the host that preprocesses, "" for this process. It does
         not place ops; use tf.device for that.
     """

@@ -55,7 +55,7 @@ class Hardware:
       sparse_cores_per_device: SparseCores of each device.
 
     Raises:
-      ValueError: If a number is not an int >= 1. It uses TPUEmbeddingV2's names.
+      ValueError: If a number is not an int >= 1. The error uses TPUEmbeddingV2's names.
     """
 
     num_devices: int
@@ -79,8 +79,8 @@ def requirements(
 ) -> SparseCoreRequirements:
     """Returns the limits that a replica's batch needs; those of `config` are ignored.
 
-    The other arguments are those of TPUEmbeddingV2, with an output_shape of each
-    feature.
+    The other arguments are those of TPUEmbeddingV2; each feature must have an
+    output_shape.
     """
     converted = convert_features(feature_config)
     plan = make_plan(*converted, convert_optimizer(optimizer), custom=True)
@@ -129,7 +129,7 @@ def _unlimited(
 
 
 def _limits(most: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-    """Returns limits for the largest numbers found: a limit of 0 does not exist."""
+    """Returns limits for the largest numbers found; no limit is less than 1."""
     return {name: tf.maximum(value, 1) for name, value in _int32(most).items()}
 
 

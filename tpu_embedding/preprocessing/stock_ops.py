@@ -1,4 +1,4 @@
-"""Partitions with TensorFlow's host ops, more slowly, on hosts without the library.
+"""Partitions batches by TensorFlow's slower host ops, on hosts without the library.
 
   feature -> ConvertToListOfSparseCoreCooTensors: the entries of each SparseCore
   stack and SparseCore -> SortListOfSparseCoreCooTensors: partitions

@@ -26,7 +26,7 @@ from tpu_embedding.tables.rows import (
 )
 
 _BFLOAT16: Any = tf.bfloat16.as_numpy_dtype
-CODED_DTYPES = np.dtype(np.uint8), np.dtype(_BFLOAT16)  # Of codes, and of the rest.
+CODED_DTYPES = np.dtype(np.uint8), np.dtype(_BFLOAT16)  # Codes; scales, offsets.
 _MIDDLE = np.float32(127.5)
 _BLOCK_ROWS = 1 << 14
 
@@ -195,7 +195,7 @@ class CodedRows(MutableTableRows):
         return values
 
     def write(self, start: int, values: np.ndarray) -> None:
-        """Replaces rows; those that have these values keep their bits."""
+        """Replaces rows; rows that already have these values keep their bits."""
         codes, scale_offset = self.codes, self.scale_offset
         assert isinstance(codes, MutableTableRows), codes
         assert isinstance(scale_offset, MutableTableRows), scale_offset
@@ -220,7 +220,7 @@ class CodedRows(MutableTableRows):
 
 
 def joined_codes(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a table's arrays by name, with its values where there are codes."""
+    """Returns a table's arrays by name, with its values in place of codes."""
     joined = {**arrays}
     if SCALE_OFFSET in joined:
         scale_offset = joined.pop(SCALE_OFFSET)
@@ -237,7 +237,7 @@ def joined_values(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def stored_as_codes(values: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns what `stored_rows` does, by name of the array."""
+    """Returns the arrays of `stored_rows` by name."""
     return dict(zip((PARAMETERS, SCALE_OFFSET), stored_rows(values), strict=True))
 
 

@@ -63,8 +63,8 @@ def first_rows(spec: TableSpec, ids: tf.Tensor) -> tf.Tensor:
       ids: int64 [n].
 
     Returns:
-      The rows, [n, dim], of the dtype that initializers are called with; those of int8
-      before their values are coded.
+      The rows, [n, dim], of the dtype that initializers are called with; the rows of
+      int8 tables are not coded yet.
     """
     kind, *numbers = first_values(spec)
     first, second = (float(np.float32(number)) for number in numbers)
@@ -161,10 +161,10 @@ def _log(x: tf.Tensor) -> tf.Tensor:
 
 
 def check_growth(spec: TableSpec) -> None:
-    """Refuses a growing table whose rows or slots cannot be made as ids come.
+    """Refuses a growing table whose rows or slots cannot be made when ids arrive.
 
     Raises:
-      NotImplementedError: If it is such a table; the text says what it can have.
+      NotImplementedError: If it is such a table; the text says what is supported.
     """
     first_values(spec)
     first_slots(spec)
@@ -186,7 +186,7 @@ def first_slots(spec: TableSpec) -> list[float]:
 
 
 def vocabulary_records(spec: TableSpec) -> list[Any]:
-    """Returns what the kernels read of a growing table, and nothing of a static one."""
+    """Returns what the kernels read about a growing table; [] for a static one."""
     vocabulary = spec.config.vocabulary
     if vocabulary is None:
         return []
@@ -292,7 +292,7 @@ def freeze(spec: TableSpec, state: Mapping[str, np.ndarray]) -> FrozenTable:
 
     def whole(name: str) -> np.ndarray:
         values = np.asarray(state[name], np.float32)
-        missing = size + 1 - len(values)  # Without a shared row.
+        missing = size + 1 - len(values)  # 1 without a shared row, else 0.
         rest = np.full((missing, values.shape[1]), starts.get(name, 0.0), np.float32)
         return np.concatenate([values, rest])
 

@@ -55,7 +55,7 @@ class FirstValues:
         asked: tuple[int, ...] | None = None,
         **arguments: Any,
     ) -> tf.Tensor:
-        """Makes a part by the initializer; `asked` may be another shape."""
+        """Makes a part; the initializer gets the shape `asked` if it is not None."""
         made = self.initializer(asked or shape, dtype=self.dtype, **arguments)
         return self._checked(made, shape)
 
@@ -102,12 +102,12 @@ class FirstValues:
 
 
 def table_values(spec: TableSpec) -> FirstValues:
-    """Returns what a table starts as."""
+    """Returns the first values of a table."""
     config = spec.config
     dtype = tf.as_dtype(config.storage.first_dtype)
     if config.vocabulary is not None:
         return _of_growing(spec.name, config.dim, dtype)
-    rows = spec.hashing.hashes if spec.hashing else 1  # Of an id.
+    rows = spec.hashing.hashes if spec.hashing else 1  # Rows of each id.
     initializer = config.initializer or default_initializer(config.dim * rows)
     if isinstance(initializer, str):
         initializer = named_initializer(spec.name, initializer)
@@ -123,14 +123,14 @@ def table_values(spec: TableSpec) -> FirstValues:
                 "Write it as `def initializer(shape, dtype)`."
             ) from error
     constant = constant_of(initializer)
-    if constant is not None:  # Of which rows can be made alone.
+    if constant is not None:  # Any of its rows can be made alone.
         initializer = _Constant(constant)
     shape = (config.vocabulary_size, config.dim)
     return FirstValues(spec.name, shape, initializer, dtype)
 
 
 def slot_values(spec: TableSpec, slot: Slot) -> FirstValues:
-    """Returns what a slot of a table starts as."""
+    """Returns the first values of a slot of a table."""
     name = checkpoint_name(spec.name, slot.name)
     if spec.config.vocabulary is not None:
         return _of_growing(name, 1 if slot.per_row else spec.config.dim, tf.float32)
@@ -139,18 +139,18 @@ def slot_values(spec: TableSpec, slot: Slot) -> FirstValues:
 
 
 def _of_growing(name: str, width: int, dtype: tf.DType) -> FirstValues:
-    """Makes a table or slot without rows: first values come with the rows of ids."""
+    """Makes the values of a table or slot that has no rows until ids arrive."""
     return FirstValues(name, (0, width), _Constant(0.0), dtype, grows=True)
 
 
 def combiner_values(name: str, combiner: CustomCombiner) -> FirstValues:
-    """Returns what weights of a custom combiner start as, float32 [num_weights]."""
+    """Returns the first values of custom combiner weights, float32 [num_weights]."""
     initializer = combiner.initializer or _Constant(0.0)
     return FirstValues(name, (combiner.num_weights,), initializer)
 
 
 def initial_rows(slot: Slot) -> InitialValue:
-    """Returns what rows of a slot start as, as `MutableTableRows` has it."""
+    """Returns the `MutableTableRows.initial_value` for the rows of a slot."""
     if not callable(slot.initial_value):
         return slot.initial_value
     return lambda shape: _start(slot)(shape, dtype=tf.float32).numpy()

@@ -22,7 +22,7 @@ from tpu_embedding.tables.readers import StoredReader
 from tpu_embedding.tables.rows import MutableTableRows, ProcessGroup, TableRows
 
 _T = TypeVar("_T")
-_PHASE = "checkpoint"  # Of the exchanges here.
+_PHASE = "checkpoint"  # The phase of all exchanges here.
 
 
 class Reach:
@@ -37,7 +37,7 @@ class Reach:
     rank = 0
 
     def call(self, function: Callable[[], _T]) -> _T:
-        """Runs what reads or writes tables by ops, and returns its result."""
+        """Calls a function that reads or writes tables by ops; returns its result."""
         return function()
 
     def agree(self, call: str) -> None:
@@ -45,7 +45,7 @@ class Reach:
         del call
 
     def reader(self, stored: StoredReader) -> StoredReader:
-        """Reads a whole table in any graph, from what reads the rows reached here."""
+        """Returns a reader of the whole table in any graph, given that of rows here."""
         return stored
 
     def variables(self, stored: StoredReader) -> Sequence[Any]:
@@ -86,7 +86,7 @@ class Reach:
     def from_owners(
         self, table: int, parts: Sequence[Mapping[str, np.ndarray]], call: str
     ) -> list[dict[str, np.ndarray]]:
-        """Returns arrays of all parts of a table, from those that are reached here."""
+        """Returns the arrays of all parts of a table, given those reached here."""
         del table, call
         return [{**arrays} for arrays in parts]
 
@@ -210,7 +210,7 @@ class ReachedRows(MutableTableRows):
     def __init__(
         self, name: str, height: int, local: MutableTableRows, table: int, reach: Reach
     ) -> None:
-        """Takes the rows that this process reaches of the table with an index."""
+        """Takes the rows that this process reaches of the table with index `table`."""
         super().__init__((height, local.shape[1]), local.dtype)
         self.initial_value = local.initial_value
         self._name, self._local = name, local
@@ -268,7 +268,7 @@ class MergedOrder:
     """
 
     def __init__(self, keys: Sequence[np.ndarray], reach: Reach, call: str) -> None:
-        """Takes keys int64, ascending, of which no two are equal; a collective call."""
+        """Takes int64 keys, ascending and distinct; all processes must call it."""
         self.keys, self.reach, self.call = keys, reach, call
         ends = [len(own) for own in keys]
         self.length = int(self._everywhere([sum(ends)])[0])
@@ -283,7 +283,7 @@ class MergedOrder:
         """Returns, by place, how many entries of each part come before it.
 
         All processes must call it, unless all places are known. It also finds every
-        `step`-th place from the first one on, but no more than some thousand.
+        `step`-th place from the first one on, but at most a few thousand.
         """
         if not self._cuts.keys() >= {*places}:
             step = max(1, step, self.length >> 12)

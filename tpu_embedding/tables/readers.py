@@ -1,4 +1,4 @@
-"""Readers of tables for lookups made of TensorFlow's ops, however they are stored."""
+"""Readers of tables, however these are stored, for lookups by TensorFlow's ops."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ import numpy as np
 from tpu_embedding.layout.partition import Partition, Run, TableLayout
 
 PARAMETERS = "parameters"  # Name of the table itself, beside its slots.
-SCALE_OFFSET = "scale_offset"  # Of a table of int8, whose parameters are codes.
-STORED = PARAMETERS, SCALE_OFFSET  # What stores a table, if there is more than one.
+SCALE_OFFSET = "scale_offset"  # In int8 tables, whose parameters are codes.
+STORED = PARAMETERS, SCALE_OFFSET  # The arrays that store an int8 table.
 SLICE_BYTES = 4 << 20  # Bytes of a matrix that are held in memory at a time.
 
 _T = TypeVar("_T")
@@ -45,7 +45,7 @@ def by_checkpoint_name(tables: Mapping[str, Mapping[str, _T]]) -> dict[str, _T]:
 
 
 def stored_arrays(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what stores parameters and slots: of a table of int8 the codes, too."""
+    """Returns the arrays that store parameters (for int8 two) and slots, by name."""
     parameters = arrays[PARAMETERS]
     return {**arrays, **(parameters.coded or {PARAMETERS: parameters})}
 
@@ -62,7 +62,7 @@ class ProcessGroup(Protocol):
     size: int
 
     def agree(self, phase: str, call: str = "") -> None:
-        """Waits until all processes are in a call; fails in all if it differs."""
+        """Waits until all processes make a call; fails in all if their calls differ."""
         ...
 
     def all_gather(self, phase: str, content: bytes, call: str = "") -> list[bytes]:
@@ -72,7 +72,7 @@ class ProcessGroup(Protocol):
     def all_to_all(
         self, phase: str, contents: Sequence[bytes], call: str = ""
     ) -> list[bytes]:
-        """Sends contents[p] to process p; what each process sent to this one."""
+        """Sends contents[p] to process p; returns what each sent to this process."""
         ...
 
 

@@ -57,9 +57,9 @@ class Identity:
             yield np.arange(start, min(start + _BLOCK_IDS, height))
 
     def objects(self, made: Callable[[str, MutableTableRows], Any]) -> dict[str, Any]:
-        """Returns what checkpoints save and restore, by its name there.
+        """Returns the objects that checkpoints save and restore, by name there.
 
-        An array that is one variable is that variable; for others it is what `made`
+        If an array is one variable, the object is that variable, else what `made`
         returns. A growing table is one object, its vocabulary.
         """
         return {
@@ -78,14 +78,14 @@ class Identity:
         return made(self.name, rows) if rows.variable is None else rows.variable
 
     def values(self) -> dict[str, Any]:
-        """Returns, by name, variables where each array is one, else current values."""
+        """Returns each array by name: a variable if it is one, else current values."""
         return {
             name: tf.constant(rows.numpy()) if rows.variable is None else rows.variable
             for name, rows in self.rows.items()
         }
 
     def served(self) -> tuple[TableRows, np.ndarray | None]:
-        """Returns exported rows, and of a growing table the ids of all but the last.
+        """Returns rows to export, and a growing table's ids of all but the last row.
 
         Ids that a growing table lacks look up the last row. In a job only the first
         process gets the ids.
@@ -147,7 +147,7 @@ class Table:
         return self.reach.reader(self.stored)
 
     def matrix(self, rows: np.ndarray, call: str) -> TableRows:
-        """Returns rows int64 [n] of the parameters; each read is a collective call."""
+        """Returns the parameters of rows int64 [n]; all processes must read them."""
         made = _ChosenRows(self, self.stored, self.spec.config.dim, rows, call)
         if isinstance(self.stored, CodedReader):
             parts = zip(STORED, self.stored.parts, (made.shape[1], 2), strict=True)
@@ -194,7 +194,7 @@ def stored_table(
     reach: Reach = ALONE,
     vocabulary: Sequence[StoredVocabulary] = (),
 ) -> Table:
-    """Returns a table in variables that this process reaches, each a part of it.
+    """Returns a table whose parts are variables that this process reaches.
 
     Args:
       spec: The table.
@@ -206,7 +206,7 @@ def stored_table(
 
     def whole(array: str, local: Sequence[MutableTableRows]) -> MutableTableRows:
         rows = interleaved(local)
-        if reach is ALONE:  # Else each call of a save would pass through one more.
+        if reach is ALONE:  # Saves need fewer calls without a wrapper.
             return rows
         height, index = spec.config.vocabulary_size, spec.index
         name = checkpoint_name(spec.name, array)
@@ -372,7 +372,7 @@ class RowChanges:
         return f"the reading of {what} for the DeltaWriter of {self._consumer}"
 
     def commit(self, *, end: bool = False) -> None:
-        """Forgets what was taken last; with `end` nothing is tracked any more."""
+        """Forgets what was taken last; `end` also stops tracking changes."""
 
         def commit() -> None:
             for queue, device, _, _ in self._parts:

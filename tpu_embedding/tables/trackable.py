@@ -16,11 +16,11 @@ from tpu_embedding.layout.plan import UPDATES
 from tpu_embedding.tables.rows import MutableTableRows
 from tpu_embedding.tables.waiting import EngineVariable
 
-_KEY = "VARIABLE_VALUE"  # As in the checkpoint of a variable.
+_KEY = "VARIABLE_VALUE"  # The key of a variable in its checkpoint.
 
 
 class ShardedArray(tf.__internal__.tracking.Trackable):
-    """A table, stack or slot whose variables are one below the other.
+    """A table, stack or slot whose rows are divided, in order, among variables.
 
     TensorFlow's classes also save slices through saveables: the newer
     `_serialize_to_tensors` can restore only one slice of a tensor.
@@ -177,7 +177,7 @@ class SavesNothing:
 def unsaved(variable: Any) -> Any:
     """Returns a view of a variable or LogicalVariable that exported models do not save.
 
-    There Keras 3.16 tracks the values of weights, and earlier versions the weights.
+    In these, Keras 3.16 tracks the values of weights, and earlier versions the weights.
     """
     if not isinstance(variable, resource_variable_ops.BaseResourceVariable):
         return UnsavedLogical(variable)
@@ -223,7 +223,7 @@ class UnsavedLogical(tf.__internal__.tracking.Trackable):
 
 
 def copied_counter(copies: Sequence[Any]) -> LogicalVariable:
-    """Returns the number of updates, of which there are several copies."""
+    """Returns one variable for several copies of the number of updates."""
     return _CopiedCounter(copies)
 
 

@@ -36,7 +36,7 @@ from tpu_embedding.tables.waiting import catch_up, read_rows, scatter
 _ResourceVariable: Any = resource_variable_ops.ResourceVariable
 _GIB = 2.0**30
 _ROOT = pathlib.Path("/")
-_CGROUPS = (  # the limit, what is used of it: version 2, then 1
+_CGROUPS = (  # The files of limit and usage, in version 2 and then version 1.
     ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
     (
         "sys/fs/cgroup/memory/memory.limit_in_bytes",
@@ -89,7 +89,7 @@ class VariableRows(MutableTableRows):
 
     def read(self, start: int, stop: int) -> np.ndarray:
         variable = self._copies[0]
-        with tf.device(variable.device):  # Which may be on a server.
+        with tf.device(variable.device):  # It may be on a server.
             rows = tf.range(start, stop, dtype=tf.int64)
         return read_rows(variable, rows)
 
@@ -126,15 +126,15 @@ def variable_rows(
     return joined_codes(rows)
 
 
-# A part of a table: its device, and its rows. None: the whole table. A growing table
-# has no rows yet, wherever it is.
+# A part of a table: its device, and its rows or None for the whole table. A growing
+# table has no rows yet, on any device.
 Place = tuple[str, range | None]
 
 
 def create_variables(
     plan: Plan, device: str, waiting_bytes: int = 0
 ) -> list[TableVariables]:
-    """Makes the tables and slots of a plan, each one variable, if memory is free.
+    """Makes each table and slot of a plan as one variable, if there is enough memory.
 
     Args:
       plan: The tables.
@@ -155,8 +155,8 @@ def create_parts(
 ) -> list[list[TableVariables]]:
     """Makes parts of the tables and slots of a plan.
 
-    All tables come before all slots: the random numbers of a table take its size
-    once more while they are made, and the slots then fill that memory. All processes
+    All tables are made before all slots: making the random numbers of a table takes
+    its size once more, and the slots then fill that memory. All processes
     of a job call all initializers, so that random numbers are the same everywhere.
 
     Args:
@@ -249,7 +249,7 @@ def _create(values: FirstValues, places: Sequence[Place]) -> list[tf.Variable]:
     return made
 
 
-_BLOCK_BYTES = 4 << 20  # Of a matrix, for the rows of a part that are made at a time.
+_BLOCK_BYTES = 4 << 20  # The bytes of a matrix from which rows are made at a time.
 
 
 def _create_part(
@@ -264,7 +264,7 @@ def _create_part(
     if read is None or rows is None:
         shape = None
         if values.grows:
-            # TensorFlow ends a server that hears of a handle with a part of a shape.
+            # A handle with a partial shape would make TensorFlow end a server.
             dims: Any = (None, dim) if is_here else None
             shape = tf.TensorShape(dims)
         return create_state(name, values.whole, shape, values.dtype)
@@ -292,7 +292,7 @@ def _all_bytes(plan: Plan) -> Iterator[tuple[str, int]]:
 
 
 def _is_here(device: str) -> bool:
-    """Returns whether a device is in the memory of this machine."""
+    """Returns whether variables on a device are in the memory of this machine."""
     spec = tf.DeviceSpec.from_string(device)
     return spec.device_type in (None, "CPU") and spec.job in (None, "localhost")
 
@@ -352,10 +352,10 @@ def create_counter(name: str, device: str) -> tf.Variable:
 def create_state(
     name: str, value: Any, shape: Any = None, dtype: tf.DType | None = None
 ) -> tf.Variable:
-    """Creates one variable whatever the strategy's scope, which is no weight of Keras.
+    """Creates one variable that is not a Keras weight, whatever the strategy's scope.
 
-    `value` may be a function that returns the value, of `dtype`. `shape` is given if it
-    is to allow later values of other shapes than that of `value`.
+    `value` may be a function that returns the value, of `dtype`. Pass `shape` to allow
+    later values of other shapes than that of `value`.
     """
     return _ResourceVariable(
         initial_value=value, name=name, trainable=False, shape=shape, dtype=dtype
@@ -363,7 +363,7 @@ def create_state(
 
 
 def require_memory(sizes: Mapping[str, int], root: pathlib.Path = _ROOT) -> None:
-    """Fails where variables of these bytes would not fit (`root`: the system's)."""
+    """Fails if variables of these sizes do not fit; `root` is the root folder."""
     available = available_bytes(root)
     if available is not None and sum(sizes.values()) > available:
         largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:4]

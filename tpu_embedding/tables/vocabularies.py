@@ -56,7 +56,7 @@ class Changed:
       rows: The values of these rows, [n, D].
       deleted: The ids that lost their rows, int64 [m] ascending.
       size: The number of all ids of a growing table.
-      shared: The row that ids without one share, [1, D], or none, [0, D].
+      shared: The row that ids without a row share, [1, D]; [0, D] if there is none.
     """
 
     keys: np.ndarray
@@ -87,15 +87,15 @@ class StoredVocabulary(abc.ABC):
 
     @abc.abstractmethod
     def read(self, names: Collection[str]) -> _Arrays:
-        """Returns everything at one moment, but only the arrays of these names.
+        """Returns the state at one moment, with only the arrays of these names.
 
-        The result has the ids and what is known of them, and by "parameters" and slot
-        name the rows of the ids, which ascend, and then the row that ids share, if any.
+        The result has the ids, ascending, and what is known of them. By "parameters"
+        and slot name it has the rows of the ids, then the row that ids share, if any.
         """
 
     @abc.abstractmethod
     def places(self, known: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Returns where the rows that `read` returns are in the arrays, in its order.
+        """Returns where the arrays hold the rows that `read` returns, in its order.
 
         `known` is the result of `read`.
         """
@@ -105,9 +105,9 @@ class StoredVocabulary(abc.ABC):
         """Replaces everything by what `read` of all arrays returned."""
 
     def find(self, ids: tf.Tensor) -> tf.Tensor:
-        """Returns what a lookup for an update reads of int64 [n]: float32 [n, D].
+        """Returns what a training lookup reads for ids int64 [n]: float32 [n, D].
 
-        Only engines that differentiate weights have it.
+        Only engines that differentiate weights implement it.
         """
         raise NotImplementedError(f"This process has no rows of {ids}.")
 
@@ -116,7 +116,7 @@ class StoredVocabulary(abc.ABC):
         raise NotImplementedError("Only tables that are trained evict rows.")
 
     def take(self, consumer: str) -> _Arrays:
-        """Returns changes for a consumer of deltas, as TpuEmbeddingTakeIds has them."""
+        """Returns changes for a consumer of deltas; see the op TpuEmbeddingTakeIds."""
         raise NotImplementedError("Only tables that are trained have changes.")
 
 
@@ -133,9 +133,9 @@ class QueueVocabulary(StoredVocabulary):
         *,
         find: Callable[[int, tf.Tensor], tf.Tensor],
     ) -> None:
-        """Takes the table as the plan of the part has it, and its variables.
+        """Takes the table from the plan of the part, and its variables.
 
-        `find` returns what ids of the table with an index read.
+        `find` returns what lookups of ids read in the table with an index.
         """
         self.part, self._find = part, find
         self._spec, self.arrays = spec, arrays
@@ -279,7 +279,7 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
 
     def served(self) -> tuple[TableRows, np.ndarray | None]:
         """See `Identity.served`; the ids are the current ones."""
-        if self.group is None:  # Others may train meanwhile.
+        if self.group is None:  # Training may go on meanwhile.
             state = self.read()
             return array_rows(served_rows(self._spec, state)), state["ids"]
         arrays, known = self._blocks()
@@ -298,7 +298,7 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
         return joined_codes(arrays), known
 
     def _blocks(self) -> tuple[dict[str, TableRows], dict[str, TableRows]]:
-        """Returns what stores the rows, and what is known of ids, to read by blocks."""
+        """Returns stored arrays and what is known about ids, for reading in blocks."""
         stored, spec, none = self._stored, self._spec, np.zeros(0, np.int64)
 
         def read() -> tuple[list[_Arrays], list[np.ndarray], _Arrays]:
@@ -313,7 +313,7 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
         states = [{"state": own["state"]} for own in known]
         states = self._reach.from_owners(spec.index, states, call)
         starts = np.cumsum([0, *(own["state"][NUM_ROWS] for own in states)])
-        if not self._reach.has(spec.index):  # Others have a shared row, too.
+        if not self._reach.has(spec.index):  # An empty part may have a shared row.
             numbers = [none] * len(stored)
         for part, own in zip(stored, known, strict=True):
             own["rows"] = own["rows"] + starts[part.part[0]]
@@ -396,7 +396,7 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
     def _everywhere(
         self, read: Callable[[StoredVocabulary], _Arrays], call: str
     ) -> list[_Arrays]:
-        """Returns what is read of each part, in all processes; all of them call it."""
+        """Returns in all processes what is read of each part; all must call it."""
         local = self._reach.call(lambda: [read(part) for part in self._stored])
         call = f"{call} table {self._spec.name}"
         return self._reach.from_owners(self._spec.index, local, call)
@@ -479,7 +479,7 @@ def _check_heights(table: str, arrays: Mapping[str, Any], num_rows: int) -> None
 def served_rows(
     spec: TableSpec, state: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Returns what stores a served table's n + 1 rows, by name, from `Vocabulary.read`.
+    """Returns arrays of a served table's n + 1 rows, by name, from `Vocabulary.read`.
 
     Ids without a row look up the last one, unless each looks up its first values.
     """
@@ -493,7 +493,7 @@ def served_rows(
 def _last_row(
     spec: TableSpec, stored: Mapping[str, np.ndarray | TableRows]
 ) -> dict[str, np.ndarray]:
-    """Returns the row after the ids', [1, C] by name, if no update has made one."""
+    """Returns the row after those of the ids, [1, C] by name, if no update made it."""
     if spec.growth.unknown == "shared_row":
         return first_stored(spec, tf.constant([SHARED_ID], tf.int64))
     return {name: np.zeros((1, *r.shape[1:]), r.dtype) for name, r in stored.items()}

@@ -29,14 +29,14 @@ from tpu_embedding.vocabulary import (
 
 # Places in the `state` of a VocabularySnapshot (core/vocabulary.h).
 _EVICTED, _NEXT_CANDIDATE = 5, 6
-# The field of a part to be made that tells where each of its rows is in what is read.
+# The field of a new part with the places of its rows in the arrays that are read.
 PLACES = "places"
 
 _Arrays = dict[str, Any]  # NumPy arrays
 
 
 def num_shared(vocabulary: GrowingVocabulary, state: Mapping[str, np.ndarray]) -> int:
-    """Returns how many rows of a state ids share: 1 once an update has made it."""
+    """Returns the number of shared rows of a state: 1 once an update has made one."""
     return int(vocabulary.unknown == "shared_row" and state["state"][NUM_ROWS] > 0)
 
 
@@ -92,7 +92,7 @@ def renumbered(table: str, state: np.ndarray, num_rows: int) -> np.ndarray:
 def fitted_parts(
     spec: TableSpec, known: Mapping[str, np.ndarray], num_parts: int, *, limited: bool
 ) -> list[_Arrays]:
-    """Returns what each of `num_parts` parts will be of what `Vocabulary.fit` takes.
+    """Returns the new content of `num_parts` parts, from what `Vocabulary.fit` takes.
 
     Raises:
       ValueError: As `Vocabulary.write` does.
@@ -171,7 +171,7 @@ def _divided(
             part["state"] = _total(states).copy()
             part["state"][NUM_ROWS], part["state"][SWEEP] = len(rows), 0
             part["state"][_NEXT_CANDIDATE] = 0
-            if k:  # The counts are of the whole table.
+            if k:  # Part 0 keeps the counts of the table.
                 part["state"][COUNTS] = 0
         parts.append(part)
     return parts
@@ -193,7 +193,7 @@ def _in_order(whole: _Arrays, states: np.ndarray) -> _Arrays:
 def _keep_ids(
     fitting: _Arrays, table: str, vocabulary: GrowingVocabulary, shared: int
 ) -> None:
-    """Leaves out the ids that evictions would, and rows without an id.
+    """Leaves out the ids that an eviction would evict, and rows without an id.
 
     Raises:
       ValueError: If no id may be left out.

@@ -36,11 +36,11 @@ class Waits(Protocol):
         ...
 
     def flush(self) -> None:
-        """Catches all rows up."""
+        """Catches up all rows."""
         ...
 
     def is_quiet(self) -> bool:
-        """Returns whether this thread reads what is stored."""
+        """Returns whether this thread reads stored values, without catching up."""
         ...
 
 
@@ -48,15 +48,15 @@ class TableVariable(_Variable):
     """A table, or a slot of one, with rows that an optimizer may leave to catch up.
 
     A tf.Variable gets this class in place of its own. A read of the whole variable
-    catches all rows up and writes them; a read of some rows (`tf.gather`) writes
+    catches up all rows and writes them; a read of some rows (`tf.gather`) writes
     nothing. Ops that take its `handle` see the stored values.
     """
 
-    waiting: Waits | None = None  # Once an optimizer is built.
-    counter: Any = None  # Of te.Telemetry.
+    waiting: Waits | None = None  # Set once an optimizer is built.
+    counter: Any = None  # The counter of te.Telemetry.
 
     def sparse_read(self, indices: Any, name: str | None = None) -> Any:
-        """Reads rows, caught up."""
+        """Reads caught-up rows."""
         waiting = self.waiting
         graph = outermost_graph()
         before = waiting is None or (graph is not None and _flushes_before.get())
@@ -79,7 +79,7 @@ class TableVariable(_Variable):
         return super()._read_variable_op(no_copy)
 
     def _restore_from_tensors(self, restored_tensors: Any) -> Any:
-        self._flush()  # The others of the table keep what they are worth now.
+        self._flush()  # The table's other variables keep their current values.
         return super()._restore_from_tensors(restored_tensors)
 
     def _flush(self) -> None:
@@ -91,7 +91,7 @@ class TableVariable(_Variable):
             waiting.flush()
 
     def _flush_before_calls(self, graph: Any, traced: Waits | None) -> None:
-        """Flushes before each call of a graph, unless it catches rows up itself.
+        """Flushes before each call of a graph, unless the graph catches up rows.
 
         This is for an optimizer that is built, or that first trains the table, after
         the graph was traced.
@@ -105,8 +105,8 @@ class TableVariable(_Variable):
 
     @property
     def _handle(self) -> Any:
-        # TensorFlow's eager ops that take a variable for a tensor read its handle in
-        # C++, in place of `_read_variable_op`: the caller is then a generated function.
+        # TensorFlow's eager ops that accept a variable as a tensor read its handle in
+        # C++, not by `_read_variable_op`: the caller is then a generated function.
         if self.waiting is not None and _is_called_by_generated_op():
             self.waiting.flush()
         return self.__dict__["_handle"]
@@ -144,7 +144,7 @@ class EngineVariable(TableVariable):
 
 
 def catch_up(variable: Any) -> None:
-    """Catches all rows up of a table, before an op takes the handle of a variable."""
+    """Catches up all rows of a table, before an op takes a variable's handle."""
     if isinstance(variable, TableVariable):
         variable._flush()
 
@@ -174,7 +174,7 @@ def read_rows(variable: Any, rows: Any) -> np.ndarray:
 
 
 def make_waiting(variable: Any, cls: type[TableVariable]) -> bool:
-    """Makes a variable one whose rows may wait; returns whether it is one now."""
+    """Lets the rows of a variable wait if that is possible; returns whether it is."""
     own = type(variable)
     reads_as_usual = (
         issubclass(own, resource_variable_ops.BaseResourceVariable)
@@ -204,7 +204,7 @@ def is_recording() -> bool:
 
 @contextlib.contextmanager
 def flush_before() -> Iterator[None]:
-    """Makes reads flush before the graph is called, and read what is stored.
+    """Makes reads return stored values, and flush before each call of the graph.
 
     Such a graph contains nothing of the optimizer, so that it can be exported.
     """
@@ -224,20 +224,20 @@ def outermost_graph() -> Any:
     """Returns the graph of the tf.function that is traced; None if none is."""
     graph: Any = tf.compat.v1.get_default_graph()
     if tf.executing_eagerly() or not hasattr(graph, "capture_call_time_value"):
-        return None  # The latter: a graph of TensorFlow 1.
+        return None  # The second case is a graph of TensorFlow 1.
     while graph.is_control_flow_graph:
         graph = graph.outer_graph
     return graph
 
 
-# What is done before each call of each graph.
+# The functions that run before each call of a graph.
 _done_before: weakref.WeakKeyDictionary[Any, list[Callable[[], None]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def before_calls(graph: Any, do: Callable[[], None]) -> None:
-    """Does something before each call of a graph, in Python."""
+    """Runs `do` in Python before each call of a graph."""
     if graph in _done_before:
         _done_before[graph].append(do)
         return
@@ -250,7 +250,7 @@ def before_calls(graph: Any, do: Callable[[], None]) -> None:
             return tf.constant(0)
 
     with tf.init_scope():
-        saved = tf.constant(0)  # What a SavedModel has in place of it.
+        saved = tf.constant(0)  # What a SavedModel holds in its place.
     with graph.as_default():
         graph.capture(saved)  # Makes it one of the objects that a SavedModel has.
         graph.capture_call_time_value(

@@ -33,7 +33,7 @@ class HostBatches:
     ) -> None:
         """Makes batches for the tables of `options`.
 
-        With `groups` entries are grouped by row for an update; otherwise owners do it.
+        With `groups` it groups entries by row for an update; otherwise the owners do.
         """
         self._ops = library.load()
         self.device, self._record, self._groups = device, record, groups
@@ -69,8 +69,8 @@ class HostBatches:
     ) -> PreprocessedFeatures:
         """Converts a batch that `prepare` returned to plain tensors.
 
-        A refused batch raises its error if `raises`; else its tensors have a `refusal`.
-        Growing tables keep the rows of a batch `looked_up` while its tensors exist.
+        A refused batch raises its error with `raises`; else its tensors have a
+        `refusal`. Growing tables keep the rows of `looked_up` while the tensors exist.
         """
         with tf.device(self.device):
             result = self._ops.tpu_embedding_to_stacks(
@@ -92,11 +92,11 @@ class HostBatches:
             return packed if raises else packed._replace(refusal=result.refusal)
 
     def from_tensors(self, features: PreprocessedFeatures) -> tf.Tensor:
-        """See `Steps.from_tensors`: errors in values are raised by what takes it."""
+        """See `Steps.from_tensors`: the op that takes it raises errors in values."""
         stacks = [features.tables[s.name] for s in self.stacks.layout.stacks]
         with tf.device(self.device):
             shapes = [tf.cast(shape, tf.int64) for shape in features.output_shapes]
-            for_update = not shapes  # Its samples are known.
+            for_update = not shapes  # Sample counts replace the shapes.
             if for_update:
                 counts = self.stacks.samples(features.tables)
                 shapes = [count[tf.newaxis] for count in counts]
@@ -130,7 +130,7 @@ class HostBatches:
 def plan_record(
     options: EngineOptions, placement: Placement | None = None, *, served: bool = False
 ) -> bytes:
-    """Serializes the plan for cc/kernels/plan.h; owners of tables may be servers."""
+    """Serializes the plan for cc/kernels/plan.h; with `served` servers own tables."""
     plan, layout = options.plan, options.layout
     return records.serialize(
         check_numerics=options.check_numerics,

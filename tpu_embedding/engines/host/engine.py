@@ -84,11 +84,11 @@ class Transport(Protocol):
     def to_senders(
         self, collective: CollectiveCall, messages: Messages, refusal: tf.Tensor
     ) -> Messages:
-        """Sends the answer of one of those parts; what has arrived here from it."""
+        """Sends one part's answers; returns what has arrived here from that part."""
         ...
 
     def push(self) -> Any:
-        """Returns the number of this push, or none where a push cannot come twice."""
+        """Returns this push's number; an empty tensor if no push can come twice."""
         ...
 
 
@@ -109,10 +109,10 @@ class Routed(NamedTuple):
 class HostEngine(Engine, StepQueue):
     """Runs one op per step and direction for all tables (see docs/architecture.md).
 
-    The tables are whole, in one part in this process; or a transport leads to the
-    owners of their parts. Then data travels to or from the owners three times in each
-    step: IDs when a batch is prepared or queued, rows or activations in the lookup, and
-    gradients of samples in the update. See ops/cc/core/routing.h. The queue of batches
+    Either the tables are whole, as one part in this process, or a transport leads to
+    the owners of their parts. Data then travels to or from the owners three times in
+    each step: IDs when a batch is prepared or queued, rows or activations in the
+    lookup, and gradients of samples in the update. See ops/cc/core/routing.h. The queue of batches
     is in the resource of this process's part; that of a job has routed batches.
 
     Attributes:
@@ -177,14 +177,14 @@ class HostEngine(Engine, StepQueue):
     def _trains(self, call: Call, tensors: Any) -> bool:
         """Returns whether an update may take the batch itself, not its tensors.
 
-        For a growing table a lookup for training is marked even if it gives tensors.
+        With growing tables a training lookup is marked even if it returns tensors.
         """
         return call.training and (self._grows or not tensors)
 
     def _with_tensors(
         self, prepared: Prepared, looked_up: Sequence[tf.Tensor] = ()
     ) -> Prepared:
-        """Adds the tensors of a batch; over processes a refusal waits for lookups."""
+        """Adds the tensors of a batch; in a job only its lookup raises a refusal."""
         raises = not self._is_owner
         tensors = self._batches.to_tensors(prepared.value, looked_up, raises=raises)
         return prepared._replace(tensors=tensors)
@@ -203,12 +203,12 @@ class HostEngine(Engine, StepQueue):
           batch: The batch of this process.
           collective: What the user called.
           training: Whether an update may follow.
-          looked_up: For an update, what its lookup asked of each server, if known; the
-            rows stay until the update.
+          looked_up: For an update, what its lookup asked each server for, if known;
+            the servers keep these rows until the update.
 
         Raises:
-          tf.errors.InvalidArgumentError: If the batch was refused; in a job also if
-            that of another process was.
+          tf.errors.InvalidArgumentError: If the batch was refused, or in a job the
+            batch of another process.
           tf.errors.FailedPreconditionError: In all processes, if their calls differ.
         """
         transport = self._transport
@@ -266,14 +266,14 @@ class HostEngine(Engine, StepQueue):
         return self._with_tensors(prepared, [own])
 
     def _parts_kept(self, tensors: PreprocessedFeatures) -> Sequence[tf.Tensor]:
-        """Returns what each server looked up, where only tensors of Python know it."""
+        """Returns what each server looked up, if attributes of `tensors` keep it."""
         del tensors
         return ()
 
     def look_up_routed(
         self, routed: Routed, collective: CollectiveCall, call: Call
     ) -> tuple[list[tf.Tensor], Routed]:
-        """Looks up a batch that `route` returned; what an update takes."""
+        """Looks up a batch that `route` returned; also returns what an update takes."""
         parts = [[part] for part in routed.parts]
         served, received = self._serve(parts, collective, call)
         looked_up = [answer.looked_up for answer in served]
@@ -287,7 +287,7 @@ class HostEngine(Engine, StepQueue):
         collective: CollectiveCall,
         call: Call,
     ) -> tuple[list[Any], list[tf.Tensor]]:
-        """Returns what each part serves, and by owner what has arrived of it."""
+        """Returns what each part serves, and the messages that arrived, by owner."""
         transport = self._transport
         assert transport is not None
         shapes = self._batches.activation_shapes(call) if transport.is_owner else []
@@ -416,7 +416,7 @@ class HostEngine(Engine, StepQueue):
     def from_tensors(
         self, features: PreprocessedFeatures, *, looked_up: bool
     ) -> Prepared:
-        """See `Steps.from_tensors`: errors in values are raised by what takes it."""
+        """See `Steps.from_tensors`: the op that takes it raises errors in values."""
         tensors = super().from_tensors(features, looked_up=looked_up).tensors
         assert tensors is not None
         return Prepared(self._batches.from_tensors(tensors), tensors)
@@ -440,7 +440,7 @@ class HostEngine(Engine, StepQueue):
         }
 
     def tables(self) -> dict[str, Table]:
-        """See `TableStore.tables`; reading rows is a call of all processes."""
+        """See `TableStore.tables`; all processes must read rows together."""
         return self._tables
 
     def checkpoint_variables(self) -> dict[str, Any]:
@@ -456,7 +456,7 @@ class HostEngine(Engine, StepQueue):
         return objects if updates is None else {**objects, UPDATES: updates}
 
     def _updates(self) -> Any:
-        """Returns the number of updates already applied, where anything asks for it."""
+        """Returns the counter of updates already applied; None if nothing needs it."""
         (part,) = self._parts
         return part.rates.updates
 
@@ -471,7 +471,7 @@ class HostEngine(Engine, StepQueue):
         return read
 
     def changes(self, consumer: str) -> RowChanges:
-        """See `TableStore.changes`: a call of all processes, also in the result."""
+        """See `TableStore.changes`: all processes must call it and use it alike."""
         marks = [part.marks for part in self._parts]
         return RowChanges(marks, list(self._tables.values()), consumer, self._reach)
 

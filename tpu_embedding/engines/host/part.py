@@ -23,8 +23,8 @@ from tpu_embedding.tables.vocabularies import QueueVocabulary
 class TablePart:
     """The tables and slots that one device owns, their updates, and the ops on them.
 
-    Lists of messages are by sender. A list `batches` has one batch, which bypasses the
-    queue, or none, which means the next one of the queue.
+    Lists of messages are in order of senders. A list `batches` has one batch, which
+    bypasses the queue, or none, which means the queue's next batch.
 
     Attributes:
       device: The device.
@@ -93,7 +93,7 @@ class TablePart:
             PartWaits(self, table)
 
     def enqueue(self, batches: Sequence[tf.Tensor], call: Call) -> tf.Tensor:
-        """Queues a batch for every replica or for one; returns if updates are due."""
+        """Queues a batch for all replicas or one; returns whether updates are due."""
         with tf.device(self.device):
             return self._ops.tpu_embedding_enqueue(
                 queue=self.handle,
@@ -106,7 +106,7 @@ class TablePart:
     def look_up(
         self, batches: Sequence[tf.Tensor], call: Call, shapes: Sequence[tf.TensorShape]
     ) -> Any:
-        """Looks a batch up in tables that are whole here."""
+        """Looks up a batch in tables that are whole on this device."""
         with tf.device(self.device):
             return self._ops.tpu_embedding_lookup(
                 queue=self.handle,
@@ -176,7 +176,7 @@ class TablePart:
         shapes: Sequence[tf.TensorShape],
         num_senders: int,
     ) -> Any:
-        """Looks up what `receive_batch` read; `shapes`: of the own batch."""
+        """Looks up what `receive_batch` read; `shapes` are those of its own batch."""
         with tf.device(self.device):
             return self._ops.tpu_embedding_serve(
                 queue=self.handle,
@@ -194,7 +194,7 @@ class TablePart:
         rates: tf.Tensor,
         push: Any,
     ) -> tf.Tensor:
-        """Submits the gradients of all senders; whether updates are due."""
+        """Submits the gradients of all senders; returns whether updates are due."""
         with tf.device(self.device):
             return self._ops.tpu_embedding_receive_gradients(
                 queue=self.handle,
@@ -206,7 +206,7 @@ class TablePart:
             )
 
     def apply(self, apply_now: tf.Tensor) -> None:
-        """Applies the updates that are due, where `apply_now` holds."""
+        """Applies the updates that are due, if `apply_now` is true."""
         if not self._is_trained:
             return  # Lookup only: no update can be pending.
         with tf.device(self.device):
@@ -215,7 +215,7 @@ class TablePart:
             )
 
     def catch_up(self) -> None:
-        """Catches all rows up that wait for their gradients."""
+        """Catches up all rows that wait for their gradients."""
         if not self._waits:
             return
         with tf.device(self.device):
@@ -299,7 +299,7 @@ class TablePart:
         )
 
     def _placed(self, table: int, *figures: Any, **others: Any) -> TableCounts:
-        """Counts rows by their numbers in the whole table.
+        """Makes the counts of a table, with the row numbers of the whole table.
 
         If the rows of a sample are in several parts, no part counts samples.
         """

@@ -46,7 +46,7 @@ class Processes:
         )
 
     def push(self) -> Any:
-        """See `Transport.push`: a step of a job is made once."""
+        """See `Transport.push`: each step of a job runs once."""
         return library.NO_NUMBER
 
 
@@ -78,7 +78,7 @@ class ShardedEngine(HostEngine):
         )
         self._channel.queues = [part.handle]
         reach = InJob(self._placement, self._channel)
-        # IDs and batches are those of whole tables.
+        # IDs and batches refer to whole tables.
         super().__init__(options, [part], Processes(record, self._channel), reach)
 
     @classmethod
@@ -94,14 +94,14 @@ class ShardedEngine(HostEngine):
         return self._channel
 
     def flush(self) -> None:
-        """See `TableStore.flush`; with pipelining a call of all processes."""
+        """See `TableStore.flush`; with pipelining all processes must call it."""
         if self.pipelined:
-            with calling("flush"):  # Unless it is part of another call.
+            with calling("flush"):  # An outer call keeps its name.
                 self._channel.agree("update")
         super().flush()
 
     def reset(self) -> None:
-        """See `Steps.reset`: a call of all processes."""
+        """See `Steps.reset`; all processes must call it."""
         self._channel.agree("update", "reset")
         super().reset()
 
@@ -110,7 +110,7 @@ class ShardedEngine(HostEngine):
             return super()._rates_to_send()
 
     def start_counting(self, every: int) -> Callable[[int | None], Counts]:
-        """See `TableStore.start_counting`: of the rows that this process has."""
+        """See `TableStore.start_counting`: it counts the rows of this process."""
         read = super().start_counting(every)
 
         def with_exchanges(num_hot_rows: int | None) -> Counts:
@@ -145,7 +145,7 @@ def _placement(options: EngineOptions) -> Placement:
 
 
 def _description(options: EngineOptions, placement: Placement) -> dict[str, Any]:
-    """Returns what must be alike in all processes."""
+    """Returns the settings that must be equal in all processes, by name."""
     plan = options.plan
     found: dict[str, Any] = {
         "the TensorFlow version": tf.__version__,

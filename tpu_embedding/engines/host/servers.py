@@ -1,8 +1,8 @@
 """The engine of ParameterServerStrategy: the parts of the tables are on servers.
 
-IDs travel to the servers, rows and activations back, and gradients to the servers. Only
-the tables, their slots and counters, and the numbers of the pushes that were applied
-are kept there: a batch exists within one function, so a lost worker leaves nothing.
+IDs travel to the servers, rows and activations back, and gradients to the servers.
+Servers keep only the tables, their slots and counters, and the numbers of applied
+pushes: a batch exists within one function, so a lost worker leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from tpu_embedding.tables.reach import OnServers
 from tpu_embedding.tables.trackable import copied_counter
 from tpu_embedding.tables.variables import Place, TableVariables, create_parts
 
-# The attribute of a tensor that has what servers looked up, while the tensor exists. A
-# field of the engine would keep the graphs of functions alive, to which parts belong.
+# The attribute by which a tensor keeps what servers looked up, while it exists. A field
+# of the engine would keep alive the graphs of functions, to which the parts belong.
 _PARTS = "_tpu_embedding_parts"
 _WITHIN = "under ParameterServerStrategy in the same function, loop and branch."
 
 
 class Servers:
-    """Parameter servers, to whose ops TensorFlow carries inputs from other devices."""
+    """Parameter servers; TensorFlow itself carries the inputs of their ops to them."""
 
     def __init__(self, record: bytes, size: int) -> None:
         self.record, self.is_owner = record, False
@@ -74,7 +74,7 @@ class Servers:
         return messages
 
     def push(self) -> Any:
-        """See `Transport.push`: read where the function runs, on the worker."""
+        """See `Transport.push`: the worker that runs the function reads it."""
         if tf.executing_eagerly():
             return library.NO_NUMBER
         return library.load().tpu_embedding_current_push().push
@@ -115,7 +115,7 @@ class ParameterServerEngine(HostEngine):
         owners = tuple(o if o < 0 else used.index(o) for o in owners)
         devices = [servers[k] for k in used]
         places = [Placement(k, len(used), owners) for k in range(len(used))]
-        # These are in plan order, on which the numbers of random initializers depend.
+        # Parts are made in plan order, on which random initial values depend.
         variables = create_parts(
             plan, [places_on_servers(spec, places[0], devices) for spec in plan.tables]
         )
@@ -174,7 +174,7 @@ class ParameterServerEngine(HostEngine):
         return [table.row_pointers for table in tensors.tables.values()]
 
     def _updates(self) -> Any:
-        # Each server counts; all get what is assigned.
+        # Each server has a counter; an assignment goes to all of them.
         counters = [part.rates.updates for part in self._parts]
         known = [counter for counter in counters if counter is not None]
         return copied_counter(known) if len(known) > 1 else next(iter(known), None)
@@ -199,7 +199,7 @@ class ParameterServerEngine(HostEngine):
         routed = self.route_enqueued(batch.value, call)
         queued.append((routed, training))
         if not training:
-            # A refused batch leaves what is pending.
+            # A refused batch leaves updates pending.
             with tf.control_dependencies([routed.own]):
                 self._run(self._apply_parts)
 
@@ -285,7 +285,7 @@ def _part_on(
 def places_on_servers(
     spec: TableSpec, placement: Placement, servers: Sequence[str]
 ) -> list[Place]:
-    """Returns where the parts of a table are."""
+    """Returns the server of each part of a table, and the part's rows."""
     if not placement.is_divided(spec.index):
         return [(servers[placement.owners[spec.index]], None)]
     partition = Partition(len(servers))
@@ -299,7 +299,7 @@ def _require_library(servers: Sequence[str]) -> None:
     """Refuses servers that do not have the ops of the library.
 
     Raises:
-      tf.errors.NotFoundError: If one lacks them; the text has its name and a way out.
+      tf.errors.NotFoundError: If a server lacks them; the text names it and a fix.
     """
     ops: Mapping[str, Any] = vars(library.load())
     for server in servers:

@@ -1,11 +1,11 @@
 """Tables of the host engine whose rows wait for their gradients.
 
-An optimizer that updates all rows in each step, `te.Adam(lazy_adam=False)`, costs only
-the rows of a batch if `idle_of` finds what a step does to the other rows
+An optimizer that updates all rows in each step, `te.Adam(lazy_adam=False)`, updates
+only the rows of a batch if `idle_of` finds what a step does to the other rows
 (`optimizers/idle.py`). Each part of the tables counts the updates that it applies, in
-its step queue. A lookup gives caught-up rows and writes nothing; an update catches its
-rows up. `TableStore.flush` and each read of a whole variable first catch all rows up,
-by `TablePart.catch_up`.
+its step queue. A lookup returns caught-up rows and writes nothing; an update first
+catches up the rows that it changes. `TableStore.flush` and each read of a whole
+variable first catch up all rows, by `TablePart.catch_up`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def waiting_records(spec: TableSpec) -> dict[str, Any]:
 
 
 def waiting_bytes(spec: TableSpec, rows: int) -> int:
-    """Returns what a process that has so many rows of a table keeps of their waits."""
+    """Returns the bytes that a process with `rows` rows keeps to catch them up."""
     idle = idle_of(spec)
     if idle is None:
         return 0
@@ -69,7 +69,7 @@ class PartWaits:
     """The steps that rows of a part's table wait for; see `tables.waiting.Waits`."""
 
     def __init__(self, part: TablePart, table: int) -> None:
-        """Makes the variables of a table ones that see what waits."""
+        """Makes reads of the table's variables catch rows up."""
         self._part, self._table = part, table
         self.variables: Sequence[Any] = list(part.variables[table].arrays.values())
         for variable in self.variables:

@@ -1,4 +1,4 @@
-"""Custom combiners, which look the vectors of a sample up one by one."""
+"""Custom combiners, which look up the vectors of a sample one by one."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Combiners:
         return Check(counts <= limit, message)
 
     def positions(self, entries: Sequence[Entries]) -> list[Entries]:
-        """Makes each entry a sample to look up, at its position in its own sample."""
+        """Makes each entry a sample of its own, at its position in its old sample."""
         spread = list(entries)
         for feature, combiner in self._of_features.items():
             own = entries[feature]

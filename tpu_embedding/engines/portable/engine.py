@@ -75,7 +75,7 @@ class PortableEngine(Engine, StepQueue):
             self._combiners = Combiners(self._plan, options.layout)
         with tf.device(self._host):
             self._ring = BatchRing(in_order=True)
-            # The calls of `reset`, by which gradients of lookups before it are told.
+            # The number of calls of `reset`, to recognize gradients of older lookups.
             self._resets = create_state("resets", tf.zeros([], tf.int64))
 
     @classmethod
@@ -94,7 +94,7 @@ class PortableEngine(Engine, StepQueue):
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
-        """Yields on the CPU to one eager call at a time; graphs run any time."""
+        """Lets in one eager call at a time, on the CPU; graphs run at any time."""
         with self._lock, tf.device(self._host):
             yield
 
@@ -233,7 +233,7 @@ class PortableEngine(Engine, StepQueue):
         found: Mapping[int, CombinerInputs],
         ticket: TracedTicket | None = None,
     ) -> list[Any]:
-        """Updates all tables, after everything that can fail; returns that."""
+        """Updates all tables once nothing can fail; returns what it waited for."""
         rates = self._rates.evaluate()
         checks = []
         batch = zip(self._plan.features, entries, gradients, strict=True)
@@ -277,7 +277,7 @@ class PortableEngine(Engine, StepQueue):
         ranks = [len(known.activation(f.index)) for f in self._plan.features]
         shapes = [tf.TensorSpec([rank], tf.int64) for rank in ranks]
         specs = [Entries(vector, vector, tf.TensorSpec([None]), s) for s in shapes]
-        # A tape outside of the function could not form zeros like the variant.
+        # A tape outside of the function cannot make zeros for the variant.
         tensors = map(tf.stop_gradient, unpack(batch, tf.nest.flatten(specs)))
         return tf.nest.pack_sequence_as(specs, list(tensors))
 
@@ -435,7 +435,7 @@ def _update_table(
     rows: tf.Tensor,
     gradient: tf.Tensor,
 ) -> None:
-    """Applies one update, the n-th for `number` n, to a table and its slots."""
+    """Applies an update to a table and its slots, after `number` earlier updates."""
     assert spec.optimizer is not None
     optimizer = spec.optimizer.with_hyperparameters(numbers.hyperparameters)
     state = [variables.parameters, *variables.slots.values()]
@@ -493,7 +493,7 @@ def round_rows(
     bits = tf.cast(tf.bitcast(values, tf.uint32), tf.int64)
     size = bits & 0x7FFFFFFF
     dim = values.shape[-1]
-    assert dim is not None  # A table's own.
+    assert dim is not None  # A table has a known dim.
     random = random_bits(rows, dim, seed, number)
     finite = tf.minimum(size + random, _LARGEST)
     other = tf.where(size == _INFINITY, size, size | _QUIET)

@@ -3,11 +3,11 @@
 A stack is wider than its tables. The values from the ops are cut to the width of the
 table before the user's function gets them, and padded afterwards. A rule that computes
 each column from that column alone gets the padding, too: libtpu calls a rule for all
-touched rows at once, by replacing each leading dimension of 1, and does not compile
-what cuts columns off.
+touched rows at once, by replacing each leading dimension of 1, and does not compile a
+rule that cuts columns off.
 
-The ops call a combiner once for all samples of a replica, and the user's function is
-for one sample, so it is vectorized here.
+The ops call a combiner once for all samples of a replica, but the user's function takes
+one sample, so it is vectorized here.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _rule(table: str, optimizer: CustomOptimizer, dim: int, width: int) -> Any:
     try:
         padded, padded_ops = trace(width)
     except (ValueError, TypeError, tf.errors.OpError):
-        return traced  # It has `dim` in it.
+        return traced  # The rule depends on `dim`.
     return padded if _compute_alike(ops, padded_ops) else traced
 
 

@@ -67,7 +67,7 @@ class SparseCoreEngine(Engine):
             _stacking_options(topology, options.sparse_core),
             options.sparse_core,
         )
-        if options.pipelined:  # `lay_out` has checked what all need.
+        if options.pipelined:  # `lay_out` has checked the other limits.
             limits.raise_first(
                 limits.sparse_core_excesses(
                     plan,
@@ -88,7 +88,7 @@ class SparseCoreEngine(Engine):
             check_numerics=options.check_numerics, device=topology.device
         )
         self._created = outside_of_replicas(lambda: create_state(options, layout))
-        # The devices not yet restored, by name of a stack without first values.
+        # How many devices are still to be restored, by name of a stack without values.
         self._due = {
             state.stack.name: state.stack.num_devices
             for state in self._created
@@ -135,7 +135,7 @@ class SparseCoreEngine(Engine):
         return layout
 
     def checkpoint_variables(self) -> dict[str, Any]:
-        """See `TableStore.checkpoint_variables`: names and values of TensorFlow's."""
+        """See `TableStore.checkpoint_variables`: names and values are TensorFlow's."""
         saved: dict[str, Any] = {}
         for stack in self._created:
             restored = functools.partial(self._restored, stack.stack.name)
@@ -180,7 +180,7 @@ class SparseCoreEngine(Engine):
     def prepare(
         self, batches: Sequence[Sequence[IdBatch]], call: Call
     ) -> list[Prepared]:
-        """See `Steps.prepare`: that of each replica on the replica's host."""
+        """See `Steps.prepare`: the host of each replica prepares its batch."""
         if len(batches) > 1:
             return self._prepare_all(batches)
         (batch,), device, topology = batches, call.device, self._topology
@@ -237,7 +237,7 @@ class SparseCoreEngine(Engine):
                     f"{stack.stack.name}, so another engine created it. Preprocess it "
                     "with this embedding."
                 )
-        # The cuts are summed on the TPU, so that what follows is not before all of it.
+        # The TPU has summed the cuts, so the copy cannot come before all of its ops.
         tables = self._topology.on_host(
             host_to_device.copy_to_device, batch, self._partitioning, self._shares_cuts
         )
@@ -278,13 +278,13 @@ class SparseCoreEngine(Engine):
     def flush_after_lookup(
         self, looked_up: Prepared, activations: list[tf.Tensor], training: tf.Tensor
     ) -> list[tf.Tensor]:
-        """Applies the pending update; an evaluation batch then has new activations."""
+        """Applies the pending update; evaluation batches then get new activations."""
         if self._pending is None:
             return activations
         assert looked_up.tensors is not None
         self._apply_pending(after=looked_up.tensors.tables)
-        # A second lookup, of nothing for a training batch: libtpu does not compile a
-        # second update of a table beside that of the training step.
+        # This looks up again, but nothing for a training batch: libtpu does not compile
+        # a second update of a table in addition to that of the training step.
         empty = tf.cast(~training, tf.int32)
         tables = {
             name: batch._replace(row_pointers=batch.row_pointers * empty)
@@ -310,7 +310,7 @@ class SparseCoreEngine(Engine):
         *,
         flushed: bool = False,
     ) -> list[Any]:
-        """Updates as `Steps.update`, after other tensors; returns control inputs.
+        """Updates like `Steps.update`, waiting for `after`; returns control inputs.
 
         `flushed` is True if it is known that no update is pending.
         """
@@ -344,7 +344,7 @@ class SparseCoreEngine(Engine):
         if self._rates.updates is not None:
             updates = self._rates.updates
             changes.append((updates, updates.read_value() + 1))
-        # The inputs are among what must be good, although a pending update is applied.
+        # The new inputs must be valid, too, although the pending update is applied.
         return self._assign_together(changes, [*tf.nest.flatten(inputs), *after])
 
     def flush(self) -> None:
@@ -413,7 +413,7 @@ class SparseCoreEngine(Engine):
                 table, optimizer, functions, inputs[table.name], values
             )
             if stack.combiner_weights is not None:
-                # The update of nothing is NaN if the user's function gives NaN.
+                # An update without entries is NaN if the user's function returns NaN.
                 updated[-1] = tf.where(is_there, updated[-1], values[-1])
                 variables.append(stack.combiner_weights)
             changes += zip(variables, updated, strict=False)
@@ -429,8 +429,8 @@ class SparseCoreEngine(Engine):
         """
         topology = self._topology
         values = [value for _, value in changes]
-        # Assertions of the user program before this call are in the same order of
-        # stateful ops as the first barrier, those after it as the second.
+        # TensorFlow keeps the order of stateful ops: the user's assertions before this
+        # call come before the first barrier, and those after it after the second.
         with tf.control_dependencies(topology.barrier([*values, *after])):
             assigned = [
                 variable.assign(tf.ensure_shape(value, variable.shape))
@@ -536,7 +536,7 @@ class PendingUpdate:
         ]
 
     def clearing(self) -> list[tuple[Any, tf.Tensor]]:
-        """Returns the variables of one replica that discard the update."""
+        """Returns variables of one replica and the values that discard the update."""
         pointers = [own["row_pointers"] for own in self._variables.values()]
         return [
             (self._is_there, tf.constant(False)),
@@ -545,7 +545,7 @@ class PendingUpdate:
 
 
 def _with_shape_sources(options: EngineOptions) -> tuple[FeatureSpec, ...]:
-    """Returns the features of the plan; each says who gave its output shape."""
+    """Returns the plan's features; each says where its output shape comes from."""
     pairs = zip(
         options.plan.features, options.output_shapes.all_declared(), strict=True
     )

@@ -38,7 +38,7 @@ class StackedSamples:
         self._shapes: list[Any] = list(layout.output_shapes)
 
     def split(self, stacks: Mapping[str, tf.Tensor]) -> list[tf.Tensor]:
-        """Returns features' activations, [output shape..., dim], of stacked samples."""
+        """Returns the features' activations, [output shape..., dim], from stacks."""
         by_core = [
             tf.reshape(stacks[stack.name], [self._cores, -1, stack.width])
             for stack in self._layout.stacks

@@ -17,7 +17,7 @@ from tpu_embedding.optimizers.base import Optimizer
 
 Batch = PartitionedCsrFormatTensor | CombinedCsrFormatTensor
 MINIBATCHES = "num_minibatches_per_physical_sparse_core"
-# All numbers of a custom rule in one tensor, which the op takes one by one.
+# The scalars of a custom rule, in one tensor; the op takes them one by one.
 _HYPERPARAMETERS = "hyperparameters"
 
 

@@ -120,7 +120,7 @@ class StackState:
         return joined(parts, start)
 
     def tables(self, specs: Sequence[TableSpec]) -> Iterator[Table]:
-        """Yields each table, of those of the plan, without padding."""
+        """Yields the tables of the stack without padding; `specs` are all tables."""
         for index, layout in zip(self.stack.tables, self.stack.layouts, strict=True):
             rows = self.rows_of_table(layout)
             row_of = functools.partial(
@@ -168,7 +168,7 @@ class StackState:
 
 
 def create_state(options: EngineOptions, layout: Layout) -> list[StackState]:
-    """Creates the variables of all stacks; `to_restore` leaves only tables unfilled.
+    """Creates and fills all variables of stacks; with `to_restore` it fills no tables.
 
     Call it outside of replicas; see `outside_of_replicas`.
     """
@@ -185,7 +185,7 @@ def create_state(options: EngineOptions, layout: Layout) -> list[StackState]:
 
 
 def create_counter(options: EngineOptions) -> tf.Variable:
-    """Creates an int64 scalar 0, one in each replica."""
+    """Creates a counter that starts at 0, an int64 scalar in each replica."""
     with options.topology.strategy.scope():
         return create_local(
             "updates",

@@ -32,7 +32,7 @@ class SparseCoreQueue(StepQueue):
         topology: TPUTopology,
         specs: PreprocessedFeatures,
     ) -> None:
-        """Queues of what `specs` has of a batch."""
+        """Makes queues for those tensors of a batch that `specs` describes."""
         self._engine, self._topology, self._specs = engine, topology, specs
         self._devices = [cores[0] for cores in topology.tpu.devices]
         self._hosts = [
@@ -63,7 +63,7 @@ class SparseCoreQueue(StepQueue):
     def _put_on(
         self, device: str | tf.Tensor, batch: Sequence[tf.Tensor], *, training: bool
     ) -> tf.Tensor:
-        """Queues a batch for a device, or for the core of an ordinal; see `_put`."""
+        """Queues a batch for a device, given by name or by ordinal; see `_put`."""
         checked = check_device(self._topology, device)
 
         def put(replica: int) -> tf.Tensor:
@@ -178,7 +178,7 @@ class SparseCoreQueue(StepQueue):
     def _take(self, queue: BatchRing) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Takes the next batch; returns its tensors, and whether it is for training."""
         # No replica of a software TPU takes its batch unless all can. The hosts of a
-        # TPU decide alone: there this repeats what `dequeue` checks.
+        # real TPU decide alone: there this only repeats a check of `take`.
         with tf.control_dependencies(self._topology.barrier(queue.check_batch())):
             training, batch = queue.take()
         with tf.control_dependencies(self._topology.barrier([batch, training])):

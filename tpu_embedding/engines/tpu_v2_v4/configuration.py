@@ -154,7 +154,7 @@ class ProgramRates:
             self.updates = outside_of_replicas(lambda: _create_counter(strategy))
 
     def evaluate(self) -> list[tf.Tensor]:
-        """Returns float32 scalars."""
+        """Returns the rates as float32 scalars, in the order of their tags."""
         return [evaluate_rate(rate, self.updates) for rate in self._rates]
 
     def count_update(self) -> None:

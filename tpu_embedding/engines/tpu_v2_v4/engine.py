@@ -47,7 +47,7 @@ _INITIALIZED_AGAIN = (
 )
 
 
-# The name of the number of a lookup among its preserved outputs.
+# The key under which preserved outputs hold the number of their lookup.
 _MARKER = "lookup"
 
 
@@ -194,7 +194,7 @@ class TPUV2V4Engine(Engine):
         """See `Steps.lookup`: enqueues the batch and dequeues it at once."""
         program = self._options.topology.program()
         ticket = self._tickets.begin(program, training=call.training)
-        # Under its name the batch is an evaluation batch if no gradients follow.
+        # A batch with a name is an evaluation batch if no gradients use that name.
         name = ticket.content if call.training else None
         call = dataclasses.replace(call, name=name)
         self._queue.enqueue([prepared], call)
@@ -250,7 +250,7 @@ class TPUV2V4Engine(Engine):
             config = b""
 
     def flush(self) -> None:
-        """See `TableStore.flush`: to retrieve any table applies the update of all."""
+        """See `TableStore.flush`: retrieving one table applies the update of all."""
         if not self._options.pipelined:
             return
         if self._options.topology.program() is not None:
@@ -356,7 +356,7 @@ class QueuedTickets:
     def begin(self, program: Any, *, training: bool) -> QueuedTicket:
         """Makes a ticket for a new lookup, traced in `program`.
 
-        With `training` gradients may come; until they do there is no other ticket.
+        With `training` gradients may follow; until they do, no other ticket is made.
         """
         before = self._last.get(program)
         if before is not None and not before.taken:

@@ -143,7 +143,7 @@ class TPUQueue(StepQueue):
             self._rates.count_update()
 
     def inputs(self, batch: Sequence[IdBatch]) -> tuple[tuple[tf.Tensor, ...], ...]:
-        """Checks a batch for one core; by feature its splits, ids and weights."""
+        """Checks a batch for one core; returns each feature's splits, ids, weights."""
         (part,) = _core_batches(self._select(batch), 1)
         return tuple(zip(part.splits, part.ids, part.weights, strict=True))
 
@@ -151,7 +151,7 @@ class TPUQueue(StepQueue):
         """Returns the batch of each core."""
         if batch.tensors is None:
             return _core_batches(self._select(batch.value), cores)
-        assert cores == 1  # Refused elsewhere: only a program takes plain tensors.
+        assert cores == 1  # Only programs take plain tensors, and only with one core.
         splits, ids, weights = zip(*batch.tensors.inputs, strict=True)
         return [_CoreBatch(list(splits), list(ids), list(weights))]
 
