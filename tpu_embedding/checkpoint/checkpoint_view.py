@@ -39,7 +39,7 @@ class Vector:
     Attributes:
       length: How many numbers there are.
       read: Returns the numbers, int64 [length].
-      rows: Reads them by blocks, [length, 1], if they may be in several processes.
+      rows: The numbers as rows [length, 1], if several processes may hold them.
     """
 
     length: int
@@ -91,13 +91,13 @@ class LogicalTable:
 
     @property
     def stored(self) -> dict[str, TableRows]:
-        """The arrays in TensorFlow's files; for int8 codes, and scales with offsets."""
+        """The arrays in TensorFlow's files, with int8 as codes and (scale, offset)."""
         return stored_arrays(self.arrays)
 
 
 @dataclasses.dataclass(frozen=True)
 class NumberedSlots:
-    """The variables of a Keras optimizer, which files of Keras number.
+    """The variables of a Keras optimizer, which Keras's files identify by numbers.
 
     Attributes:
       optimizer: The name of the optimizer or of its class, in small letters, or "" if
@@ -120,7 +120,7 @@ class LogicalCheckpoint(Mapping[str, LogicalTable]):
       path: Path of the checkpoint.
       format: Kind of the checkpoint, e.g. "TensorFlow".
       updates: Number of updates applied to the tables, or None if not stored.
-      numbered: The slots of a file of Keras, whose tables the file does not name.
+      numbered: The slots of a Keras file, which does not say which tables have them.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ def hashing_numbers(hashing: Hashing) -> np.ndarray:
 
 
 def hashing_vectors(tables: Mapping[str, Hashing | None]) -> dict[str, Vector]:
-    """Returns what files have of hashed tables, by name."""
+    """Returns the vectors that files store for hashed tables, by name."""
     return {
         hashing_name(name): Vector(len(numbers), lambda numbers=numbers: numbers)
         for name, own in tables.items()
@@ -226,7 +226,7 @@ def stored_hashing(
     """Returns the Hashing that a file stores for a table, or None if it is not hashed.
 
     Raises:
-      tf.errors.DataLossError: If the file has something else there.
+      tf.errors.DataLossError: If the stored numbers do not describe a Hashing.
     """
     vector = vectors.get(hashing_name(table))
     return None if vector is None else parse_hashing(path, vector.read())
@@ -247,7 +247,7 @@ class HashingRecord(tf.__internal__.tracking.Trackable):
     """The Hashing of one table, as TensorFlow's checkpoints store it."""
 
     def __init__(self, hashing: Hashing) -> None:
-        """Takes what is saved."""
+        """Takes the Hashing that is saved."""
         self.hashing = hashing
 
     def _copy_trackable_to_cpu(self, object_map: Any) -> None:
@@ -258,9 +258,9 @@ class HashingRecord(tf.__internal__.tracking.Trackable):
 
     def _restore_from_tensors(self, restored_tensors: Mapping[str, Any]) -> None:
         if not tf.executing_eagerly():
-            return  # The graph of a SavedModel, which reads its own record.
-        # `RestoresLayouts` came first, but cannot tell which of several records is this
-        # one's.
+            return  # This is the graph of a SavedModel, which reads its own record.
+        # `RestoresLayouts` checked the records before, but cannot tell which of several
+        # records belongs to this object.
         numbers = restored_tensors[VALUE_KEY].numpy()
         stored = parse_hashing("the checkpoint", numbers)
         if stored != self.hashing:
@@ -283,7 +283,7 @@ def check_hashings(
     *,
     resize: bool = False,
 ) -> None:
-    """Refuses tables whose ids have other rows in a checkpoint.
+    """Refuses tables whose ids belong to other rows in a checkpoint.
 
     Args:
       source: The checkpoint.
@@ -293,7 +293,7 @@ def check_hashings(
       resize: Whether tables may have other numbers of rows.
 
     Raises:
-      ValueError: If a table is hashed differently, or only there or only here.
+      ValueError: If a table is hashed differently, or hashed on only one side.
       NotImplementedError: If, with `resize`, the Hashings of a table differ.
     """
     for spec in specs:
@@ -311,7 +311,7 @@ def check_hashings(
 
 
 def check_hashing(spec: TableSpec, path: str, stored: Hashing | None) -> None:
-    """Checks one table as `check_hashings` does, with what is stored of it."""
+    """Checks one table as `check_hashings` does; `stored` is its Hashing there."""
     if stored != spec.hashing:
         raise differs(f"Table {spec.name!r}", path, spec.hashing, stored)
 

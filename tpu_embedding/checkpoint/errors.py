@@ -103,5 +103,5 @@ def no_tables(path: str) -> ValueError:
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """Returns a shape as messages have it, e.g. [11, 3]."""
+    """Returns the text of a shape for messages, e.g. [11, 3]."""
     return "[" + ", ".join(str(axis) for axis in shape) + "]"

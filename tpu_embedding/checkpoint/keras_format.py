@@ -3,10 +3,10 @@
 Keras stores the variables of a layer as `<path of the layer>/vars/<name>`. The names of
 this package's layer are `<table>` and `<table>/<slot>`, quoted as in URLs. keras-rs
 (0.4) has one layer for each table under `_default_device_embedding_layers`, with
-numbered variables and the name of the table in the attribute `name` of `vars`. So has
-a keras.layers.Embedding, at `embedding_<number>`: the tables of all of them are read as
-tables of the root, with the names of their layers. Keras numbers the slots of its
-optimizers: only the model to restore knows their tables (`NumberedSlots`).
+numbered variables and the name of the table in the attribute `name` of `vars`. A
+keras.layers.Embedding is stored likewise, as `embedding_<number>`; all such tables are
+read as tables of the root, named after their layers. Keras numbers the slots of its
+optimizers, so only the model to restore knows their tables (`NumberedSlots`).
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from tpu_embedding.layout.plan import UPDATES
 from tpu_embedding.tables.rows import TableRows
 
 _FILE, _ARCHIVE = ".h5", ".keras"
-_WEIGHTS = "model.weights.h5"  # Of a `.keras` archive.
+_WEIGHTS = "model.weights.h5"  # The weights inside a `.keras` archive.
 _CONFIG = "config.json"
 _TF_KERAS = re.compile(r"layers/embedding(_\d+)?/vars/0")
 _OPTIMIZER = re.compile(r"optimizer(/inner_optimizer)?/vars/(\d+)")
-_PLAIN = ""  # Where the tables of all keras.layers.Embedding are.
+_PLAIN = ""  # The root, which gets the tables of all keras.layers.Embedding.
 _EMBEDDING = re.compile(r"embedding(_\d+)?")  # Keras names folders after classes.
 _TABLES = "/_default_device_embedding_layers/"
 
@@ -137,7 +137,7 @@ def _unpacked(path: str, member: str) -> bytes | None:
 def _numbered(
     weights: _Weights, datasets: Sequence[tuple[str, _Dataset]]
 ) -> NumberedSlots | None:
-    """Returns the optimizer's variables, or those inside a LossScaleOptimizer."""
+    """Returns the variables of the optimizer, or of one in a LossScaleOptimizer."""
     found: dict[str, dict[int, tuple[str, _Dataset]]] = {}
     for name, item in datasets:
         if match := _OPTIMIZER.fullmatch(name):
@@ -172,7 +172,7 @@ def _config(path: str) -> dict[str, Any]:
 
 
 def _named(path: str, datasets: list[tuple[str, _Dataset]]) -> None:
-    """Gives the tables of tf_keras, whose files number the layers, their names."""
+    """Names tf_keras's tables after their layers, which the files only number."""
     tables = {
         int((match[1] or "_0")[1:]): item
         for name, item in datasets
@@ -230,7 +230,7 @@ def _datasets(weights: _Weights) -> list[tuple[str, _Dataset]]:
 
 
 def _place(name: str, item: _Dataset) -> tuple[str, str]:
-    """Returns (path of the layer, name of the table or slot); "" for others."""
+    """Returns (path of the layer, name of the table or slot, or "" for others)."""
     owner, _, variable = name.rpartition("/vars/")
     layer, of_keras_rs, _ = f"/{owner}".partition(_TABLES)
     if of_keras_rs:

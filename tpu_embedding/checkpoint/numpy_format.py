@@ -3,7 +3,7 @@
 In a folder `<table>.npy` is a table and `<table>/<slot>.npy` one of its slots; in an
 `.npz` file the names of the arrays are `<table>` and `<table>/<slot>`. A growing table
 also has `<table>/ids`, an integer for each row. A hashed one has `<table>/hashing`: the
-numbers of rows and hashes, the number of `combine`, and the salt. A `.npy` file has no
+numbers of rows and of hashes, the index of `combine` and the salt. A `.npy` file has no
 checksum: `write_numpy` adds `checksums.json`, with the CRC-32 of each file.
 """
 
@@ -35,7 +35,7 @@ from tpu_embedding.errors import check_path
 from tpu_embedding.tables.rows import SLICE_BYTES, TableRows
 
 _FILE, _ARCHIVE, _CHECKSUMS = ".npy", ".npz", "checksums.json"
-_MAX_FILES = 100_000  # Below a folder: a larger one, as "/", holds no tables.
+_MAX_FILES = 100_000  # A folder with more, such as "/", is not a folder of tables.
 
 
 def is_numpy(path: str) -> bool:
@@ -118,11 +118,11 @@ def write_numpy(
         if os.path.exists(path):
             raise errors.exists(path)
         scratch = pathlib.Path(path + SCRATCH)
-        shutil.rmtree(scratch, ignore_errors=True)  # Of an interrupted write.
+        shutil.rmtree(scratch, ignore_errors=True)  # Remains of an interrupted write.
         try:
             _write(scratch, matrices, vectors, progress)
             scratch.rename(path)
-        except OSError as error:  # That of a full disk names no file.
+        except OSError as error:  # The error of a full disk names no file.
             where = error.filename or path
             raise OSError(error.errno, error.strerror, where) from error
         finally:
@@ -278,6 +278,6 @@ def _loaded(path: str, load: Callable[[], Any]) -> Any:
         except ValueError as error:
             if "allow_pickle" not in str(error):
                 raise
-            # NumPy's own words advise to run code of the file: they are not shown.
+            # NumPy's message is not shown, as it suggests running code of the file.
             reason = "it holds Python objects, or lacks a NumPy header"
             raise errors.corrupted(path, reason) from error

@@ -87,7 +87,7 @@ def read_objects(
         raise errors.corrupted(path, "its object graph refers to missing objects")
     tensors = [{a.name: a.checkpoint_key for a in n.attributes} for n in graph.nodes]
     keys = [own.get(_ATTRIBUTE, "") for own in tensors]
-    # Those of growing tables have names of their own.
+    # A growing table has several tensors with other names, such as "ids".
     parts = [own if "ids" in own else {} for own in tensors]
     found = [*keys, *(key for own in parts for key in own.values())]
     lost = [key for key in found if key and key not in stored]

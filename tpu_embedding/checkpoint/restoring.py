@@ -35,7 +35,7 @@ from tpu_embedding.vocabulary import (
     UPDATES_BEGUN,
 )
 
-_SHOWN = 10  # Ids of a warning.
+_SHOWN = 10  # The most ids that a warning lists.
 _Convert = Callable[[np.ndarray], dict[str, np.ndarray]]
 
 
@@ -45,10 +45,10 @@ class _Copy:
     array: str
     source: TableRows
     target: MutableTableRows
-    places: np.ndarray | None = None  # By row of the target that of the source, or -1.
+    places: np.ndarray | None = None  # The source row of each target row, or -1.
 
     def stored(self) -> list[_Copy]:
-        """Returns this copy, or those of the int8 codes if both sides store codes."""
+        """Returns this copy, or copies of the int8 codes if both sides store codes."""
         coded: Any = self.target.coded
         if not coded or not self.source.coded:
             return [self]
@@ -76,7 +76,7 @@ class _Copy:
 
 @dataclasses.dataclass(frozen=True)
 class _Reset:
-    """Resets all rows of a slot, or those with a place, to their initial value."""
+    """Resets a slot's rows whose place is not -1, or all if `places` is None."""
 
     target: MutableTableRows
     places: np.ndarray | None
@@ -105,7 +105,7 @@ class _Fill:
 
     @functools.cached_property
     def _places(self) -> np.ndarray:
-        """Numbers for the rows of the target that the checkpoint lacks, else -1."""
+        """The numbers from 0 on of target rows that the checkpoint lacks, else -1."""
         copy = self.copy
         lacks = np.arange(copy.target.shape[0]) >= copy.source.shape[0]
         if copy.places is not None:
@@ -114,7 +114,7 @@ class _Fill:
 
     @functools.cached_property
     def _values(self) -> np.ndarray:
-        """The new values of these rows of a table."""
+        """The new values of the table's rows that the checkpoint lacks, [n, D]."""
         target = self.copy.target
         shape = (int(self._places.max(initial=-1)) + 1, target.shape[1])
         if self.make == "mean":
@@ -149,7 +149,7 @@ def _write_places(
     places: np.ndarray,
     values_of: Callable[[np.ndarray], np.ndarray],
 ) -> None:
-    """Replaces the rows that have a place, by what `values_of` makes of the places."""
+    """Replaces rows whose place is not -1 by what `values_of` makes of the places."""
     for start, stop in target.slices():
         own = places[start:stop]
         chosen = own >= 0
@@ -169,7 +169,7 @@ class Job:
       resets: Slots that the checkpoint lacks.
       lacking: The names of these slots.
       growing: The restores of growing tables.
-      parts: The future content of the parts of each, which `verify` makes.
+      parts: What `verify` makes for each of them: the content that `run` will write.
     """
 
     copies: list[_Copy] = dataclasses.field(default_factory=list)
@@ -203,7 +203,7 @@ class Job:
 
         Raises:
           KeyError: If the checkpoint lacks a table.
-          ValueError: If a table grows there, but not here, and it has no `ids`.
+          ValueError: If a table grows in the checkpoint only, and it has no `ids`.
         """
         missing = [name for name in names.values() if name not in source]
         if missing:
@@ -253,7 +253,7 @@ class Job:
 
     def check(self, path: str, *, resize: bool) -> None:
         """Raises ValueError unless every shape fits."""
-        heights: dict[str, int] = {}  # Of each stored table; it comes before its slots.
+        heights: dict[str, int] = {}  # By table; a table is checked before its slots.
         for copy in self.copies:
             expected, actual = copy.target.shape, copy.source.shape
             there = f"but in {path} it has shape {errors.shape_text(actual)}"
@@ -308,7 +308,7 @@ class Job:
                 copy.run(progress)
             for fill in self.fills:
                 fill.run()
-            for copy in self.copies:  # Tables of one stack share what is in memory.
+            for copy in self.copies:  # Only now: tables of a stack share a tensor.
                 copy.source.release()
             for reset in self.resets:
                 reset.run()
@@ -486,7 +486,7 @@ class _Growth:
     def _conversions(
         self, name: str, rows: TableRows
     ) -> list[tuple[_Convert, TableRows]]:
-        """Returns functions from stored rows to arrays by name, each with its rows."""
+        """Returns (function from stored rows to arrays by name, stored rows) pairs."""
         storage = self.spec.config.storage
         if name == PARAMETERS and storage.is_coded:
             if not rows.coded:
@@ -523,7 +523,7 @@ class _Growth:
 def _read(
     rows: TableRows, places: np.ndarray, convert: _Convert
 ) -> dict[str, np.ndarray]:
-    """Reads the rows at places by slices, and returns what `convert` makes of them."""
+    """Reads the rows at `places` slice by slice, and returns them after `convert`."""
     order = np.argsort(places, kind="stable")
     ascending = places[order]
     made = convert(np.zeros((0, rows.shape[1]), rows.dtype))

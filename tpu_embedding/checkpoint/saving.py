@@ -102,7 +102,7 @@ def save(
       tf.errors.AlreadyExistsError: If there is a checkpoint at `path`.
       tf.errors.AbortedError: If a table or the number of updates changed while it was
         saved.
-      ValueError: If `layouts` are of other tables, shapes or mixed slots, or if the
+      ValueError: If `layouts` do not fit the tables, shapes and slots, or if the
         processes of a job pass different arguments.
       NotImplementedError: With `layouts`, if a table grows.
     """
@@ -119,7 +119,7 @@ def save(
     def updates_now() -> int | None:
         return None if counter is None else int(counter.numpy())
 
-    # This precedes the pending update, but counts it: a later step is noticed.
+    # This number already counts the pending update, so only a later step changes it.
     updates = updates_now()
     core.refresh()
     stored = core.checkpoint_tables().items()
@@ -169,10 +169,10 @@ def restore(
     of all values that will be read. Slots that the checkpoint lacks start at their
     initial value, with one warning.
 
-    A growing table takes all ids of the checkpoint, with what is known of them; row r
-    of a static table there belongs to id r. If there are more ids than `max_rows`, its
-    eviction decides which are left out, and the log says how many. Meanwhile memory
-    also holds all ids, and the rows of one part of the table.
+    A growing table takes all ids of the checkpoint with what is stored about them; if
+    the table is static there, row r belongs to id r. If there are more ids than
+    `max_rows`, its eviction decides which are left out, and the log says how many.
+    During the restore, memory also holds all ids and the rows of one part of the table.
 
     Args:
       embedding: A TPUEmbedding, TPUEmbeddingV2 or te.keras.TPUEmbedding, which is built
@@ -202,10 +202,10 @@ def restore(
     Raises:
       KeyError: If the checkpoint lacks a table.
       ValueError: If a table has another shape or Hashing (the text names both), if
-        `tables`, `rename` or `ids` has names that the embedding lacks, if a table grows
-        there and is static here without `ids`, if a growing table has too few rows and
-        no eviction, if a model is not built, or if the processes of a job pass
-        different arguments.
+        `tables`, `rename` or `ids` has names that the embedding lacks, if a table that
+        grows in the checkpoint is static here and has no `ids`, if a growing table has
+        too few rows and no eviction, if a model is not built, or if the processes of a
+        job pass different arguments.
       TypeError: If a stored value is not floating point, `embedding` is not an
         embedding, or another argument has the wrong type.
       NotImplementedError: If a hashed table has `ids` or another number of rows.
@@ -255,7 +255,7 @@ def restore(
             source.path,
             ", ".join(lacking),
         )
-    core.refresh()  # What is pending comes before what is restored.
+    core.refresh()  # The pending update is applied before rows are restored.
     with in_all_processes(group):
         job.run(progress)
         core.load_checkpoint_rows()
@@ -333,7 +333,7 @@ def _prefix(path: str) -> str:
 
 
 def _logical_table(table: Table) -> LogicalTable:
-    """Returns a table as it is now; of a growing one the ids are read."""
+    """Returns a table with its current values; reads the ids of a growing table."""
     arrays, known = table.ids.saved()
     slots = {**arrays}
     parameters = slots.pop(PARAMETERS)

@@ -34,7 +34,7 @@ from tpu_embedding.tables.rows import (
 
 _protos: Any = sparse_core_layout_pb2  # pyright has no stubs of it.
 
-# TensorFlow 2.18 has not the numbers of samples and features, which no reader needs.
+# TensorFlow 2.18 lacks the numbers of samples and features, which no reader needs.
 _FIELDS = [
     field.name
     for field in dataclasses.fields(TableLayout)
@@ -97,7 +97,7 @@ def unstack(
 def stack(
     tables: Mapping[str, Mapping[str, TableRows]], layouts: Sequence[TableLayout]
 ) -> tuple[dict[str, TableRows], dict[str, Any]]:
-    """Stacks tables, by name with their slots; returns the other variables, too."""
+    """Returns the stacks of tables and slots by name, and the record of layouts."""
     laid_out = {layout.table_name for layout in layouts}
     if laid_out != tables.keys():
         missing = ", ".join(sorted(tables.keys() - laid_out)) or "none"
@@ -175,7 +175,7 @@ def same_layouts(some: Sequence[TableLayout], others: Sequence[TableLayout]) -> 
 
 
 def _is_possible(layout: TableLayout) -> bool:
-    """Returns whether the shards have room for a table, after the rows of others."""
+    """Returns whether the shards have room for a table at its offset."""
     shapes = (layout.unsharded_shape, layout.unsharded_padded_shape)
     if any(len(shape) != 2 for shape in shapes) or layout.num_sparse_cores < 1:
         return False

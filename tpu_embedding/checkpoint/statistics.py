@@ -15,9 +15,9 @@ from tpu_embedding.optimizers import OPTIMIZERS
 from tpu_embedding.optimizers.base import Optimizer
 from tpu_embedding.tables.rows import TableRows
 
-_PER_OCTAVE = 8  # Buckets of norms from a power of two to the next.
-_MAX_HASHES = 1 << 20  # Hashes of rows that are held in memory.
-_NUM_ROWS = 10  # Rows and groups of rows that are listed.
+_PER_OCTAVE = 8  # Buckets of norms between a power of two and the next one.
+_MAX_HASHES = 1 << 20  # The number of hashes of rows that memory may hold.
+_NUM_ROWS = 10  # The most rows, and groups of rows, that a report lists.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +41,8 @@ class EqualRows:
     Attributes:
       count: The number of rows that are equal to another one.
       groups: The largest groups, as (number of rows, the first rows); see `largest`.
-      sampled: 1 if all rows were compared. With n > 1 one of n rows was, chosen by its
-        values so that equal rows are chosen together, and `count` is an estimate.
+      sampled: 1 if all rows were compared. If it is n > 1, one of n rows was compared,
+        chosen by its values so that equal rows stay together; `count` is an estimate.
     """
 
     count: int
@@ -138,7 +138,7 @@ def _report(table: LogicalTable, progress: Progress) -> TableReport:
 def _slices(
     arrays: Sequence[TableRows], progress: Progress
 ) -> Iterator[tuple[int, list[np.ndarray]]]:
-    """Yields the same rows of all arrays, and the first of them."""
+    """Yields (number of the first row, the same rows of each array), in slices."""
     size = min(rows.slice_rows for rows in arrays)
     total = arrays[0].shape[0]
     for start in range(0, total, size):
@@ -199,7 +199,7 @@ class _Equal:
     """Rows with the same bytes, found by their hashes."""
 
     def __init__(self, num_rows: int) -> None:
-        # This is a power of two, because the lower bits of a hash choose.
+        # This is a power of two, because the lower bits of its hash choose a row.
         excess = max(0, math.ceil(math.log2(max(num_rows, 1) / _MAX_HASHES)))
         self._one_of = 1 << excess
         self._hashes = [np.zeros([0], np.uint64)]
@@ -242,7 +242,7 @@ class _Dead:
             for name in slots
         ]
         self._grows = [own != {0.0} for own in values]
-        # The initial value of each slot; of one that only grows the smallest so far.
+        # Each slot's initial value: for one that only grows, the smallest value so far.
         self._initial = [math.inf if grows else 0.0 for grows in self._grows]
         self._count = 0
 
@@ -252,7 +252,7 @@ class _Dead:
         for i, values in enumerate(slots):
             smallest = float(np.fmin.reduce(values, axis=None, initial=math.inf))
             if self._grows[i] and smallest < self._initial[i]:
-                # All rows so far have grown since.
+                # A smaller value shows that all rows before this slice have grown.
                 self._initial[i], self._count = smallest, 0
         at_start = [
             (values == initial).all(axis=1)

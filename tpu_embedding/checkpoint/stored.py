@@ -27,13 +27,13 @@ from tpu_embedding.tables.vocabularies import StoredVocabulary, Vocabulary
 
 
 class StoredTables(abc.ABC):
-    """The `core` of an object with tables, by which the rest of this package sees it.
+    """The `core` of an object with tables, through which this package uses them.
 
     Attributes:
       plan: The tables and features.
       structure: The user's structure of the features.
       check_numerics: Whether weights and gradients must be finite.
-      resets_updates: Whether a checkpoint without a number of updates sets it to 0.
+      resets_updates: Whether a checkpoint without a number of updates resets it to 0.
     """
 
     plan: Plan
@@ -55,12 +55,12 @@ class StoredTables(abc.ABC):
     def tables(self) -> dict[str, Table]:
         """Returns each table by name; see `TableStore.tables`.
 
-        Their values may be old. The call changes nothing, but makes the tables.
+        Their values may be out of date. The call makes the tables, but updates none.
         """
 
     def refresh(self) -> None:
-        """Gives `tables` their newest values, after the pending update."""
-        return  # Most rows are the tables themselves.
+        """Brings the values of `tables` up to date, after the pending update."""
+        return  # Most tables are read in place.
 
     def growing(self) -> dict[str, Vocabulary]:
         """Returns the vocabularies of growing tables by name."""
@@ -69,7 +69,7 @@ class StoredTables(abc.ABC):
         return {name: tables[name].ids for name in names}
 
     def checkpoint_tables(self) -> dict[str, Table]:
-        """Returns `tables`, if checkpoints have a place for all of them."""
+        """Returns `tables`; raises an error if checkpoints cannot store all of them."""
         return self.tables()
 
     def checkpoint_targets(self) -> dict[str, dict[str, MutableTableRows]]:
@@ -110,8 +110,8 @@ class StoredTables(abc.ABC):
         )
 
     def tables_replaced(self) -> None:
-        """Notes that tables get other values than by an update."""
-        return  # Only deltas follow the tables.
+        """Notes that something other than an update gives the tables new values."""
+        return  # Only deltas need to know.
 
 
 class VariableTables(StoredTables):
@@ -126,9 +126,9 @@ class VariableTables(StoredTables):
         *,
         check_numerics: bool = False,
     ) -> None:
-        """Takes `variables`, which makes and returns them by table and array name.
+        """Takes functions: `variables` makes and returns variables by table and array.
 
-        `vocabularies` returns those of growing tables by name.
+        `vocabularies` returns the vocabularies of growing tables by name.
         """
         self.plan, self.structure = plan, structure
         self.check_numerics = check_numerics
@@ -161,7 +161,7 @@ class EngineTables(StoredTables):
 
     @abc.abstractmethod
     def create_engine(self, *, to_restore: bool = False) -> Engine:
-        """Returns the engine, and creates it if needed, perhaps to be restored."""
+        """Returns the engine, created if needed; `to_restore` may skip first values."""
 
     @abc.abstractmethod
     def can_create_engine(self) -> bool:
@@ -173,7 +173,7 @@ class EngineTables(StoredTables):
 
     @abc.abstractmethod
     def complete(self) -> None:
-        """Makes the first values that were left to a restore, if there is an engine."""
+        """Makes the first values that `to_restore` skipped, if there is an engine."""
 
     @abc.abstractmethod
     def retrieve(self) -> None:
@@ -236,7 +236,7 @@ class WeightTables(StoredTables):
 
     @abc.abstractmethod
     def engine_optimizer(self) -> Any:
-        """Returns this package's optimizer with the slots of the model's, or None.
+        """Returns this package's optimizer with the same slots as the model's, or None.
 
         Raises:
           ValueError: If there is no such optimizer.
@@ -244,7 +244,7 @@ class WeightTables(StoredTables):
 
     @abc.abstractmethod
     def inputs_of_model(self) -> tuple[dict[str, Any], Callable[[Any], Any]]:
-        """Returns the specs of the inputs by name, and what makes them one argument.
+        """Returns the input specs by name, and a function that makes them one argument.
 
         Raises:
           ValueError: If the model has no inputs of its own, such as a subclassed one.
@@ -252,7 +252,7 @@ class WeightTables(StoredTables):
 
     @abc.abstractmethod
     def call_model(self, inputs: Any, readers: Mapping[str, Any]) -> Any:
-        """Calls the model, which looks up `TableReader`s by table; in a tf.function."""
+        """Calls the model in a tf.function; its layers look up `readers`, by table."""
 
     @abc.abstractmethod
     def other_layers(self) -> list[Any]:

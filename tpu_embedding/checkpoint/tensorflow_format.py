@@ -47,8 +47,8 @@ _PLAIN, _SPARSE_CORE = "TensorFlow", "TensorFlow, SparseCore"
 # table's rows lie in as many slices of a stack as there are SparseCores.
 _KEPT_SLICES = 8
 
-# Slot names of the optimizers of tf_keras, and the names here. The layer of
-# tensorflow-recommenders leaves its slots to them.
+# The names of slots here, by their names in the optimizers of tf_keras, which also
+# hold the slots for the layer of tensorflow-recommenders.
 _OPTIMIZER_SLOTS = {
     "accumulator": "accumulators",
     "linear": "linears",
@@ -84,7 +84,7 @@ class Bundle:
             shapes = reader.get_variable_to_shape_map()
             self.shapes: dict[str, list[int]] = dict(sorted(shapes.items()))
             self.dtypes: dict[str, tf.DType] = reader.get_variable_to_dtype_map()
-        except Exception as error:  # Of any type: pybind11 translates the status.
+        except Exception as error:  # Its type varies: pybind11 translates the status.
             raise errors.corrupted(self.index, str(error)) from error
 
     def restore(self, key: str, spec: str = "") -> Any:
@@ -109,7 +109,7 @@ class Bundle:
         """Reads a scalar string.
 
         Raises:
-          tf.errors.DataLossError: If the tensor is not one, or cannot be read.
+          tf.errors.DataLossError: If the tensor is not a string, or cannot be read.
         """
         value = self.restore(key)
         if not isinstance(value, bytes):
@@ -149,7 +149,7 @@ class Bundle:
     def kept_tensor(self, key: str) -> np.ndarray:
         """Reads a tensor as `restore` does, and keeps the last one in memory."""
         if self._kept is None or self._kept[0] != key:
-            self._kept = None  # Never two of them.
+            self._kept = None  # Memory never holds two tensors.
             self._kept = key, self.restore(key)
         return self._kept[1]
 
@@ -183,7 +183,7 @@ class _BundleRows(TableRows):
 
     def verify(self) -> None:
         if self.key in self._bundle.verified:
-            return  # By another table of the same stack.
+            return  # The read of another table of the stack verified it.
         for start, stop in [(0, self.shape[0])] if self._is_whole else self.slices():
             self._bundle.restore(self.key, slice_spec(self.shape, start, stop))
         self._bundle.verified.add(self.key)
@@ -273,8 +273,8 @@ def _matrices(
 
 
 def _is_coded(bundle: Bundle, keys: Mapping[str, str], name: str) -> bool:
-    """Returns whether a matrix has the codes of a table of int8."""
-    owners = name, name.removesuffix(f"/{PARAMETERS}")  # Of a growing table.
+    """Returns whether a matrix holds the codes of an int8 table."""
+    owners = name, name.removesuffix(f"/{PARAMETERS}")  # As a static or growing table.
     known = [keys.get(checkpoint_name(owner, SCALE_OFFSET), "") for owner in owners]
     beside = known[0] or known[1]
     rows = bundle.shapes[keys[name]][0]
@@ -283,7 +283,7 @@ def _is_coded(bundle: Bundle, keys: Mapping[str, str], name: str) -> bool:
 
 
 def _vectors(bundle: Bundle, node: SavedObject) -> dict[str, Vector]:
-    """Returns what is stored of the ids of growing and hashed tables, by name."""
+    """Returns the vectors that are stored for growing and hashed tables, by name."""
     keys = {name: key for name, key in node.values.items() if vector_owner(name)}
     for table, parts in node.parts.items():
         keys |= {f"{table}/{part}": key for part, key in parts.items()}

@@ -39,8 +39,8 @@ class RestoresLayouts(tf.__internal__.tracking.Trackable):
     """An object into which tf.train.Checkpoint restores whole and stacked tables.
 
     TensorFlow pairs the children of an object with those in the checkpoint by name. But
-    stacks are not children of an object with whole tables, nor the reverse: then this
-    class copies the tables as `checkpoint.restore` does.
+    if only one of them holds stacks, and the other whole tables, the names differ: then
+    this class copies the tables as `checkpoint.restore` does.
 
     Other modules of this package see the object through its `core`.
     """
@@ -62,7 +62,7 @@ class RestoresLayouts(tf.__internal__.tracking.Trackable):
         return self.core.hashing_records
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
-        # Also of a SavedModel, which tf_keras reads as a checkpoint.
+        # A SavedModel gets them too, because tf_keras reads it as a checkpoint.
         children = super()._trackable_children(save_type, **kwargs)
         return {**children, **self._hashing_records}
 
@@ -131,7 +131,7 @@ class _Conversion:
         self._parts: list[Any] = []  # Positions hold weak references.
 
     def setdefault(self, name: str, default: Any) -> _Conversion:
-        """Stands for the list of positions of a child."""
+        """Returns this object in place of a child's list of positions."""
         del name, default
         return self
 
@@ -145,7 +145,7 @@ class _Conversion:
         self._parts.append(part)
         if len(self._parts) > 1:
             return
-        self._tables.core.refresh()  # Now they are written.
+        self._tables.core.refresh()  # Pending updates come before restored values.
         self._job.run(NoProgress())
         self._tables.core.load_checkpoint_rows()
         # The status of the restore counts these as matched.
@@ -222,9 +222,9 @@ class TrackableTables(
             self._track_trackable(LayoutRecord(self.core.layouts), LAYOUTS)
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
-        # Saving and restoring begin with this call: the last moment to create tables,
-        # which would be left out silently. The thread of an asynchronous save also
-        # calls it. Tables that cannot be created yet are restored on creation.
+        # Saving and restoring begin with this call, and would silently leave out tables
+        # that do not exist after it. The thread of an asynchronous save also calls it.
+        # Tables that cannot be created yet are restored on creation.
         if _in_caller() and self.core.can_create_engine():
             self.core.create_engine(to_restore=True)
         if save_type != "checkpoint":  # A model: its functions are traced now.
@@ -265,7 +265,7 @@ class TrackableTables(
 
 
 def _in_caller() -> bool:
-    """Returns whether the user's own thread calls, and eagerly.
+    """Returns whether this is an eager call from the user's own thread.
 
     The thread of an asynchronous save writes copies, while training continues.
     """
@@ -328,7 +328,7 @@ def _check_stored_hashings(path: str, plan: Plan) -> None:
 
 
 def _check_growth(path: str, plan: Plan, *, converts: bool) -> None:
-    """Refuses growing tables for static ones, and the reverse.
+    """Refuses to restore a growing table into a static one, and the reverse.
 
     Args:
       path: The checkpoint's prefix.
@@ -336,7 +336,7 @@ def _check_growth(path: str, plan: Plan, *, converts: bool) -> None:
       converts: Whether the checkpoint has the tables in another layout.
 
     Raises:
-      ValueError: If the checkpoint has only the other kind of a table.
+      ValueError: If the checkpoint has a table only of the other kind.
     """
     stored = tf.train.load_checkpoint(path).get_variable_to_dtype_map()
     for table in plan.tables:
@@ -359,6 +359,6 @@ def _stored_in(
 ) -> dict[str, tf.DType]:
     """Returns the dtype of each table of that name by the key of its object."""
     end = f"/{escape_local_name(table)}/.ATTRIBUTES/{attribute}"
-    # A slash goes before it, as the object may be the root, which has no key.
+    # The slash lets `end` match tables of the root, which has no key of its own.
     keys = {f"/{key}": dtype for key, dtype in stored.items()}
     return {key[: -len(end)]: d for key, d in keys.items() if key.endswith(end)}

@@ -109,7 +109,7 @@ class Piece(NamedTuple):
 
 
 def part_bytes(total: int) -> int:
-    """Returns the size of a part where `total` bytes are written."""
+    """Returns the size in bytes of a part of a checkpoint of `total` bytes."""
     return max(_MIN_PART_BYTES, total // _MAX_PARTS)
 
 
@@ -145,9 +145,9 @@ def write_tensorflow(
       layouts: The place of each table on SparseCores; None writes whole tables.
       updates: Number of updates applied to the tables, or None to store none.
       progress: Receives the bytes written.
-      changed: A function, given if another thread may write to the tables. It returns
-        what was updated since they were read, or None. It is called after the last row
-        was written, and all rows are read again. Not for tables of several processes.
+      changed: A function, needed if another thread may write to the tables. It returns
+        what was updated since they were read, or None. It is called after all rows were
+        written and read again. A job of several processes never calls it.
 
     Returns:
       `path`.
@@ -183,7 +183,7 @@ def write_tensorflow(
         written = ""
         try:
             with in_all_processes(group) as rest:
-                rest.append(pieces)  # Other processes read their rows through this one.
+                rest.append(pieces)  # Each item is an exchange with other processes.
                 prefix = scratch if group is None else f"{scratch}/{group.rank}"
                 written = "\n".join(write_parts(prefix, pieces, total, progress))
                 if seen is not None:
@@ -295,7 +295,7 @@ def in_all_processes(group: ProcessGroup | None) -> Iterator[list[Iterable[Any]]
       because their items are exchanges with the other processes.
 
     Raises:
-      tf.errors.AbortedError: If the body fails in another process, with that text.
+      tf.errors.AbortedError: If the body fails in another process; it has that text.
     """
     rest: list[Iterable[Any]] = []
     if group is None:
@@ -320,7 +320,7 @@ def in_all_processes(group: ProcessGroup | None) -> Iterator[list[Iterable[Any]]
 
 
 def require_alike(group: ProcessGroup | None, arguments: Mapping[str, Any]) -> None:
-    """Compares the arguments of a call of all processes.
+    """Checks that all processes of a group passed the same arguments.
 
     Args:
       group: The processes, or None for this one alone.

@@ -106,7 +106,7 @@ class _Options:
         return address
 
     def tasks(self, start: int) -> dict[str, int]:
-        """Returns how many tasks of each kind this host has in a start, from 1."""
+        """Returns this host's numbers of tasks by kind, in start `start`, from 1."""
         processes = self._processes[min(start, len(self._processes)) - 1]
         chiefs = int(self.servers > 0)
         return {"chief": chiefs, "ps": self.servers, "worker": processes}
@@ -175,7 +175,7 @@ class _Process:
     def status(self) -> dict[str, Any]:
         """Returns the name, process id, exit code, CPU seconds and memory in bytes.
 
-        The last status of te.Telemetry follows.
+        It also contains the last status that te.Telemetry wrote, if any.
         """
         pid = self._process.pid
         status = {"name": self.name, "pid": pid, "exit_code": self.exit_code}
@@ -192,7 +192,7 @@ class _Process:
 
 
 class _Lines:
-    """Prints the lines of a pipe behind the name of their process."""
+    """Prints the lines of a pipe, each after the name of its process."""
 
     def __init__(self, pipe: IO[bytes], target: IO[str], prefix: str) -> None:
         os.set_blocking(pipe.fileno(), False)
@@ -208,7 +208,7 @@ class _Lines:
         return content != b""
 
     def close(self) -> None:
-        """Prints what has come, also a line without an end."""
+        """Prints what has come, including an unfinished last line."""
         if not self.pipe.closed:
             self.forward()
             self.pipe.close()
@@ -237,7 +237,7 @@ class _Job:
         self._selector = selectors.DefaultSelector()
         self.processes: list[_Process] = []
         self._first_done: float | None = None
-        # The kind of the tasks that run the program; those of others are servers.
+        # Tasks of this kind run the program; tasks of other kinds are servers.
         self._trains = "chief" if options.servers else "worker"
 
     def run(self, status: _Status) -> None:

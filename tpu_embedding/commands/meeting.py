@@ -2,8 +2,8 @@
 
 Every host runs the same command with the address of one of them. The launcher that can
 listen there waits for the others, and sends each the addresses of all tasks. While the
-processes run, the connections stay open and carry nothing but `_DONE`: one that closes
-without it means that a process of the other host failed.
+processes run, the connections stay open and carry nothing but `_DONE`. If a connection
+closes without it, a process of the other host has failed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 _DONE = b"done\n"
 _RETRY_SECONDS = 0.2
-# When enough hosts have come, others may still come for so long.
+# Once enough hosts have come, more hosts may still join for this long.
 _LAST_CALL_SECONDS = 30.0
 _LOOPBACK = "127.0.0.1"
 _KINDS = ("chief", "ps", "worker")
@@ -106,7 +106,7 @@ class Meeting:
         self._form(came)
 
     def _form(self, came: list[tuple[str, Ports]]) -> None:
-        """Gives tasks of all hosts numbers, this host's first, and tells the hosts."""
+        """Numbers the tasks of all hosts, this host's first, and tells the others."""
         self.cluster = {
             kind: [f"{host}:{port}" for host, ports in came for port in ports[kind]]
             for kind in _KINDS
@@ -142,7 +142,7 @@ class Meeting:
                 time.sleep(_RETRY_SECONDS)
 
     def all_done(self, done: bool) -> bool:
-        """Returns whether the processes of all hosts are done; `done`: of this one.
+        """Takes whether this host's processes are done; returns whether all hosts' are.
 
         Raises:
           ConnectionError: If another host failed.
@@ -170,14 +170,14 @@ class Meeting:
         self._told = True
 
     def close(self) -> None:
-        """Closes the connections: to the other hosts this one failed, or is done."""
+        """Closes the connections: other hosts see that this one failed or is done."""
         for other in self._others:
             other.close()
         self._others = []
 
 
 def _listen(host: str, port: int) -> socket.socket | None:
-    """Returns None where another launcher listens, or is to listen."""
+    """Returns a listening socket, or None if another launcher is to listen there."""
     try:
         return socket.create_server((host, port))
     except OSError as error:

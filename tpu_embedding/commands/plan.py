@@ -17,7 +17,7 @@ from tpu_embedding.planning.placements import plan
 
 # The keys of a file.
 _LISTS, _REST = ("tables", "features"), ("optimizer", "batch_size")
-# What to write in the place of files that are not read.
+# What errors suggest to write instead of files that `plan` does not read.
 _CONFIGURATION = """
     import tpu_embedding as te
     films = te.TableConfig(1_000_000, 64, name="films", optimizer=te.Adam(0.01))
@@ -94,7 +94,7 @@ def load_configuration(name: str) -> Configuration:
             content = json.loads(path.read_text(encoding="utf-8"))
         except UnicodeDecodeError as error:
             raise ValueError(f"{name} is not a text file in UTF-8: {error}.") from error
-        except (ValueError, RecursionError) as error:  # Also of too long numbers.
+        except (ValueError, RecursionError) as error:  # Numbers may be too long.
             raise ValueError(f"{name} is not JSON: {error}.") from error
         return _of_dict(content)
     found = _attribute(name)
@@ -125,7 +125,7 @@ def load_sample(name: str) -> Any:
 def _attribute(name: str) -> Any:
     """Returns MODULE:ATTRIBUTE; a function without arguments is called."""
     found = user_code.find(name)
-    is_model = hasattr(found, "_flatten_layers")  # Of Keras.
+    is_model = hasattr(found, "_flatten_layers")  # Keras models are callable.
     return user_code.call(name, found) if callable(found) and not is_model else found
 
 

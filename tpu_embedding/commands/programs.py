@@ -1,4 +1,4 @@
-"""Programs of users, run in this process as Python runs them."""
+"""Runs the programs of users in this process, as Python would run them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def prepare(
     folder = pathlib.Path.cwd() if module else path.resolve().parent
     needs = False
     if "TF_USE_LEGACY_KERAS" not in os.environ and path.is_file():
-        # The program will raise the error, or is not a text file.
+        # Either the program raises this error when it runs, or it is a zip file.
         with contextlib.suppress(SyntaxError, ValueError):
             needs = needs_tf_keras(path, folder)
     if needs:
@@ -51,7 +51,7 @@ def prepare(
         )
     replace()
     sys.argv = [str(path) if module else target, *arguments]
-    if sys.flags.safe_path:  # Then no folder of a program is first.
+    if sys.flags.safe_path:  # Then Python did not prepend a folder.
         sys.path.insert(0, "")
     sys.path[0] = str(folder)
     if module:
@@ -93,7 +93,7 @@ def _path_of_module(name: str) -> pathlib.Path:
 
 
 def status_of(program: Callable[[], Any]) -> int:
-    """Runs what `prepare` returned, and prints its error as Python does."""
+    """Runs what `prepare` returned; prints an error as Python does, and returns 1."""
     try:
         program()
     except Exception as error:
@@ -114,7 +114,7 @@ def _of_program(trace: types.TracebackType | None) -> types.TracebackType | None
 def needs_tf_keras(script: pathlib.Path, folder: pathlib.Path | None = None) -> bool:
     """Returns whether a script imports tf_keras or TFRS, itself or through imports.
 
-    A script that uses a class that only tf_keras has counts, too. The function reads
+    A script also counts if it uses a class that only tf_keras has. The function reads
     the script, the modules in `folder` or beside it, and the requirements of the
     packages that they import, and runs nothing.
     """

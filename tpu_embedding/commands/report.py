@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _require_writable(path: str) -> None:
-    """Fails before tables are read, and leaves what is at `path` as it is."""
+    """Raises ValueError if `path` cannot be written; does not change what is there."""
     check_path(path)
     existed = tf.io.gfile.exists(path)
     try:
@@ -314,7 +314,7 @@ def _facts(facts: dict[str, Any]) -> str:
 
 
 def _name(text: str) -> str:
-    """Returns a name as HTML that keeps its direction of writing to itself."""
+    """Returns a name as HTML; its writing direction does not affect other text."""
     return f"<bdi>{html.escape(printable(text))}</bdi>"
 
 

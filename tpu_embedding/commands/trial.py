@@ -1,7 +1,7 @@
-"""`python -m tpu_embedding try SCRIPT`: a Keras script as it is and by rows, compared.
+"""`python -m tpu_embedding try SCRIPT`: compares a Keras script as it is and by rows.
 
 The script runs in two processes, one after the other. A process reports each step of
-`fit` as a line of JSON on its standard output; what the script prints goes elsewhere.
+`fit` as a line of JSON on its standard output; the script prints to standard error.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from tpu_embedding.commands.programs import prepare
 _WAYS = {"plain": "as it is", "rows": "by rows"}
 _SEED = 1
 _BAR = 30
-_ROUNDING = 1e-4  # Of a loss: differences above it have another reason.
-_LAYER = re.compile(r"layer .* \((\d+) x (\d+)\)")  # Of which rows are updated.
-_MOST_FILES = 20_000  # That are looked at for what the first run wrote.
+_ROUNDING = 1e-4  # Larger relative differences of a loss are not from rounding.
+_LAYER = re.compile(r"layer .* \((\d+) x (\d+)\)")  # A layer whose rows are updated.
+_MOST_FILES = 20_000  # The most files that are searched for what the first run wrote.
 _REASON = """\
 Where ids repeat in a batch, optimizers of Keras 3 square and clip the gradient of each
 occurrence; by rows the gradients of a row are summed first, as Keras does with dense
@@ -63,7 +63,7 @@ class Run:
 
 
 def compare(plain: Run, rows: Run, wrote: Sequence[str] = ()) -> str:
-    """Returns the table of both runs, and what was replaced or not and why.
+    """Returns a table of both runs, what was replaced, and why the rest was not.
 
     `wrote` has the files that the first run wrote.
     """
@@ -130,7 +130,7 @@ def _shares(notes: Sequence[tuple[str, str]]) -> dict[str, float]:
 
 
 def try_script(script: str, arguments: Sequence[str], steps: int) -> int:
-    """Runs a script in both ways and prints the comparison; 1 if it failed.
+    """Runs a script in both ways and prints the comparison; returns 1 after an error.
 
     A run ends after `steps` steps; if `steps` is 0, when the script ends.
     """
@@ -168,7 +168,7 @@ def _files(script: str) -> dict[str, tuple[int, int]]:
 
 
 def _run(way: str, steps: int, script: str, arguments: Sequence[str]) -> Run | None:
-    """Runs a script in a process of its own; None if it failed, which is printed."""
+    """Runs a script in its own process; prints why and returns None if it failed."""
     command = [sys.executable, "-m", "tpu_embedding.commands.trial"]
     command += [way, str(steps), script]
     found = Run()
@@ -218,7 +218,7 @@ def _child(arguments: Sequence[str]) -> None:
     """Runs a script in one way in this process, and reports."""
     way, steps, script, *rest = arguments
     channel = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # What the script prints.
+    os.dup2(2, 1)  # The script prints to standard error.
     notes: list[tuple[str, str]] = []
 
     def report(**message: Any) -> None:
@@ -265,7 +265,7 @@ def _watcher(base: Any, steps: int, report: Callable[..., None]) -> Any:
     class Watcher(base):
         """Reports the steps of one call of `fit`."""
 
-        _since: tuple[float, float] | None = None  # The end of the step before.
+        _since: tuple[float, float] | None = None  # When the previous step ended.
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             nonlocal done

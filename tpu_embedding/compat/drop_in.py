@@ -144,7 +144,7 @@ def install(on: str = "host") -> None:
 
 
 def install_with_devices(on: str) -> None:
-    """Installs, and makes the devices before the program runs anything."""
+    """Calls `install`, and creates the devices before the program runs anything."""
     install(on)
     if _devices() > 1:
         from tpu_embedding.testing.strategy import create_devices
@@ -156,7 +156,7 @@ def uninstall() -> None:
     """Gives the names that `install` replaced back to TensorFlow and to TFRS.
 
     Names that the program has imported and objects that it has made keep the classes
-    of this package. Without `install` before, nothing happens.
+    of this package. If `install` was not called, it does nothing.
 
     >>> import tensorflow as tf
     >>> import tpu_embedding as te
@@ -168,7 +168,7 @@ def uninstall() -> None:
     False
 
     Raises:
-      RuntimeError: If TFRS was imported since, with this package's classes in it.
+      RuntimeError: If TFRS was imported after `install`, and so uses this package.
     """
     if _process.on and _TFRS_LAYER in sys.modules:
         raise RuntimeError(
@@ -238,7 +238,7 @@ class _Instances(type):
 
 
 class InputOptions(tf.distribute.InputOptions):
-    """TensorFlow's class, which also takes the name of an option before TF 2.4."""
+    """TensorFlow's class, which also takes the name that an option had before 2.4."""
 
     def __new__(
         cls,
@@ -262,7 +262,7 @@ class InputOptions(tf.distribute.InputOptions):
 
 
 class TPUStrategy(metaclass=_Instances):
-    """Gives the strategy of `install`, one for the process, instead of an instance."""
+    """Returns the strategy of `install`, one for the process, not an instance."""
 
     def __new__(
         cls,
@@ -360,7 +360,7 @@ def _replace_tpu_system() -> Iterator[str]:
         if _process.strategy is not None and _is_software_tpu():
             kind = _kind()
             if tpu_generations.generation(kind).embedding == "v1":
-                _process.strategy.initialize_tpu_system()  # What it held is gone.
+                _process.strategy.initialize_tpu_system()  # This drops its tables.
         return _topology()
 
     def shutdown_tpu_system(cluster_resolver: Any = None) -> None:
@@ -511,7 +511,7 @@ def _replace_tfrs() -> Iterator[str]:
 
 
 class _Loader(importlib.abc.MetaPathFinder):
-    """Replaces the function by which a Keras loads models once it is imported."""
+    """Replaces the `load_model` of each Keras as soon as that Keras is imported."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
         del target
@@ -560,8 +560,8 @@ def _convert_loaded(module: Any) -> None:
 def _modules(path: str) -> Iterator[Any]:
     """Yields the modules of a part of TensorFlow's API.
 
-    `tf.tpu` is another module than `import tensorflow.tpu.experimental` loads, and the
-    latter would replace it. From now on that import finds the same module.
+    `import tensorflow.tpu.experimental` would load a module other than `tf.tpu`, and
+    replace `tf.tpu` by it. After this call the import finds the module of `tf.tpu`.
     """
     for root in _ROOTS:
         module: Any = tf

@@ -1,4 +1,4 @@
-"""The layer that programs get instead of that of TensorFlow Recommenders."""
+"""The layer that programs get in place of TensorFlow Recommenders' TPUEmbedding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class TPUEmbedding(layer.TPUEmbedding):
     A dense input [..., k] gives [..., k, dim].
     """
 
-    # Saved models name the class that programs without TFRS load.
+    # Saved models then name the public class, which loads without TFRS.
     __module__ = layer.TPUEmbedding.__module__
 
     @tf.autograph.experimental.do_not_convert  # tf_keras converts `call`.

@@ -18,21 +18,21 @@ from tpu_embedding.planning.report import PlannedPlacement, table_arrays
 from tpu_embedding.planning.sample import Traffic
 from tpu_embedding.tables.growing import check_growth, vocabulary_bytes
 
-# What the host engine needs beside tables: kernels, threads' stacks, a queue; and for
-# an eighth of the tables, up to a limit. Measured by tools/check_plan.py.
+# What the host engine needs beside tables: a constant for kernels, threads' stacks and
+# a queue, and an eighth of the tables, up to a limit. tools/check_plan.py measures it.
 _HOST_BYTES, _HOST_TABLE_BYTES = 8 * 2**20, 32 * 2**20
 _FLOAT, _HALF = 4, 2  # Bytes of a value, and of a bfloat16.
 _WORD = 4  # Bytes of a position, a length, a weight.
-_ENTRY = 32  # Of the host engine: the id, the prepared batch, the grouped gradients.
-# Bytes of an id of a table divided over processes that is asked for and served, with
-# what sorts and sends it; and more of a distinct id if the table grows.
+_ENTRY = 32  # Bytes of an id in the host engine, with its share of batch and gradients.
+# Bytes to request and serve an id of a table divided over processes, with what sorts
+# and sends it; and further bytes of a distinct id if the table grows.
 _ROUTED_ENTRY, _GROWING_ID = 120, 180
-_SERVED_ENTRY = 24  # Of an id that another process asks the owner of a whole table for.
+_SERVED_ENTRY = 24  # Bytes of an id that another process requests of a whole table.
 _SPLIT_BYTES = 2**27  # The allocator never leaves so much of a piece unused.
 # Arrays of a table's size that an initializer has at a time, as tf.random.normal does:
 # the numbers, their product with the deviation, and the sum with the mean.
 _INITIALIZER_ARRAYS = 3
-# Names of TensorFlow's and Keras's, functions and classes.
+# Functions and classes of TensorFlow and Keras, by their names in small letters.
 _OF_ONE_ARRAY = {"zeros", "ones", "constant"}
 
 
@@ -60,7 +60,7 @@ class Machines:
         return dataclasses.replace(found, unsupported=self._refusal("host"))
 
     def synchronous(self, count: int) -> PlannedPlacement:
-        """Plans so many processes that train together."""
+        """Plans `count` processes that train together."""
         first = place_tables(self.plan, 0, count, self.options.placement)
         traffic, wire, everyone = self.traffic(count), 0.0, 0.0
         place, served = Placement(0, 1, (0,) * len(self.plan.tables)), [0.0] * count
@@ -84,7 +84,7 @@ class Machines:
         return dataclasses.replace(found, unsupported=self._refusal("sharded"))
 
     def servers(self, count: int) -> PlannedPlacement:
-        """Plans so many parameter servers, of which one worker asks."""
+        """Plans `count` parameter servers that serve one worker."""
         first = place_on_servers(self.plan, count, self.options.placement)
         places = [dataclasses.replace(first, process=server) for server in range(count)]
         traffic, wire = self.traffic(1), 0.0
@@ -110,8 +110,8 @@ class Machines:
         step: list[int],
         wire: float,
     ) -> PlannedPlacement:
-        """Returns what each process needs: for steps, or before, to make the tables."""
-        least = 1 if kind == "synchronous" else 0  # Of rows, as `create_parts` does.
+        """Returns what each process needs, for a step or while the tables are made."""
+        least = 1 if kind == "synchronous" else 0  # The fewest rows of `create_parts`.
         tables = [self._table_bytes(place, least) for place in places]
         held = [sum(own.values()) for own in tables]
         engine = [_HOST_BYTES + min(own // 8, _HOST_TABLE_BYTES) for own in held]
@@ -184,11 +184,11 @@ class Machines:
         """Returns the most bytes of tables and slots while a process makes them.
 
         Slots come after all tables. A synchronous process calls each initializer that
-        has no `by_rows`, and keeps its part; among servers the owner of a table does,
-        and for a divided table the first server.
+        has no `by_rows`, and keeps its part. Of parameter servers only the owner of a
+        table, or the first server for a divided table, calls the initializer.
         """
         memory, slots = _Memory(), []
-        for table in self.plan.static:  # Others begin without rows.
+        for table in self.plan.static:  # Growing tables begin without rows.
             config = table.config
             rows = place.count(table.index, config.vocabulary_size)
             of_table, of_all = self._row_bytes[table.index]
@@ -228,7 +228,7 @@ class Machines:
         return size * place.count(table.index, most) / most
 
     def _served_bytes(self, table: TableSpec, traffic: Traffic, count: int) -> float:
-        """Returns the owner's bytes for what so many processes ask of a whole table.
+        """Returns the owner's bytes for what `count` processes ask of a whole table.
 
         The activations are no longer in memory when the gradients come.
         """
@@ -240,7 +240,7 @@ class Machines:
     def _divided_step_bytes(
         self, table: TableSpec, traffic: Traffic, count: int
     ) -> float:
-        """Returns a process's bytes for a step of a table that is divided over so many.
+        """Returns a process's bytes for a step of a table divided over `count` of them.
 
         In addition to activations and their gradients, a process holds first the rows
         that it sends, receives and combines, then the gradients sent and received.
@@ -253,7 +253,7 @@ class Machines:
         return size + _found_bytes(table, traffic)
 
     def _wire_row_bytes(self, table: TableSpec) -> int:
-        """Returns the bytes of a row between processes."""
+        """Returns the bytes of a row that is sent between processes."""
         storage = table.config.storage
         if storage.dtype == "float32":
             storage = STORAGES[self.options.wire_dtype]
@@ -278,7 +278,7 @@ class Machines:
             number = traffic.samples[f]
             per_sample = traffic.entries[f] / number if number else 0.0
             entries += traffic.entries[f] * away
-            # The owners among the others that a sample has an id of.
+            # The samples, counted once for each other owner that has one of their ids.
             sent = number * others * (1 - (1 - 1 / count) ** per_sample)
             samples += sent
             if per_sample > 1:
@@ -297,7 +297,7 @@ class Machines:
         )
 
     def _whole_bytes(self, table: TableSpec, traffic: Traffic) -> float:
-        """Returns the bytes of a step for a table that another process has."""
+        """Returns a step's bytes on the wire for a table that another process has."""
         config = table.config
         entries = samples = lengths = gains = 0.0
         for f in table.features:
@@ -382,7 +382,7 @@ def whole_table_bytes(
     activation_bytes: int,
     key_bytes: int = _WORD,
 ) -> dict[str, float]:
-    """Returns a step's bytes to other processes, for a table that is whole in one.
+    """Returns a step's bytes to other processes, for a table that one process holds.
 
     >>> whole_table_bytes(
     ...     entries=20, samples=10, samples_served=0, lengths=0, gains=0,
@@ -407,7 +407,7 @@ def whole_table_bytes(
 
 
 def _found_bytes(table: TableSpec, traffic: Traffic) -> float:
-    """Returns the bytes that find the rows of ids, where a table grows."""
+    """Returns the bytes needed to find the rows of ids if the table grows, else 0."""
     grows = table.config.vocabulary is not None
     return grows * _GROWING_ID * traffic.distinct[table.index]
 
@@ -420,12 +420,12 @@ class _Memory:
     a piece of its own.
 
     Attributes:
-      touched: Bytes that the process uses: of a region those that arrays have taken.
+      touched: Bytes that the process uses: the bytes of regions that arrays have taken.
     """
 
     def __init__(self) -> None:
         self.touched = 0
-        # Size, and whether it was touched: the pieces without an array, ascending.
+        # The free pieces, ascending: (size, whether an array has used the piece).
         self._pieces: list[tuple[int, bool]] = []
         self._region = 2**21
 

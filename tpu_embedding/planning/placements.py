@@ -100,8 +100,8 @@ def plan(
         that fits, or the largest.
       processes: Numbers of processes, for synchronous training and for servers.
       distributed_options: As for TPUEmbeddingV2: how processes share the tables, and
-        what travels.
-      machine_bytes: Memory of one machine in bytes; None means that of this one.
+        what they send.
+      machine_bytes: Memory of one machine in bytes; None means this machine's.
       sparse_core_embedding_config: The limits that the user intends.
       pipeline_execution_with_tensor_core: As for TPUEmbeddingV2: a batch and its
         gradients wait on each device for the next step.
@@ -260,7 +260,7 @@ class _Planner:
     pipelined: bool
 
     def tpus(self, topologies: Sequence[str] | None) -> list[PlannedPlacement]:
-        """Returns the given topologies, or each generation's smallest that fits."""
+        """Plans the given topologies, or each generation's smallest one that fits."""
         if topologies is not None:
             return [
                 self._tpu(name, *tpu_generations.topology(name)) for name in topologies
@@ -295,7 +295,7 @@ class _Planner:
         }
 
     def _samples(self, parts: int) -> list[float]:
-        """Returns the samples of each feature in the batch of all of some replicas."""
+        """Returns the samples of each feature in the batches of `parts` replicas."""
         found: list[float] = []
         for spec in self.plan.features:
             if _has_full_shape(spec.config):
@@ -306,7 +306,7 @@ class _Planner:
         return found
 
     def traffic(self, processes: int) -> Traffic:
-        """Returns the ids in the batch of one of so many processes or devices."""
+        """Returns the ids in the batch of one of `processes` processes or devices."""
         return Traffic.of(self.plan, self._samples(processes), self.sample, processes)
 
     def _tpu(self, name: str, generation: Generation, devices: int) -> PlannedPlacement:
@@ -347,7 +347,7 @@ class _Planner:
     def _tensor_core_bytes(self, generation: Generation, devices: int) -> int:
         """Returns the bytes of a step on a device without SparseCores.
 
-        The batch, its activations and gradients take them. A lookup on v5e also holds
+        They hold the batch, its activations and gradients. A lookup on v5e also holds
         the row of each id.
         """
         traffic, total = self.traffic(devices), 0.0
@@ -452,7 +452,7 @@ class _Planner:
 
 
 def _bytes_of_stacks(own: Plan, stacks: Iterable[Stack]) -> dict[str, int]:
-    """Returns, by table, its bytes of the stack and of the slots on one device."""
+    """Returns each table's share of the bytes of its stack and slots on one device."""
     found = {}
     for stack in stacks:
         spec = own.tables[stack.tables[0]]
@@ -474,7 +474,7 @@ def _place(
     by_table: dict[str, int],
     **others: Any,
 ) -> PlannedPlacement:
-    """Returns a topology, each of whose devices has the same of every table."""
+    """Returns a topology whose devices hold the same number of bytes of each table."""
     tables = sum(by_table.values())
     step = others.setdefault("buffer_bytes", 0) + others.get("program_bytes", 0)
     return PlannedPlacement(

@@ -84,7 +84,7 @@ class TableStatistics:
 
 @dataclasses.dataclass(frozen=True)
 class StackLimits:
-    """Says what the sample needs of the limits of one stack of SparseCores.
+    """Says which limits the sample needs for one stack of SparseCores.
 
     Attributes:
       stack: Name of the stack.
@@ -93,9 +93,9 @@ class StackLimits:
       required_ids: Largest id buffer of a device, in ids.
       suggested_max_ids: A value for max_ids_per_table: a quarter more, a multiple of 8.
       suggested_max_unique_ids: A value for max_unique_ids_per_table, chosen in the same
-        way, but no more than the TPU compiles.
-      beyond_default: Share of ids beyond the limits of a partition, which are the
-        defaults where the configuration has none: their steps fail, or are split with
+        way, but not larger than what compiles for the TPU.
+      beyond_default: Share of ids beyond the limits of a partition, which are defaults
+        unless the configuration sets them. Steps with such ids fail, or are split with
         minibatching=True.
       beyond_suggested: Share of ids beyond the suggested limits.
       dropped: Share of ids that would be dropped with allow_id_dropping=True at the
@@ -124,13 +124,13 @@ class PlannedPlacement:
       kind: "host", "synchronous", "parameter_servers" or "tpu".
       num_devices: The number of machines, processes, servers or TPU devices.
       capacity: Bytes of memory of each device.
-      device_bytes: Bytes that each device needs: tables, slots, and those of a step, or
-        more while initializers make tables.
-      buffer_bytes: The part of these bytes for buffers of one step on the fullest.
-      by_table: By table, the bytes of it and its slots on the fullest device.
+      device_bytes: Bytes that each device needs for tables, slots and a step, or while
+        initializers make tables if that is more.
+      buffer_bytes: The part of these bytes for a step's buffers on the fullest device.
+      by_table: By table, the bytes of the table and its slots on the fullest device.
       location: By table, "all" if its rows are divided, else the index of the device.
-      wire_bytes: Bytes that leave one process in a training step, or None where the
-        network is that of a TPU.
+      wire_bytes: Bytes that leave one process in a training step, or None for TPUs,
+        which use a network of their own.
       limits: The limits that the sample needs, by stack.
       max_ids_per_chip_per_sample: Suggested id buffer, if there is a sample.
       excesses: Limits that the placement exceeds.
@@ -138,7 +138,7 @@ class PlannedPlacement:
       program_bytes: The part of `device_bytes` that the compiled step of SparseCores
         needs beside its arguments, which are tables, slots and buffers.
       padding_bytes: The part of `program_bytes` that some programs need for activations
-        and others do not: a row of them may be stored as a multiple of 128 columns.
+        and others do not: activations may be padded to a multiple of 128 columns.
       initializer_bytes: The part of `device_bytes` that initializers of whole tables
         need on the fullest device, beyond tables, slots and a step.
       not_counted: What the plan leaves out, or "".

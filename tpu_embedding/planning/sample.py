@@ -15,7 +15,7 @@ from tpu_embedding.layout.stacking import Layout
 from tpu_embedding.planning.report import StackLimits, TableStatistics
 from tpu_embedding.tpu_generations import Generation
 
-_HEADROOM = 1.25  # Of suggested limits over those that the sample needs.
+_HEADROOM = 1.25  # Suggested limits, over the limits that the sample needs.
 _ENTRIES_MULTIPLE = 8  # Partitions are padded to multiples of it.
 
 
@@ -40,7 +40,7 @@ class FeatureIds(NamedTuple):
         return FeatureIds(ids, samples, positions, self.num_samples)
 
     def split(self, length: int) -> FeatureIds:
-        """Makes a sample of each of the first positions of a sample."""
+        """Turns each of the first `length` positions of every sample into a sample."""
         if length == 1:
             return self
         own = self.entries(self.positions < length)
@@ -51,7 +51,7 @@ class FeatureIds(NamedTuple):
         )
 
 
-# For each feature of a plan.
+# The ids of each feature of a plan, in the order of its features.
 Batch = Sequence[FeatureIds]
 
 
@@ -155,7 +155,7 @@ class Sample:
         return found
 
     def _other_batches(self, plan: Plan, layout: Layout, replicas: int) -> str:
-        """Says that batches are not those of so many replicas, or ""."""
+        """Returns why the batches do not fit so many replicas, or ""."""
         for spec, samples in zip(plan.features, layout.samples, strict=True):
             rows = (layout.output_shapes[spec.index] or ())[:1]
             found = max(batch[spec.index].num_samples for batch in self.batches)
@@ -176,7 +176,7 @@ class Sample:
         partitioning: Partitioning,
         generation: Generation,
     ) -> tuple[list[StackLimits], int | None, str]:
-        """Returns what each stack needs, a max_ids_per_chip_per_sample, or why not."""
+        """Returns (stacks' limits, max_ids_per_chip_per_sample, why there are none)."""
         other = self._other_batches(plan, layout, partitioning.num_replicas)
         if other:
             return [], None, other
@@ -250,7 +250,7 @@ def _stack_limits(
     generation: Generation,
     compiled: int | None,
 ) -> StackLimits:
-    """Returns the limits of one stack, of which `compiled` is the most it can have."""
+    """Returns the limits of one stack; `compiled`, if not None, caps suggested ones."""
     table, shards = partitioning.tables[index], partitioning.num_shards
     partitions, counts, unique, required = map(np.concatenate, zip(*needs, strict=True))
     total = max(int(counts.sum()), 1)
@@ -264,7 +264,7 @@ def _stack_limits(
     )
 
     def beyond(ids: int, distinct: int) -> float:
-        # At least one entry for each distinct id too many.
+        # Each distinct id beyond its limit stands for one entry at least.
         over = np.maximum(counts - ids, unique - distinct)
         return float(over.clip(0).sum() / total)
 
@@ -292,9 +292,8 @@ def without_sample(partitioning: Partitioning, generation: Generation) -> str:
     found = []
     for table in partitioning.tables:
         mean = table.samples / cores / shards
-        ids = math.ceil(
-            mean + 3 * math.sqrt(mean)
-        )  # Of the busiest, as ids are random.
+        # Ids are random, so the busiest partition gets more than the mean.
+        ids = math.ceil(mean + 3 * math.sqrt(mean))
         distinct = math.ceil(expected_distinct(table.rows // shards, ids))
         limits = table.max_ids_per_partition, table.max_unique_ids_per_partition
         if ids <= limits[0] and distinct <= limits[1]:
@@ -344,10 +343,10 @@ class Traffic:
     def of(
         cls, plan: Plan, samples: Sequence[float], sample: Sample | None, processes: int
     ) -> Traffic:
-        """Returns the traffic of one of some processes with equal parts of a batch.
+        """Returns the traffic of one of `processes` that share a batch equally.
 
-        `samples` has the number of samples of the whole batch by feature. If there is
-        no `Sample`, each has one id, and ids are distributed evenly.
+        `samples` gives the number of samples of the whole batch by feature. Without a
+        `sample`, each of them has one id, and ids are distributed evenly.
         """
         if sample is None:
             entries = {f: count / processes for f, count in enumerate(samples)}

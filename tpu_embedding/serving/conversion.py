@@ -77,7 +77,7 @@ class Source:
 
     @property
     def known(self) -> Source:
-        """The rows that belong to ids: all, but in a growing table not the last one."""
+        """The rows that belong to ids: all rows, except a growing table's last one."""
         return self if self.ids is None else self._some(0, self.shape[0] - 1)
 
     @property
@@ -119,13 +119,12 @@ class Converted:
 
 
 class ConvertedTable(TableReader, tf.Module):
-    """A table in another form, of variables without a value that slices will fill."""
+    """A table in another form; its variables get their values slice by slice, later."""
 
     storage: ClassVar[str]
-    keeps_codes: ClassVar[bool] = (
-        False  # Whether its parts are those of a table of int8.
-    )
-    # The largest magnitude that can be stored; None: anything, NaN too.
+    # Whether the parts are the same as in an int8 table that is trained.
+    keeps_codes: ClassVar[bool] = False
+    # The largest magnitude that can be stored; None if any value can, even NaN.
     largest: ClassVar[float | None] = float(np.finfo(np.float32).max)
 
     @classmethod
@@ -191,7 +190,7 @@ class Conversion:
             arrays = self._convert(begin, min(begin + step, rows))
             for name, array in arrays.items():
                 yield self._piece(keys[name], name, begin, array)
-        for name, part in self._parts.items():  # Spare rows.
+        for name, part in self._parts.items():  # The spare rows follow, as zeros.
             for begin in range(rows, part.shape[0], step):
                 count = min(step, part.shape[0] - begin)
                 dtype = part.dtype.as_numpy_dtype

@@ -3,10 +3,10 @@
 docs/online.md draws the format. A file is a sequence of blocks, each of which carries
 its own checksum, so that a served model checks every block that it is sent:
 
-    file      "TPUEMBD1", then of each block its length (int64) and its bytes
+    file      "TPUEMBD1", then the length (int64) and the bytes of each block
     block     checksum, kind, number, then by kind
       begin   base, run, follows, sequence, tables,
-              of each table (upserts, deletions), then the header as JSON
+              (upserts, deletions) of each table, then the header as JSON
       rows    table, upserts, deletions, the keys of both, the parts of the rows
       end     the checksum of all blocks before it
 
@@ -37,7 +37,7 @@ MAGIC = b"TPUEMBD1"
 BEGIN, ROWS, END = range(3)  # Kinds of blocks.
 HEAD_BYTES = 24  # Checksum, kind and number.
 BEGIN_FIELDS, ROWS_FIELDS = 5, 3  # int64 numbers after the head.
-BLOCK_BYTES = 1 << 20  # Of the keys and rows of one block.
+BLOCK_BYTES = 1 << 20  # The most bytes of keys and rows in one block.
 _LARGEST_BLOCK = 1 << 31
 _UNFINISHED = ".unfinished"
 
@@ -55,9 +55,9 @@ class BaseTable:
       grows: Whether it is a growing table, whose deltas list rows and deletions by id.
       shared: Whether its only row is the one that ids without a row share in the
         growing table of the same name.
-      mixed: Whether the keys of the hash table of its ids are their mixed bits. Deltas
+      mixed: Whether the hash table of its ids has their mixed bits as keys. Deltas
         have the ids themselves.
-      hashing: The text of a hashed table's Hashing, whose deltas have its rows; or "".
+      hashing: The text of a hashed table's Hashing, or ""; deltas of it list rows.
     """
 
     name: str
@@ -77,7 +77,7 @@ class BaseTable:
 
     @property
     def height(self) -> int:
-        """The number of numbers for ids, with spare ones if ids come and go."""
+        """The length of the index: `rows`, and spare numbers if ids come and go."""
         return self.rows + 2 * self.most_deleted
 
     @property
@@ -88,9 +88,9 @@ class BaseTable:
 
 
 def base_tables(spec: TableSpec) -> list[BaseTable]:
-    """Describes a table as deltas have it, before an export chooses storage and sizes.
+    """Describes a table as in deltas, before an export chooses storage and sizes.
 
-    The row that ids of a growing table share counts as a table of its own before it.
+    The shared row of a growing table counts as a table of its own, which comes first.
     """
     config, grows = spec.config, spec.config.vocabulary is not None
     hashing = "" if spec.hashing is None else str(spec.hashing)
@@ -355,7 +355,7 @@ def apply_delta(model: Any, path: str | os.PathLike[str]) -> int:
 def apply_to_export(
     path: str, deltas: Sequence[str | os.PathLike[str]], destination: str
 ) -> int:
-    """Writes an export to which deltas were applied, and which takes those after them.
+    """Writes a copy of an export with deltas applied, which takes the next deltas.
 
     Args:
       path: An export with `deltas`; it stays as it is.

@@ -45,8 +45,8 @@ _NOTHING = np.zeros([0], np.int64)
 class DeltaWriter(tf.__internal__.tracking.Trackable):
     """Writes the rows that changed, for one consumer: served models of one export.
 
-    From its construction on, it notes the rows that updates change, with a bit for
-    each, and `export_delta` writes them; of te.keras.Embedding it keeps a fingerprint
+    From its construction on, it marks the rows that updates change, with a bit for
+    each, and `export_delta` writes them. For te.keras.Embedding it keeps a fingerprint
     of each row instead. Each writer has its own marks, which a tf.train.Checkpoint of
     the embedding and the writer saves.
 
@@ -133,14 +133,14 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
         self._follows = self.base
         self._consumer = consumer
         self._forms = [converter(spec.storage, spec.dim) for spec in self._base.tables]
-        # For each growing table's index the ids that the models have after the last
-        # written delta, ascending; tables without known ids are left out.
+        # By index of a growing table, the ids that the models have after the last
+        # written delta, ascending. Tables whose ids are not known are left out.
         self._ids = {
             index: _stored_ids(bundle, spec)
             for index, spec in self._base.growing.items()
         }
         self._core.refresh()
-        self._changes.mark(self._rows_of(0, _NOTHING))  # From here on.
+        self._changes.mark(self._rows_of(0, _NOTHING))  # Tracking begins here.
         try:
             self._mark_differences(bundle)
         except BaseException:
@@ -191,7 +191,7 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
         header = Header(self._base, self.run, self._follows, self.sequence + 1, counts)
         with in_all_processes(group) as rest:
             blocks = self._blocks(changed)
-            rest.append(blocks)  # Other processes read their rows through this one.
+            rest.append(blocks)  # Each item is an exchange with other processes.
             if group is None or group.rank == 0:
                 write_delta(path, header, blocks)
             else:
@@ -249,7 +249,7 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
             self.sequence, self._follows = sequence, run
 
     def mark_all_rows(self) -> None:
-        """Makes the next delta have all rows, for values that you assigned yourself.
+        """Makes the next delta contain all rows, after you assigned values yourself.
 
         Restoring a checkpoint or weights does it by itself. A te.keras.Embedding does
         not need it: its rows are compared.
@@ -299,7 +299,7 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
             )
 
     def _take(self) -> list[Changed]:
-        """Takes the changes by table of the base; a shared row is in every delta.
+        """Takes the changes of each table of the base; deltas always have shared rows.
 
         It leaves out evicted ids that the models never had.
         """
@@ -322,7 +322,7 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
         return Changed(np.zeros([1], np.int64), row)
 
     def _rows_of(self, index: int, ids: np.ndarray) -> list[np.ndarray]:
-        """Returns ids by table of the plan: those of one table, and none of others."""
+        """Returns ids for each table of the plan: `ids` for one, none for others."""
         rows = [_NOTHING] * len(self._core.plan.tables)
         rows[self._numbers[index]] = ids
         return rows
@@ -366,7 +366,7 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
                 self._changes.mark(self._rows_of(index, ids[differs]))
 
     def _exported(self, index: int) -> Iterator[tuple[int, Changed]]:
-        """Yields rows of the export: the number of the first, and their values today.
+        """Yields (first row, current values) for slices of the rows of the export.
 
         It marks the ids that only the growing table or only its export has.
         """
@@ -424,7 +424,7 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
         self._changes.take()
         self._changes.commit()
         if (sequence, follows) != (self.sequence, self._follows):
-            self._ids = {}  # Those after a delta of another writer.
+            self._ids = {}  # The ids after another writer's delta are not known.
         for index, ids in enumerate(rows):
             if not self._base.tables[index].shared:
                 self._changes.mark(self._rows_of(index, ids.numpy()))

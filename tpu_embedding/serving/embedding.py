@@ -50,8 +50,8 @@ def serving_embedding_lookup(
 ) -> Any:
     """Looks up features with TensorFlow's ops, for serving.
 
-    A drop-in replacement for tf.tpu.experimental.embedding.serving_embedding_lookup,
-    with the numbers of docs/semantics.md:
+    A drop-in replacement for tf.tpu.experimental.embedding.serving_embedding_lookup
+    that computes as docs/semantics.md says:
 
     >>> import tensorflow as tf
     >>> import tpu_embedding as te
@@ -154,7 +154,7 @@ def find_table(
 def _look_up(
     lookup: FeatureLookup, specs: Sequence[FeatureSpec], inputs: Any, weights: Any
 ) -> Any:
-    """Looks up the leaves of `inputs`; activations in the same structure."""
+    """Looks up the leaves of `inputs`; returns activations in the same structure."""
     structure = FeatureStructure(inputs, specs)
     values = structure.for_plan(structure.flatten("inputs", inputs))
     flat_weights = structure.for_plan(structure.flatten_weights(weights))
@@ -173,8 +173,8 @@ class _Tables:
 class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrackable):
     """Looks embedding tables up by TensorFlow's ops, without training them.
 
-    A drop-in replacement for tf.tpu.experimental.embedding.TPUEmbeddingForServing, with
-    the numbers of docs/semantics.md. It restores the checkpoints of every class:
+    A drop-in replacement for tf.tpu.experimental.embedding.TPUEmbeddingForServing that
+    computes as docs/semantics.md says. It restores the checkpoints of every class:
 
     >>> import tensorflow as tf
     >>> import tpu_embedding as te
@@ -311,8 +311,8 @@ class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrack
     def embedding_tables(self) -> dict[Any, tf.Variable]:
         """The table variables [vocabulary_size, dim], by the TableConfig passed.
 
-        That of a growing table with n ids is [n + 1, dim]: the rows in the order of the
-        ids, and then what an id without a row looks up.
+        A growing table with n ids has a variable [n + 1, dim]: the rows in the order of
+        the ids, and then the row that ids without one look up.
         """
         return {key: table["parameters"] for key, table in self.variables.items()}
 
@@ -332,7 +332,7 @@ class TPUEmbeddingForServing(RestoresLayouts, tf.__internal__.tracking.AutoTrack
         if save_type == "checkpoint":
             return children
         self._require_variables()
-        # A model has what its graphs read of a growing table.
+        # A SavedModel holds growing tables in the form that its graphs read.
         growing = self._built().growing
         return {
             name: growing[name].served if name in growing else child

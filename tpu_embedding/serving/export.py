@@ -1,4 +1,4 @@
-"""A trained model as a SavedModel that needs nothing but TensorFlow."""
+"""Exports a trained model as a SavedModel that needs nothing but TensorFlow."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tpu_embedding.serving.saving import require_empty, save
 from tpu_embedding.serving.signatures import KINDS, Request, Signature, Tensors
 from tpu_embedding.tables.waiting import flush_before
 
-_SHARE = 0.125  # Of the rows of a table that one delta may change.
+_SHARE = 0.125  # The share of a table's rows that one delta may change by default.
 
 
 @calling("export")
@@ -54,8 +54,8 @@ def export(
     """Writes tables and a model as a SavedModel of TensorFlow's ops, without slots.
 
     The SavedModel loads wherever TensorFlow does, in Python or C, without this package.
-    It has the combiners and the policy for invalid ids of training, and an id without
-    a row in a growing table looks up what it does there. The first signature is also
+    It has the combiners of training and its policy for invalid ids; an id without a row
+    in a growing table looks up the same as in training. The first signature is also
     named "serving_default".
 
     All processes of a job call it with the same arguments. The first one writes, and
@@ -100,8 +100,8 @@ def export(
       deltas: True makes a model that follows its trainer: it has the signatures
         "delta_state" and "apply_delta", and spare rows. A number > 0 is the largest
         share of the rows of a table that one delta may change, 0.125 for True; the
-        table gets twice as many spare rows. All rows of a table of up to 4,096 may
-        change. A growing table has room for twice its ids and 4,096, or `max_rows`.
+        table gets twice as many spare rows. In a table of up to 4,096 rows all may
+        change. A growing table may reach twice its ids plus 4,096, at most `max_rows`.
       mapped: True keeps the tables in files, which the model maps instead of loading
         them: the model loads at once, processes of a machine share the memory, and
         tables may be larger than it. The model must be served at `path`; if it was
@@ -150,7 +150,7 @@ def export(
 def _prepare_folder(
     path: str | os.PathLike[str], exported: Exported, alike: dict[str, Any]
 ) -> None:
-    """Checks that all processes export alike, and that the folder is empty."""
+    """Checks that all processes pass equal arguments, and that the folder is empty."""
     group = exported.tables[0].rows.group
     shapes = {f.path: f.config.output_shape for f in exported.plan.features}
     alike = {"path": os.fspath(path), **alike, "output_shape": shapes}
@@ -212,7 +212,7 @@ def _check_mapped(mapped: Any, share: float | None, path: str) -> None:
 
 
 def _parts_maker(path: str | os.PathLike[str], table: int) -> Callable[..., Any]:
-    """Returns a maker of the parts of a mapped table by name, shape and dtype."""
+    """Returns a function of (name, shape, dtype) that makes a mapped table's parts."""
 
     def make(name: str, shape: list[int], dtype: tf.DType) -> MappedPart:
         return MappedPart(os.fspath(path), file_of(table, name), shape, dtype)

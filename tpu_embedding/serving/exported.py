@@ -106,7 +106,7 @@ class Exported(abc.ABC):
 
     @abc.abstractmethod
     def compute(self, options: ModelOptions, served: Mapping[str, Any]) -> Compute:
-        """Returns what makes the outputs of a request from the tables by name."""
+        """Returns the function from a Request to outputs that looks up `served`."""
 
     @abc.abstractmethod
     def users(self, options: ModelOptions) -> Any:
@@ -318,10 +318,10 @@ def _gathered(plan: Plan, tables: Mapping[Any, Any]) -> list[Source]:
 def _with_known_shapes(
     plan: Plan, inputs: InputShapes | None
 ) -> tuple[Plan, dict[str, int | None]]:
-    """Adds to features the axes after the batch that build() or batches gave them.
+    """Gives features the axes after the batch that build() or training batches had.
 
-    `FeatureConfig.output_shape` takes precedence, and ragged rows fill it. With other
-    shapes a ragged row is a sample: with training's inputs [B, n, 1] it has n ids.
+    `FeatureConfig.output_shape` takes precedence, and ragged rows fill it. Otherwise
+    a ragged row is one sample: of n ids if the inputs of training were [B, n, 1].
     """
     if inputs is None:
         return plan, {}
@@ -371,7 +371,7 @@ def _check_dense_input(name: str, spec: Any) -> None:
 def unknown_names(
     argument: str, names: Iterable[str], known: Iterable[str]
 ) -> ValueError:
-    """Returns the error of an argument that names what is not there."""
+    """Returns the error for an argument with names that are not `known`."""
     return ValueError(
         f"`{argument}` names {', '.join(names)}. Known names: {', '.join(known)}."
     )

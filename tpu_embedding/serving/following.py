@@ -3,7 +3,7 @@
     block        checked                        changed
     begin        base, sequence, run, room      staging: the delta that is announced
     rows, ...    order, sizes, ascending ids    spare rows, which no lookup reads
-    end          checksum of all, all came      index: lookups read the new rows
+    end          checksum of all, completeness  index: lookups read the new rows
 
 A block that is refused changes nothing. A new "begin" discards what was staged, so a
 sender that lost an answer sends its delta from the first block on.
@@ -56,9 +56,9 @@ class _State(tf.Module):
       run: The run that wrote that delta; before any delta the id of the base.
       staging: The next block, the checksum of those before it, and the run and the
         sequence number of the delta that is staged.
-      announced: How many rows this delta changes and deletes, [num_tables, 2].
-      staged: The numbers of those that came, [num_tables, 2]; spare rows hold the rows.
-      heads: The place in the ring of the row that is spare longest, [num_tables].
+      announced: How many rows the staged delta changes and deletes, [num_tables, 2].
+      staged: How many of these have come, [num_tables, 2]; spare rows hold the rows.
+      heads: The place in the ring of the row that has been spare longest, [num_tables].
     """
 
     def __init__(self, base: Base) -> None:
@@ -89,9 +89,9 @@ class Follower:
         stored: Sequence[ConvertedTable],
         growing: Mapping[str, GrowingBase],
     ) -> None:
-        """Takes tables with `height` rows and spare ones, twice `most_changed`.
+        """Takes tables with `height` rows and twice `most_changed` spare rows.
 
-        The row that ids of a growing table share comes before that table.
+        The shared row of a growing table comes before that table.
         """
         for table in base.tables:
             height = table.height
@@ -136,7 +136,7 @@ class Follower:
             return {name: tf.identity(value) for name, value in found.items()}
 
     def _read_state(self) -> dict[str, tf.Tensor]:
-        """Reads the state; its ids are those that its sequence number gave."""
+        """Reads the state while no delta is applied, so that ids and sequence agree."""
         constant = {
             "base": tf.constant(self.base.id, tf.int64),
             "description": self.state.description.read_value(),
@@ -405,7 +405,7 @@ class Follower:
             return done
 
     def _slots(self, index: int, within: tf.Tensor) -> tf.Tensor:
-        """Places in a ring, counted from its head."""
+        """Returns places in the ring; `within` counts from its head."""
         spare = 2 * self.base.tables[index].most_changed
         return (self.state.heads[index] + within) % spare
 
@@ -471,7 +471,7 @@ class Follower:
 
 
 def _check(ok: tf.Tensor, message: str, **values: Any) -> Check:
-    """Makes a check whose message has scalars in the places of their names."""
+    """Makes a check; `message` is a format string for the scalars `values`."""
 
     def made() -> tf.Tensor:
         parts = []

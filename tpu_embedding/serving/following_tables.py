@@ -3,13 +3,13 @@
 A table has more rows than its vocabulary. An index says in which of them the row of
 each id is, and the others are spare. A delta is written into spare rows, block by
 block; its last block then points the index at them. The rows that this frees are
-written again by the next delta but one at the earliest, because a delta may change no
-more than half of the spare rows and those are taken in a ring. So a lookup that sees
-fewer than two commits while it runs has read whole rows, and any other looks again.
+written again by the next delta but one at the earliest, because a delta may change at
+most half of the spare rows, which form a ring. So a lookup during which fewer than two
+deltas are committed has read whole rows; any other lookup reads its rows again.
 
-The ids of a growing table are numbered: a hash table has the number of each, and the
-index the row of each number. Numbers are used again as spare rows are. In a static
-table the number of an id is the id. A delta that changes row 70 and adds row 90:
+The ids of a growing table are numbered: a hash table has the number of each id, and
+the index has the row of each number. Numbers are reused as spare rows are. In a static
+table the number of an id is the id. A delta that changes id 70 and adds id 90:
 
     id      number      row before -> after
     70  ->  0       ->  0          -> 5     the delta was written into rows 5 and 6
@@ -35,7 +35,7 @@ from tpu_embedding.tables.readers import TableReader
 from tpu_embedding.tables.variables import create_state
 from tpu_embedding.tables.waiting import scatter
 
-SMALL_TABLE = 4096  # One delta may change all rows of a table of up to so many.
+SMALL_TABLE = 4096  # One delta may change all rows of a table of at most this size.
 
 
 def most_changed(rows: int, share: float) -> int:
@@ -121,7 +121,7 @@ class FollowingTable(TableReader, tf.Module):
         return tf.where(known[:, tf.newaxis], values, self.ids.missing(rows))
 
     def numbered(self, keys: tf.Tensor, deleted: tf.Tensor) -> Numbered:
-        """Returns what a delta does to the numbers of the index."""
+        """Returns the numbers of a delta's ids, and how it changes the numbering."""
         if self.ids is not None:
             return self.ids.numbered(keys, deleted)
         return Numbered(keys, tf.constant(True), list)
@@ -133,7 +133,7 @@ class Numbered(NamedTuple):
     Attributes:
       numbers: The number of each changed id, int [n].
       fits: Whether the delta can be applied.
-      change: Makes the ops that give and take numbers, after the index was changed.
+      change: Makes the ops that assign and free numbers, once the index was changed.
     """
 
     numbers: tf.Tensor
@@ -156,7 +156,7 @@ class FollowingIds(tf.Module):
         missing: Callable[[tf.Tensor], tf.Tensor],
         shared: FollowingTable | None,
     ) -> None:
-        """Takes int64 [n], and what ids without a row look up if they share none."""
+        """Takes ids, int64 [n], and what ids without any row look up (`missing`)."""
         super().__init__()
         self.number_of = ChangingRowOfIds(spec.rows, spec.most_changed)
         self.number_of.assign(ids)

@@ -22,8 +22,8 @@ from tpu_embedding.vocabulary import PARTS, STATE_SIZE
 
 # The hash table keeps these two keys for itself; a variable has the rows of their ids.
 APART = _EMPTY, _DELETED = -(2**63), -(2**63) + 1
-_LARGEST_LOAD = 0.6  # Of its buckets; it allows 0.8.
-_INSERTED = 1 << 20  # Ids at a time.
+_LARGEST_LOAD = 0.6  # The largest share of its buckets in use; it would allow 0.8.
+_INSERTED = 1 << 20  # The number of ids that are inserted at a time.
 
 
 class RowOfIds(tf.Module):
@@ -41,7 +41,7 @@ class RowOfIds(tf.Module):
         self.apart = create_state("apart", tf.constant([-1, -1]))
 
     def assign(self, ids: np.ndarray, room: int = 0) -> None:
-        """Makes `ids`, int64 [n], those of the rows 0 to n - 1, and forgets others.
+        """Gives the rows 0 to n - 1 to `ids`, int64 [n], and forgets all other ids.
 
         It makes room for at least `room` ids, so that inserting them causes no pause.
         """
@@ -85,19 +85,19 @@ class RowOfIds(tf.Module):
         )
 
     def insert(self, ids: tf.Tensor, rows: tf.Tensor) -> list[Any]:
-        """Gives rows to ids that have none; the ops that do."""
+        """Gives rows to ids that have none, and returns the ops that do so."""
         keys = mixed_bits(ids)
         return [self.insert_keys(keys, rows), self._set_apart(keys, rows)]
 
     def insert_keys(self, keys: tf.Tensor, rows: tf.Tensor) -> Any:
-        """Gives rows to those keys that the hash table takes; the op that does."""
+        """Gives rows to the keys that the hash table accepts, and returns the op."""
         own = is_used(keys)
         return tf.raw_ops.LookupTableInsertV2(
             table_handle=self.table.resource_handle, keys=keys[own], values=rows[own]
         )
 
     def remove(self, ids: tf.Tensor) -> list[Any]:
-        """Takes ids away that have rows; the ops that do."""
+        """Removes ids that have rows, and returns the ops that do so."""
         keys = mixed_bits(ids)
         removed = tf.raw_ops.LookupTableRemoveV2(
             table_handle=self.table.resource_handle, keys=keys[is_used(keys)]
@@ -118,8 +118,8 @@ class RowOfIds(tf.Module):
 class ChangingRowOfIds(tf.Module):
     """The row of each id, while ids come and go.
 
-    A removed id leaves its bucket of the hash table marked, and later lookups of other
-    ids pass it. So after many removals all ids are inserted into a second hash table,
+    A removed id leaves a mark in its bucket of the hash table, which later lookups of
+    other ids must pass. So after many removals all ids go into a second hash table,
     which lookups read from then on. A lookup that still reads the first one may finish
     during one further `change`, because two changes never remove so many ids.
     """
@@ -134,7 +134,7 @@ class ChangingRowOfIds(tf.Module):
         self._room = most_ids + self._before_move + most_removed
 
     def assign(self, ids: np.ndarray) -> None:
-        """Makes `ids`, int64 [n], those of the rows 0 to n - 1."""
+        """Gives the rows 0 to n - 1 to `ids`, int64 [n]."""
         self.tables[0].assign(ids, self._room)
         self.tables[1].assign(ids[:0])
 
@@ -154,7 +154,7 @@ class ChangingRowOfIds(tf.Module):
     def change(
         self, ids: tf.Tensor, rows: tf.Tensor, removed: tf.Tensor
     ) -> list[tf.Tensor]:
-        """Gives rows to ids that have none, and takes others away."""
+        """Gives rows to `ids`, which have none, and removes the ids `removed`."""
         active = self.active.read_value()
 
         def change(table: RowOfIds) -> tf.Tensor:
@@ -182,7 +182,7 @@ class ChangingRowOfIds(tf.Module):
             ]
 
     def _move(self, source: int, target: int) -> tf.Tensor:
-        """Copies what one hash table has into the other one; true."""
+        """Copies one hash table into the other one, and returns True as a tensor."""
         old, new = self.tables[source], self.tables[target]
         keys, rows = old.contents()
         clear = tf.raw_ops.LookupTableImportV2(
@@ -199,7 +199,7 @@ class ChangingRowOfIds(tf.Module):
 
 
 def is_used(keys: Any) -> Any:
-    """Returns whether the hash table has these keys for ids."""
+    """Returns whether keys are of ids, not the two that the hash table reserves."""
     return (keys != _EMPTY) & (keys != _DELETED)
 
 
@@ -231,7 +231,7 @@ class ServedGrowingTable(TableReader, tf.Module):
 
 
 def missing_rows(spec: TableSpec) -> Callable[[tf.Tensor], tf.Tensor]:
-    """Returns a function of ids with no own or shared row to [n, dim] or [1, dim]."""
+    """Returns a function from ids without any row to values [n, dim] or [1, dim]."""
     if spec.growth.unknown == "initializer":
         return lambda ids: first_values_read(spec, ids)
     return lambda ids: tf.zeros([1, spec.config.dim])
@@ -249,7 +249,7 @@ def exported_table(
 
 
 class RestoredGrowingTable(StoredVocabulary):
-    """A growing table that is looked up as a checkpoint has it, and not trained.
+    """A growing table that is restored from a checkpoint and looked up, not trained.
 
     Attributes:
       served: The table that lookups read. Its rows are in the order of ids; ids without

@@ -34,7 +34,7 @@ FOLDER = "mapped"
 _TABLES = f"{FOLDER}/tables.json"
 _OP, _PATH = "ImmutableConst", "memory_region_name"
 _UNFINISHED = ".unfinished"
-_BLOCK = 1 << 20  # Bytes of a file that have a checksum of their own.
+_BLOCK = 1 << 20  # Each block of so many bytes of a file has its own checksum.
 # A record of TensorFlow: the length of the data, its checksum, the data, its checksum.
 _BEFORE_DATA = 12
 _MASK = 0xA282EAD8
@@ -75,7 +75,7 @@ class MappedPart:
 
 @dataclasses.dataclass(frozen=True)
 class MappedTable:
-    """A table of an export, as the file of its tables describes it.
+    """A table of an export, as its file `mapped/tables.json` describes it.
 
     Attributes:
       checksums: By part, the CRC-32C of each `_BLOCK` of its file; empty in exports
@@ -103,7 +103,7 @@ def file_of(table: int, part: str) -> str:
 def write_files(
     model: str, tables: Sequence[MappedTable], pieces: Iterable[Piece]
 ) -> None:
-    """Writes the parts of tables, by file in their order, into a model's folder."""
+    """Writes the parts of tables into a model's folder, in the order of `pieces`."""
     tf.io.gfile.makedirs(f"{model}/{FOLDER}")
     sums: dict[str, _Checksums] = {}
     for piece in pieces:
@@ -140,7 +140,7 @@ class _Checksums:
         self._rest = octets[whole:]
 
     def finish(self) -> list[int]:
-        """Returns the checksums, with that of a last block that is shorter."""
+        """Returns the checksums, including that of a shorter last block."""
         return [*self._sums, crc32c(self._rest)] if self._rest else self._sums
 
 

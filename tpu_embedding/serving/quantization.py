@@ -25,7 +25,7 @@ from tpu_embedding.tables.codes import decode, encode
 from tpu_embedding.tables.readers import TableReader
 from tpu_embedding.tables.waiting import flush_before
 
-# Makes what holds a part of a table: its name, shape and dtype.
+# A function of (name, shape, dtype) that makes the holder of a part of a table.
 _MakePart = Callable[[str, list[int], tf.DType], Any]
 
 
@@ -43,9 +43,9 @@ class WholeTable(TableReader, tf.Module):
         return self._values(), rows
 
     def _values(self) -> tf.Tensor:
-        # Copies nothing, because nothing updates a served table. After one gather from
-        # the variable itself every read of it would copy it.
-        with flush_before():  # What is exported has no op of ours.
+        # This copies nothing, because nothing updates a served table. After one gather
+        # from the variable itself, every read of the variable would copy it.
+        with flush_before():  # An exported graph has no op of this package.
             return self.table.read_value()
 
 
@@ -86,7 +86,7 @@ class _HalfTable(ConvertedTable):
     dtype: ClassVar[tf.DType]
     kept_as: ClassVar[tf.DType]  # A dtype with the same bits.
     unit_roundoff: ClassVar[float]
-    smallest: ClassVar[float]  # The distance between the numbers next to 0.
+    smallest: ClassVar[float]  # The distance between adjacent numbers near 0.
 
     def __init__(self, rows: int, dim: int, make: _MakePart | None = None) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class _CodedTable(ConvertedTable):
 
     @abc.abstractmethod
     def _pack(self, codes: np.ndarray) -> np.ndarray:
-        """Codes [n, D] as bytes."""
+        """Converts codes [n, D] to bytes."""
 
     @abc.abstractmethod
     def _unpack(self, packed: tf.Tensor) -> tf.Tensor:
@@ -177,7 +177,7 @@ class _CodedTable(ConvertedTable):
 
 
 class Int8Table(_CodedTable):
-    """A byte for each value."""
+    """A table with one byte for each value."""
 
     storage = "int8"
     levels = 256
@@ -195,7 +195,7 @@ class Int8Table(_CodedTable):
 
 
 class Int4Table(_CodedTable):
-    """A byte for two values; with an odd number of columns one value has its own."""
+    """A table with a byte for two values; if their number is odd, one has its own."""
 
     storage = "int4"
     levels = 16
@@ -274,18 +274,18 @@ def stored_form(
 def form_of_rows(
     storage: str, rows: int, dim: int, make: _MakePart | None = None
 ) -> ConvertedTable:
-    """Makes a table of a storage, of which lookups read rows alone."""
+    """Makes a table in the form `storage`, for lookups that read row by row."""
     chosen = RowsOfFloat32 if storage == "float32" else _STORAGES[storage]
     return chosen(rows, dim, make)
 
 
 def converter(storage: str, dim: int) -> ConvertedTable:
-    """Makes a table without rows, which converts those of another one."""
+    """Makes a table without rows, which converts the rows of other tables."""
     return _STORAGES[storage](0, dim)
 
 
 def _is_here(variable: Any) -> bool:
-    """Returns whether a variable is of this process, not of a parameter server."""
+    """Returns whether a variable is in this process, not on a parameter server."""
     place, here = (
         tf.DeviceSpec.from_string(device)
         for device in (variable.device, tf.constant(0).device)

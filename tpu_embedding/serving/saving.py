@@ -49,7 +49,7 @@ _SCRATCH = ".tpu_embedding_unfinished"
 _COMPLETE = "saved_model.pb"
 # Files that a killed export may have left, beside its scratch folder.
 _INCOMPLETE = {_SCRATCH, "assets", "fingerprint.pb", "variables", FOLDER}
-_PIECES = 4  # of a part: one of them is made while those of a part are held.
+_PIECES = 4  # Pieces of a part: memory holds those of one part, and one more.
 
 
 def require_empty(path: str | os.PathLike[str]) -> None:
@@ -111,7 +111,7 @@ def save(
         if isinstance(stored, ConvertedTable):
             conversions[number] = (stored, Conversion(source, stored), place)
     group = tables[0][0].rows.group
-    # The last one of a name: the row that ids share is part of their table.
+    # If two tables have one name, the second one stays: the first is its shared row.
     readers = {source.name: table for source, table in tables}
     deltas = None if follower is None else follower.state
     parts = [part for form, *_ in conversions.values() for part in form.parts.values()]
@@ -128,7 +128,7 @@ def save(
     module = _Module(readers, [model, *reads], functions, deltas)
     with in_all_processes(group) as rest:
         pieces = _pieces(conversions)
-        rest.append(pieces)  # Other processes read their rows through this one.
+        rest.append(pieces)  # Each item is an exchange with other processes.
         if group is None or group.rank == 0:
             with _scratch(os.fspath(path)) as scratch:
                 saved = f"{scratch}/model"
@@ -190,7 +190,7 @@ def _name_no_process(model: str) -> None:
     fingerprinting_utils.write_fingerprint(model)
 
 
-# For each table's number its form, what converts it and its object in the model.
+# By table number: the table's form, its Conversion and its object in the model.
 _Conversions = Mapping[int, tuple[ConvertedTable, Conversion, str]]
 
 
@@ -224,7 +224,7 @@ def _add_tables(scratch: str, model: str, pieces: Iterator[Piece], total: int) -
 
 @contextlib.contextmanager
 def _scratch(path: str) -> Iterator[str]:
-    """Yields a folder within `path`, gone afterwards; so is `path` after an error."""
+    """Yields a folder in `path` and removes it; an error also removes a new `path`."""
     scratch = f"{path}/{_SCRATCH}"
     with one_writer(path):
         require_empty(path)  # Another process may have been first.
@@ -276,7 +276,7 @@ class _Module(tf.Module):
         self.deltas = deltas
         graphs = [function.graph for function in functions.values()]
         read = [v for graph in graphs for v in graph.variables]
-        # The variables of tables are named by their tables.
+        # The tables and deltas hold their variables themselves.
         modules: list[Any] = [*tables.values(), *([] if deltas is None else [deltas])]
         own = {id(v) for module in modules for v in module.variables}
         self.variables_read = [v for v in read if id(v) not in own]
@@ -294,15 +294,15 @@ class _Module(tf.Module):
 
 
 def _trackables(value: Any, seen: dict[int, Any] | None = None) -> Iterator[Any]:
-    """Yields the trackable objects in a value's containers, and those functions use.
+    """Yields trackable objects in a value's containers, and those that functions use.
 
     TensorFlow would not save a tf.lookup table or a Keras layer in the closure or the
-    globals of a function, as it is no attribute of anything.
+    globals of a function, because no object has it as an attribute.
     """
     seen = {} if seen is None else seen
     if id(value) in seen:
         return
-    seen[id(value)] = value  # A value that is kept does not pass its id to another.
+    seen[id(value)] = value  # While the value is kept, its id is not reused.
     if isinstance(value, tf.__internal__.tracking.Trackable):
         yield value
     elif isinstance(value, types.MethodType):

@@ -108,7 +108,7 @@ class _Inputs:
     """
 
     def __init__(self, *, case_matters: bool = False) -> None:
-        """Takes whether names may differ only in case, as graph inputs may not."""
+        """Takes whether names may differ only in case, which graph inputs must not."""
         self.specs: dict[str, Any] = {}
         self._case_matters = case_matters
         self._taken: dict[str, tuple[str, str]] = {}  # name and source
@@ -131,7 +131,7 @@ class _Inputs:
 
 
 def _of_fields(make_field: Callable[[FeatureSpec, bool], _Field]) -> Any:
-    """Returns a maker of signatures in which each feature has inputs of its own."""
+    """Returns a function that makes signatures with separate inputs per feature."""
 
     def make(options: SignatureOptions) -> Signature:
         fields = [make_field(f, f.path in options.weighted) for f in options.features]
@@ -174,7 +174,7 @@ def _dtype(feature: FeatureSpec) -> tf.DType:
 
 
 def _dense_shape(feature: FeatureSpec) -> list[int | None]:
-    """Returns a shape of one id for each sample, or of any number where allowed."""
+    """Returns the shape of dense ids: one per sample, or any number where allowed."""
     config = feature.config
     if config.max_sequence_length:
         return [None, None]

@@ -11,8 +11,8 @@ if _typing.TYPE_CHECKING:
     from tpu_embedding.testing.local_servers import LocalServers
     from tpu_embedding.testing.strategy import SoftwareTPUStrategy
 
-# Imported when they are first used: they need TensorFlow, and that of an environment
-# for `compile_step` must not be imported without the variables that it sets.
+# These are imported when they are first used, because they import TensorFlow, which in
+# an environment for `compile_step` needs the variables that `compile_step` sets.
 _MODULES = {"LocalServers": "local_servers", "SoftwareTPUStrategy": "strategy"}
 
 __all__ = [

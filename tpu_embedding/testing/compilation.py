@@ -264,7 +264,7 @@ def compile_step(
 
 
 def _ended(target: str, code: int, stage: str) -> str:
-    """Returns why there is no answer."""
+    """Returns why the compiler's process gave no answer."""
     how = f"code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
     doing = {
         "": "its packages were imported",
@@ -294,9 +294,9 @@ def _target(build: str | Callable[..., Any]) -> str:
 
 
 def _check_versions(executable: str, environment: dict[str, str]) -> bool:
-    """Asks a Python for the versions of its packages, without importing any of them.
+    """Checks the versions of a Python's packages, without importing any of them.
 
-    It returns whether this package is there, too.
+    It returns whether that Python has this package, too.
     """
     asked = (
         "import importlib.metadata as m, json, sys\n"

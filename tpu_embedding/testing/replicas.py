@@ -105,7 +105,7 @@ _merging: contextvars.ContextVar[_ReplicaContext | None] = contextvars.ContextVa
 
 
 def merging() -> int | None:
-    """Returns the replica whose program calls a merge_call's function now, or None."""
+    """Returns the replica whose program is in a merge_call's function, or None."""
     context = _merging.get()
     return None if context is None else context.number
 
@@ -145,10 +145,10 @@ def call(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def update(
     fn: Callable[..., Any], args: Any, kwargs: dict[str, Any], group: bool
 ) -> Any:
-    """Calls `fn` for the copies of a replica, in the function of a merge_call.
+    """Calls `fn` with a replica's copies of variables, in a merge_call's function.
 
-    The replica's copy replaces a variable. Unless `group` is set, the result is a tuple
-    with an item for each copy.
+    Each variable becomes the replica's copy. Unless `group` is set, the result is a
+    tuple with an item for each copy.
     """
     # The device is that of the program.
     with distribute_lib.UpdateContext(merging()):

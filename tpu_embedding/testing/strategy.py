@@ -150,7 +150,7 @@ class _Extended(mirrored_strategy.MirroredExtended):
             tuple(name.replace(device_index=core).to_string() for core in own)
             for own in cores
         )
-        # The name in TPUStrategy, where it is an array, too.
+        # TPUStrategy has an array of this name, too.
         self._tpu_devices = np.array(self.replica_devices)
         self.assigned = assigned
         self.meeting_timeout = meeting_timeout
@@ -216,7 +216,7 @@ class _Extended(mirrored_strategy.MirroredExtended):
         return programs[method]
 
     # The function of a merge_call is part of the program of each replica, as in a
-    # TPUStrategy. It calls what follows with the values of its replica.
+    # TPUStrategy. It calls the methods below with the values of its replica.
 
     def _reduce_to(
         self, reduce_op: Any, value: Any, destinations: Any, options: Any
@@ -343,7 +343,7 @@ def create_topology(num_devices: int, devices_per_chip: int = 1) -> Any:
     Returns:
       A tf.tpu.experimental.Topology of one host, whose chips are in a row.
     """
-    if num_devices % devices_per_chip:  # Not whole chips: each device is one.
+    if num_devices % devices_per_chip:  # Without whole chips, each device is a chip.
         devices_per_chip = 1
     devices = [divmod(device, devices_per_chip) for device in range(num_devices)]
     return tf.tpu.experimental.Topology(

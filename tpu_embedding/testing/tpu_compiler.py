@@ -37,8 +37,8 @@ _DEVICE = "/job:localhost/replica:0/task:0/device:TPU:"
 # SparseCores read tables row by row.
 _ROWS = "{1,0:T(8)}"
 _REFUSED = re.compile(r"error: 'tf\.(\w+)' op")
-# A dynamic reshape, which jaxlib cannot write down, between equal types. It is one in
-# the gradients of tf.boolean_mask and tf.gather.
+# A dynamic reshape between equal types, which jaxlib cannot write down. The gradients
+# of tf.boolean_mask and tf.gather have such reshapes.
 _SAME_SHAPE = re.compile(
     r'"mhlo\.unknown"\((%\w+)(?:, %\w+)+\) : \((tensor<.*>)(?:, tensor<i32>)+\) -> \2 '
 )
@@ -78,8 +78,8 @@ def answer_for_sparse_cores(count: int) -> Any:
 
     TensorFlow asks libtpu through a table of functions. Without a topology libtpu
     answers with an error whose layout in memory is not the one that TensorFlow 2.20
-    expects, which ends the process. This replaces the one function. What it returns
-    must stay alive as long as TensorFlow may ask.
+    expects, which ends the process. This function replaces that entry of the table.
+    What it returns must stay alive as long as TensorFlow may ask.
     """
     import libtpu
 
@@ -110,7 +110,7 @@ class Program:
     Attributes:
       function: A ConcreteFunction.
       arguments: The shapes and dtypes of the arguments.
-      updated: Index of each variable that the step assigns -> index of its new value.
+      updated: For each variable that the step assigns: argument index -> result index.
     """
 
     function: Any
@@ -129,7 +129,7 @@ class _Cut:
         self._graph = graph
 
     def program(self) -> Program:
-        """Returns the program."""
+        """Returns the part of the graph that runs on the TPU."""
         ops = [op for op in self._graph.get_operations() if self._is_on_tpu(op)]
         kept = [op for op in ops if not self._passes_on(op)]
         arguments: dict[str, Any] = {}
@@ -156,13 +156,13 @@ class _Cut:
         )
 
     def _passes_on(self, op: tf.Operation) -> bool:
-        """Returns whether an op on the TPU only hands on what comes from elsewhere."""
+        """Returns whether an op on the TPU only passes on a tensor from outside it."""
         return op.type == "Identity" and not self._is_on_tpu(
             self._source(op.outputs[0]).op
         )
 
     def _source(self, tensor: Any) -> Any:
-        """Returns what identities on the TPU hand on, if that is not on the TPU."""
+        """Returns the tensor that identities on the TPU pass on, if it is not on it."""
         found = tensor
         while (
             found.dtype != tf.resource
@@ -279,7 +279,7 @@ def bridge(traced: Any, num_devices: int) -> str:
 
 
 def lower(program: Program) -> bytes:
-    """Returns serialized HLO, by TensorFlow's kernels for TPUs."""
+    """Lowers a program with TensorFlow's kernels for TPUs; returns serialized HLO."""
     specs: Any = program.arguments
     return compiler_ir.from_concrete_function(program.function, specs)(
         stage="hlo_serialized", platform_name="TPU"
@@ -287,14 +287,14 @@ def lower(program: Program) -> bytes:
 
 
 def without_dynamic_reshapes(module: str) -> str:
-    """Writes those that keep the type of their operand as ops that jaxlib knows."""
+    """Replaces dynamic reshapes between equal types by ops that jaxlib knows."""
     return _SAME_SHAPE.sub(r'"stablehlo.convert"(\1) : (\2) -> \2 ', module)
 
 
 def compile_program(
     topology: str, hlo: bytes, updated: dict[int, int], enter: Callable[[str], None]
 ) -> Any:
-    """Compiles, and returns executable and kind of TPU; tells `enter` each stage."""
+    """Compiles HLO; returns (executable, kind of TPU). Calls `enter` at each stage."""
     from jax._src import compiler
     from jax._src.interpreters import mlir
     from jax._src.lib import _jax
@@ -344,7 +344,7 @@ def compile_program(
 
 
 def _sparse_core_arguments(ir: Any, main: Any) -> Iterator[int]:
-    """Yields the numbers of the tables that SparseCores read or update."""
+    """Yields the argument numbers of the tables that SparseCores read or update."""
     pending = [
         value
         for op in main.regions[0].blocks[0]
@@ -419,7 +419,7 @@ def check(
     topology: str,
     reached: Callable[[str], None] = lambda stage: None,
 ) -> dict[str, Any]:
-    """Traces, lowers and compiles, and returns facts for a report; tells `reached`."""
+    """Traces, lowers and compiles a step; returns facts. Tells `reached` each stage."""
     import libtpu
 
     generation, num_devices = tpu_generations.topology(topology)
@@ -512,7 +512,7 @@ def main() -> None:
             print(json.dumps(found), file=answers, flush=True)
 
         answer(check(sys.argv[1], sys.argv[2], lambda stage: answer({"stage": stage})))
-    # libtpu's threads need not end well.
+    # This does not wait for libtpu's threads, which may fail to end.
     os._exit(0)
 
 

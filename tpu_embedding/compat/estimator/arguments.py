@@ -86,7 +86,7 @@ class RunConfig:
       evaluation_master: Must be None: sessions are of this process.
       master: Must be None or "".
       cluster: Must be None.
-      model_dir: The folder of checkpoints; that of the TPUEstimator takes precedence.
+      model_dir: The folder of checkpoints; the TPUEstimator's must not differ from it.
       tf_random_seed: The graph's seed, or None.
       save_summary_steps: Steps between summaries; None or 0 for none.
       save_checkpoints_steps: Steps between checkpoints, or None.
@@ -166,7 +166,7 @@ def _refuse(config: Any, cls: str, arguments: tuple[str, ...]) -> None:
 
 
 def not_supported(cls: str, argument: str, value: object) -> NotImplementedError:
-    """Makes the error of an argument of a class that needs more than one core."""
+    """Makes the error for an argument that would need more than one core."""
     return NotImplementedError(
         f"{cls}: `{argument}={value!r}` is not supported: the estimator runs in one "
         "process, on one core. Leave the default."
@@ -345,7 +345,7 @@ def check_hooks(hooks: Any) -> tuple[Any, ...]:
 
 
 class _EveryNSteps(_v1.train.SessionRunHook):
-    """Runs ops in one of n calls of the session."""
+    """Runs ops in the first of every n calls of the session."""
 
     def __init__(self, ops: Any, steps: int) -> None:
         self._ops = ops
@@ -353,7 +353,7 @@ class _EveryNSteps(_v1.train.SessionRunHook):
         self._calls = 0
 
     def before_run(self, run_context: Any) -> Any:
-        """Adds the ops to the first of n calls."""
+        """Adds the ops to the first of every n calls."""
         del run_context
         self._calls += 1
         if self._ops is not None and (self._calls - 1) % self._steps == 0:

@@ -70,7 +70,7 @@ class ServingInputReceiver:
 def build_raw_serving_input_receiver_fn(
     features: Mapping[str, Any], default_batch_size: int | None = None
 ) -> Callable[[], ServingInputReceiver]:
-    """Returns a receiver that is fed the features themselves.
+    """Returns a serving_input_receiver_fn whose receiver is fed the features.
 
     Args:
       features: Tensors by name, which give the dtypes and shapes.
@@ -90,7 +90,7 @@ def build_raw_serving_input_receiver_fn(
 def build_parsing_serving_input_receiver_fn(
     feature_spec: Mapping[str, Any], default_batch_size: int | None = None
 ) -> Callable[[], ServingInputReceiver]:
-    """Returns a receiver that is fed serialized tf.train.Examples.
+    """Returns a serving_input_receiver_fn whose receiver is fed tf.train.Examples.
 
     Args:
       feature_spec: A result of tf.feature_column.make_parse_example_spec.
@@ -168,7 +168,7 @@ def write(
 
 
 def new_folder(base: str | os.PathLike[str]) -> str:
-    """Returns a path below `base`, named by the time in seconds, that is not there."""
+    """Returns a new path below `base`, whose last part is the time in seconds."""
     stamp = int(time.time())
     while tf.io.gfile.exists(os.path.join(base, str(stamp))):
         stamp += 1

@@ -132,7 +132,7 @@ class _Variables(private_tensorflow.StateManager):
         return variable
 
     def get_variable(self, feature_column: Any, name: str) -> tf.Variable:
-        """Returns the variable that was made."""
+        """Returns the variable that `create_variable` made."""
         return self._variables[feature_column, name]
 
     def add_resource(self, feature_column: Any, name: str, resource: Any) -> None:
@@ -144,5 +144,5 @@ class _Variables(private_tensorflow.StateManager):
         return (feature_column, name) in self._resources
 
     def get_resource(self, feature_column: Any, name: str) -> Any:
-        """Returns the stored variable."""
+        """Returns the resource that was kept."""
         return self._resources[feature_column, name]

@@ -26,7 +26,7 @@ from tpu_embedding.compat.estimator.arguments import (
 from tpu_embedding.compat.estimator.tables import DUMMY_PREFIX, EmbeddingTables
 
 _v1 = tf.compat.v1
-# What the params have besides the user's own.
+# The params that the TPUEstimator adds to the user's own.
 _GIVEN = ("batch_size", "context", "use_tpu")
 # Options that have an effect only if the tables are TPU embedding tables.
 _TPU_OPTIONS = (
@@ -199,7 +199,7 @@ def _fresh_keras_names() -> Iterator[None]:
 
 
 def _call(function: Callable[..., Any], mode: Mode, given: Mapping[str, Any]) -> Any:
-    """Calls with the accepted arguments among mode, params, config and labels."""
+    """Calls a function with those of mode, params, config and labels that it takes."""
     name = getattr(function, "__name__", repr(function))
     taken = inspect.signature(function).parameters
     everything = any(p.kind is p.VAR_KEYWORD for p in taken.values())
@@ -228,7 +228,7 @@ def _call(function: Callable[..., Any], mode: Mode, given: Mapping[str, Any]) ->
 
 
 def _with_saver(graph: Graph, config: RunConfig) -> Graph:
-    """Returns the graph with the Saver that a Scaffold without one takes."""
+    """Returns the graph, after giving it a Saver unless the model_fn made one."""
     keys = _v1.GraphKeys
     if not _v1.get_collection(keys.SAVERS) and not (
         graph.spec.scaffold and graph.spec.scaffold.saver

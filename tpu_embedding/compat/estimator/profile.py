@@ -202,7 +202,7 @@ class EmbeddingProfiler:
                 continue
             path = self._paths[table]
             try:
-                with one_writer(path):  # No run between the reading and the writing.
+                with one_writer(path):  # Other runs wait until this file is written.
                     before = self._read(table)
                     both = found.merged(before) if before else found
                     content = {
@@ -265,7 +265,7 @@ class EmbeddingProfiler:
         return ids // -(-self._tables[table].vocabulary_size // shards)
 
     def _key(self, table: str) -> dict[str, Any]:
-        """Identifies a file: the parameters of the table and of the run."""
+        """Returns what identifies a file: the parameters of its table and run."""
         config = self._tables[table]
         return {
             "version": VERSION,

@@ -173,7 +173,7 @@ class _Flush(_v1.train.CheckpointSaverListener):
 
 
 class ProfileHook(_v1.train.SessionRunHook):
-    """Shows the ids of each step to a profiler, which writes at the end."""
+    """Passes the ids of each step to a profiler, which writes its files at the end."""
 
     def __init__(self, spec: Any, ids: Mapping[str, Any]) -> None:
         self._profiler = EmbeddingProfiler(spec)
@@ -184,17 +184,17 @@ class ProfileHook(_v1.train.SessionRunHook):
         }
 
     def before_run(self, run_context: Any) -> Any:
-        """Asks for the ids."""
+        """Asks the session for the ids of the step."""
         del run_context
         return _v1.train.SessionRunArgs(self._ids)
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        """Hands them over."""
+        """Passes the ids to the profiler."""
         del run_context
         observe_batch(self._profiler, run_values.results, self._lengths)
 
     def end(self, session: Any) -> None:
-        """Writes."""
+        """Writes the statistics into the profile's files."""
         del session
         self._profiler.flush()
 
@@ -206,7 +206,7 @@ class _StopAfter(_v1.train.SessionRunHook):
         self._left = steps
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        """Counts one."""
+        """Counts a batch, and stops after the last one."""
         del run_values
         self._left -= 1
         if self._left <= 0:
@@ -225,7 +225,7 @@ def _batch_size(values: Any) -> int:
 
 def latest_checkpoint(folder: str) -> str | None:
     """Returns the prefix of the latest checkpoint, or None where none was written."""
-    # TensorFlow's function returns None for both, and training would start over.
+    # TensorFlow's function also returns None for lost files: training would start over.
     state = tf.train.get_checkpoint_state(folder)
     if state is None:
         named = os.path.join(folder, "checkpoint")
@@ -251,13 +251,13 @@ def latest_checkpoint(folder: str) -> str | None:
 def check_restored(graph: Graph, checkpoint: str | None) -> None:
     """Refuses a checkpoint without the tables and slots, or with other shapes.
 
-    TensorFlow would restore a variable with a value of another shape. If a Saver other
-    than the trainer's names the variables of the graph, nothing is refused.
+    TensorFlow would restore a variable with a value of another shape. Nothing is
+    refused if a Saver that the model_fn made names the variables of the graph.
     """
     if checkpoint is None or not graph.own_saver:
         return
     if not tf.io.gfile.exists(checkpoint + ".index"):
-        return  # TensorFlow says so.
+        return  # TensorFlow reports that there is no checkpoint.
     try:
         stored = tf.train.load_checkpoint(checkpoint).get_variable_to_shape_map()
     except tf.errors.OpError as damage:

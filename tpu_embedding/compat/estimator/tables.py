@@ -1,8 +1,8 @@
 """The tables of a TPUEstimator with use_tpu=True, in the graph of one mode.
 
 As on a TPU the model's own optimizer does not train them: it differentiates with
-respect to one dummy variable for each table, and what then arrives at the activations
-is the gradient that the spec's optimizer gets.
+respect to one dummy variable for each table. The gradient that then arrives at the
+activations goes to the spec's optimizer.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class EmbeddingTables:
         if self._training:
             self.ids = inputs.ids
             inputs = inputs.naming_row_0(self._safe_features())
-        # The step is read before anything that depends on the lookups can raise it.
+        # The step is read before anything that depends on the lookups increases it.
         self._read_step = tf.identity(_v1.train.get_global_step().read_value())
         with tf.control_dependencies([self._read_step]):
             found, self._looked_up = _function(self._embedding.core.look_up)(
@@ -161,7 +161,7 @@ class EmbeddingTables:
         )
 
     def _safe_features(self) -> list[str]:
-        """Returns the features whose columns look empty samples up as row 0 on CPUs."""
+        """Returns the features whose empty samples look up row 0 on CPUs."""
         return [
             column.get_feature_key_name()
             for column in self._spec.embedding_columns()
@@ -224,7 +224,7 @@ class EmbeddingTables:
             found = recorded[variable]
             scope = found.variable_scope
             if not scope and not columns.is_shared(column):
-                scope = found.name_scope  # As the layers of Keras 2 have it.
+                scope = found.name_scope  # The layers of Keras 2 use it.
             prefix = f"{scope}/" if scope else ""
             key = columns.table_key(column)
             names[key] = prefix + found.name
@@ -280,8 +280,8 @@ class PendingUpdate:
         """Adds the ops to the default graph.
 
         `update` applies one update; it is called while a tf.function is traced. Its
-        arguments for this step, nested, must depend on this step's lookups; None stays
-        None.
+        nested `arguments` for this step must depend on this step's lookups; a None
+        among them stays None.
         """
         flat = tf.nest.flatten(arguments)
         tensors = [tensor for tensor in flat if tensor is not None]
@@ -409,7 +409,7 @@ def _ids(
         return tf.reshape(value, [-1])
     if value.shape.rank == 1:
         value = value[:, tf.newaxis]
-    return tf.sparse.from_dense(value)  # Without the zeros.
+    return tf.sparse.from_dense(value)  # This leaves out the zeros.
 
 
 def _weights(key: str, weight_key: str, others: dict[str, Any], ids: Any) -> Any:
@@ -462,7 +462,7 @@ def _filled(
     ids: tf.SparseTensor, weights: tf.SparseTensor | None
 ) -> tuple[tf.SparseTensor, tf.SparseTensor]:
     """Returns ids and weights with the entry (id 0, weight 0) in each empty row."""
-    # Room for the entry; by axis, so that TensorFlow still knows the batch size.
+    # This makes room for the entry; taking axes apart keeps the static batch size.
     rows, columns = tf.unstack(ids.dense_shape, num=2)
     shape = tf.stack([rows, tf.maximum(columns, 1)])
     values = tf.ones_like(ids.values, tf.float32) if weights is None else weights.values
@@ -481,7 +481,7 @@ def _lengths(ids: tf.SparseTensor, max_length: int) -> tf.Tensor:
     ends = tf.math.unsorted_segment_max(
         ids.indices[:, 1] + 1, ids.indices[:, 0], ids.dense_shape[0]
     )
-    return tf.clip_by_value(ends, 0, max_length)  # No entry: the lowest int64.
+    return tf.clip_by_value(ends, 0, max_length)  # Empty samples give the lowest int64.
 
 
 class _Positions:

@@ -97,7 +97,7 @@ class ImportedTables(dict[str, dict[str, np.ndarray]]):
                     continue
                 pairs.append((_rows(table, name, value, ours[table]), value))
             _warn_of_missing(table, set(ours[table]) - set(arrays))
-        # What is pending comes before what is imported.
+        # The pending update is applied before the tables are assigned.
         embedding.core.checkpoint_rows()
         for rows, value in pairs:
             rows.assign(value)
@@ -118,9 +118,9 @@ def import_estimator_checkpoint(
     """Reads the tables and slots of a spec from a TPUEstimator's checkpoint.
 
     The table of a column is the variable "<scope>/<column name>/embedding_weights",
-    that of shared columns "<scope>/<collection name>", and one of
-    `table_to_config_dict` has its key as name. The names of slots, as TPU or CPU runs
-    called them, are below that of the table.
+    that of shared columns is "<scope>/<collection name>", and a table of
+    `table_to_config_dict` is named by its key. The name of a slot is the name of its
+    table, a slash, and the name that TPU or CPU runs gave the slot.
 
     Runs on several hosts with "mod" wrote row i of host h for id i * num_hosts + h, one
     host after the other; here rows are put in the order of ids. (Derived from
@@ -240,7 +240,7 @@ def _sources(config: TableConfig, spec: Any) -> tuple[v1.SlotSource, ...]:
 def _read_table(
     checkpoint: Bundle, table: _Wanted, names: _NameMap, hosts: tuple[int, int]
 ) -> dict[str, np.ndarray]:
-    """Reads a table's parts; `hosts` counts those that padded and that permuted it."""
+    """Reads a table; `hosts` says how many hosts padded and how many permuted it."""
     variable = names.get(table.key, checkpoint)
     variable = variable or _find(checkpoint, table.key, table.pattern)
     found = {PARAMETERS: variable}

@@ -1,7 +1,7 @@
 """Tables and features of TensorFlow 1, and the feature columns that describe them.
 
-Columns are classified by their methods, and not by their class: those of TensorFlow
-have these methods and fields; other classes may have them, too.
+Columns are classified by their methods and fields, and not by their class, because
+classes other than TensorFlow's may have them, too.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class EmbeddingColumn(Protocol):
         ...
 
     def get_embedding_var_name(self) -> str:
-        """Returns the name of the table; shared columns have one."""
+        """Returns the name of the table; columns that share it have the same one."""
         ...
 
     def get_embedding_table_size(self) -> tuple[int, int]:
@@ -346,7 +346,7 @@ def _has_all(column: Any, fields: Iterable[str]) -> bool:
 
 
 def warn_of_changed_ids(columns: Iterable[Any]) -> None:
-    """Says which columns look up other rows in training than in an export."""
+    """Warns about columns that look up other rows in training than in an export."""
     names = [column.name for column in columns if changes_ids(column)]
     if names:
         logging.warning(
@@ -359,7 +359,7 @@ def warn_of_changed_ids(columns: Iterable[Any]) -> None:
 
 
 def warn_of_ignored_dict(name: str) -> None:
-    """Says that a dict without its partner does nothing beside feature columns."""
+    """Warns that one of the two dicts has no effect beside feature columns."""
     logging.warning(
         "EmbeddingConfigSpec: `%s` is kept but has no effect with `feature_columns`.",
         name,

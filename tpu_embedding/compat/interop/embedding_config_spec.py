@@ -43,8 +43,8 @@ class EmbeddingConfigSpec(collections.namedtuple("EmbeddingConfigSpec", _FIELDS)
     """Describes the embeddings of a TPUEstimator, or of `to_tpu_embedding`.
 
     Arguments, their order, defaults and checks are those of
-    tf.estimator.tpu.experimental.EmbeddingConfigSpec of TensorFlow 2.15. Other
-    than there, everything acts on CPUs too, and copy, deepcopy and pickle work:
+    tf.estimator.tpu.experimental.EmbeddingConfigSpec of TensorFlow 2.15. Unlike
+    there, everything acts on CPUs too, and copy, deepcopy and pickle work:
 
     >>> import tensorflow as tf
     >>> from tpu_embedding import interop
@@ -66,8 +66,8 @@ class EmbeddingConfigSpec(collections.namedtuple("EmbeddingConfigSpec", _FIELDS)
       optimization_parameters: One of the *Parameters, for tables without their own.
       clipping_limit: c > 0 limits each element of a row's summed gradient to
         [-c, c]. (TensorFlow 1 keeps it and never reads it.)
-      pipeline_execution_with_tensor_core: Looks each step up before the update of
-        the step before.
+      pipeline_execution_with_tensor_core: Whether a step's lookups come before the
+        update of the previous step.
       experimental_gradient_multiplier_fn: A function of the global step whose
         value multiplies the gradients of all tables, before clipping.
       feature_to_config_dict: FeatureConfigs by feature, instead of the columns.
@@ -217,7 +217,7 @@ class EmbeddingConfigSpec(collections.namedtuple("EmbeddingConfigSpec", _FIELDS)
           global_step: What the learning rate functions get: a variable, or None for
             the number of updates already applied.
           invalid_ids: The policy of all of the spec's tables, which have none of their
-            own. None: "error".
+            own. None means "error".
           **options: Keyword arguments of TPUEmbedding.
 
         Raises:
@@ -255,7 +255,7 @@ class EmbeddingConfigSpec(collections.namedtuple("EmbeddingConfigSpec", _FIELDS)
         return [c for c in self.feature_columns or [] if columns.is_embedding_column(c)]
 
     def other_columns(self) -> list[Any]:
-        """Returns the columns without them: numeric and plain embedding columns."""
+        """Returns columns without TPU tables: numeric, and plain embedding columns."""
         own = self.feature_columns or []
         return [c for c in own if not columns.is_embedding_column(c)]
 

@@ -1,9 +1,9 @@
 """The optimizers of TensorFlow 1's TPU embedding, as the *Parameters classes.
 
 Names, positional order and defaults are those of
-tf.compat.v1.tpu.experimental.*Parameters as far as TensorFlow 2.15, with the six that
-were never public. They are values: they compare by their arguments and can be copied
-and pickled. Which rule each stands for is in `tpu_embedding.optimizers`.
+tf.compat.v1.tpu.experimental.*Parameters up to TensorFlow 2.15; six more classes were
+never public. Instances are values: they compare by their arguments and can be copied
+and pickled. `tpu_embedding.optimizers` has the rule of each class.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class OptimizationParameters:
 
     Attributes:
       learning_rate: A number; a table's own rate takes precedence.
-      use_gradient_accumulation: Sum the gradients of a row before the rule.
+      use_gradient_accumulation: Whether to sum a row's gradients before the rule.
       clip_weight_min: Lower limit of the weights after the update, or None.
       clip_weight_max: Upper limit of the weights after the update, or None.
       weight_decay_factor: f in T <- T - f * T, or None.
-      multiply_weight_decay_factor_by_learning_rate: f is multiplied by the rate.
+      multiply_weight_decay_factor_by_learning_rate: Whether the rate multiplies f.
       clip_gradient_min: Lower limit of the summed gradient, or None.
       clip_gradient_max: Upper limit of the summed gradient, or None.
     """
@@ -157,8 +157,8 @@ class AdamParameters(OptimizationParameters):
       beta1: How much of the first moment is kept, in [0, 1).
       beta2: How much of the second moment is kept, in [0, 1).
       epsilon: Positive; the default is 1e-8, and in later classes 1e-7.
-      lazy_adam: Update only the rows that entries name.
-      sum_inside_sqrt: Divide by sqrt(v + epsilon^2) instead of sqrt(v) + epsilon.
+      lazy_adam: Whether to update only the rows that entries of the batch name.
+      sum_inside_sqrt: Whether to divide by sqrt(v + epsilon^2), not sqrt(v) + epsilon.
     """
 
     learning_rate: float
@@ -318,10 +318,10 @@ class StochasticGradientDescentParameters(OptimizationParameters):
 
 @dataclasses.dataclass(frozen=True)
 class FrequencyEstimatorParameters(OptimizationParameters):
-    """Estimates how often ids come, into a table of one column.
+    """Estimates how often ids occur, and stores it in a table of one column.
 
     Attributes:
-      tau: Learning rate between 0 and 1 of the estimate.
+      tau: The learning rate of the estimate, between 0 and 1.
       max_delta: Largest gap between two hits that counts.
       outlier_threshold: Gaps beyond it are outliers.
       weight_exponent: Exponent of the weight for outliers.

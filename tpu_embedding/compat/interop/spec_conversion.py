@@ -33,7 +33,7 @@ _OPTIMIZERS: dict[type, type[Optimizer]] = {
     old.ProximalYogiParameters: optimizers.ProximalYogi,
     old.FrequencyEstimatorParameters: optimizers.FrequencyEstimator,
 }
-# Our arguments, by the names that they have in *Parameters where ours lack those.
+# Our names of arguments, by the names in *Parameters that our classes lack.
 _RENAMED = {
     "beta1": "beta_1",
     "beta2": "beta_2",
@@ -165,7 +165,7 @@ def adapt(
       FtrlParameters(initial_accumulator_value=0) gets allow_zero_accumulator=True.
     - clipping_limit becomes clipvalue, for every table.
     - A table's learning_rate or learning_rate_fn, and its own parameters, become an
-      optimizer of the table. One function object stays one rate.
+      optimizer of the table. Tables with the same function object share one rate.
     - combiner None becomes "sum".
 
     Args:
@@ -243,7 +243,7 @@ class _Optimizers:
         self._rates: dict[int, StepRate | VariableRate] = {}
         self.common: Optimizer | None = None
         shared = spec.optimization_parameters
-        # TensorFlow 1 does not look at them where every table has its own.
+        # TensorFlow 1 ignores these parameters if every table has its own.
         if shared is not None and any(
             table.optimization_parameters is None for table in tables
         ):
@@ -294,7 +294,7 @@ def _to_optimizer(
     known = {field.name for field in dataclasses.fields(cls)}
     arguments: dict[str, Any] = {}
     for field in dataclasses.fields(given):
-        # The rate that FrequencyEstimatorParameters has is unused: it is the step.
+        # FrequencyEstimatorParameters takes no rate, as its rate is the step.
         if field.init and not field.name.startswith("clip_gradient_"):
             ours = field.name if field.name in known else _RENAMED[field.name]
             arguments[ours] = getattr(parameters, field.name)
