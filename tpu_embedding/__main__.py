@@ -321,15 +321,15 @@ _COMMANDS: tuple[tuple[str, str, _AddArguments], ...] = (
     ("place", "write the new path into an export that was moved", _add_place),
     ("compile", "compile a training step for a TPU, without having one", _add_compile),
 )
-# Their log is the user's: that of a program, and of a server.
+# Commands whose log is for the user: they run the user's program, or a server.
 _LOGGING = ("run", "launch", "server")
-# Errors that a user can fix, beside TensorFlow's; others are shown with a traceback.
+# Errors that a user can fix, besides TensorFlow's; others are shown with a traceback.
 _EXPECTED = (OSError, ValueError, TypeError, NotImplementedError, RuntimeError)
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps what TensorFlow writes while it loads, unless loading fails."""
+    """Hides what TensorFlow writes to stderr while it loads, unless loading fails."""
     sys.stderr.flush()
     with tempfile.TemporaryFile() as kept:
         stderr = os.dup(2)
@@ -346,7 +346,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _message(error: Exception) -> str | None:
-    """Returns what a user reads of an error that they can fix, else None."""
+    """Returns the message of an error that a user can fix, or None for others."""
     if isinstance(error, KeyError):
         return str(error.args[0]) if error.args else "KeyError"
     if isinstance(error, _EXPECTED):

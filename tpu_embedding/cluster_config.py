@@ -1,8 +1,8 @@
-"""Reads what the environment tells a process of its job.
+"""Reads what the environment tells a process about its job.
 
 TF_CONFIG is checked before TensorFlow connects. TensorFlow itself does not check it,
-and all processes wait for minutes if that of one is wrong. A strategy connects in its
-constructor, so that only the import of the library comes before it.
+and all processes wait for minutes if one has a wrong TF_CONFIG. A strategy connects in
+its constructor, so only the import of the library can check it earlier.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ STATUS_VARIABLE = "TPU_EMBEDDING_STATUS"
 
 
 def replace_file(path: str, text: str) -> None:
-    """Writes text beside a file, and then puts it in the place of the file."""
+    """Writes text to a new file beside `path`, and then renames it to `path`."""
     beside = pathlib.Path(f"{path}.new")
     try:
         beside.write_text(f"{text}\n")
@@ -28,7 +28,7 @@ def replace_file(path: str, text: str) -> None:
 
 
 def problem() -> str:
-    """Returns what is wrong with TF_CONFIG under every strategy, or ""."""
+    """Returns what is wrong with TF_CONFIG whatever the strategy is, or ""."""
     text = os.environ.get("TF_CONFIG", "")
     if not text:
         return ""

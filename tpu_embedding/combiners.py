@@ -87,14 +87,14 @@ class CustomCombiner:
             raise errors.argument_value(argument, rate, "finite in float32")
 
     def __str__(self) -> str:
-        """Returns one word, as other combiners are, and the same in all processes."""
+        """Returns one word, like a named combiner, the same in all processes."""
         sizes = f"max_valency={self.max_valency}, num_weights={self.num_weights}"
         return f"custom_combiner({sizes})"
 
     def compute(
         self, valency: Any, vectors: Any, *weights: Any, table: str | None = None
     ) -> Any:
-        """Returns the activation of one sample, [D], by the user's function.
+        """Computes the activation of one sample, [D], with the user's function.
 
         Args:
           valency: The number of ids of the sample, an int32 scalar.

@@ -1,7 +1,7 @@
 """The configuration classes of tables and features.
 
 A TableConfig or FeatureConfig is checked when it is made, and again when an embedding
-or layer is made of it; from then on it cannot be changed.
+or layer begins to use it; from then on it cannot be changed.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class _ChangeableUntilUsed:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        # No embedding was made of a copy, so a copy can be changed.
+        # No embedding uses the copy yet, so it can be changed.
         state = dict(self.__dict__)
         state.pop("_frozen", None)
         return state
@@ -151,7 +151,7 @@ class TableConfig(_ChangeableUntilUsed):
 
     Tables compare by identity: two equal configurations are two tables, and
     features that hold the same object share one table. The attributes can be changed
-    until an embedding or layer is made of the table. Arguments, their order and
+    until an embedding or layer uses the table. Arguments, their order and
     defaults are those of tf.tpu.experimental.embedding.TableConfig, plus the keywords
     from `invalid_ids` on.
 
@@ -162,9 +162,9 @@ class TableConfig(_ChangeableUntilUsed):
       vocabulary_size: Number of rows V, a GrowingVocabulary or a Hashing.
       dim: Number of columns D.
       initializer: A callable of (shape, dtype) that returns the whole table, the name
-        of one of Keras, such as "uniform", or None for a truncated normal distribution
-        with mean 0 and standard deviation 1 / sqrt(dim). With a method `by_rows`, as
-        RowIdInitializer has, each server or process may make only its own rows.
+        of a Keras initializer, such as "uniform", or None for a truncated normal with
+        mean 0 and standard deviation 1 / sqrt(dim). If it has a method `by_rows`, like
+        RowIdInitializer, each server or process may make only its own rows.
       optimizer: Overrides the optimizer of the whole embedding. It is not checked
         here, because the Keras layer also accepts names and Keras optimizers.
       combiner: "mean", "sum" or "sqrtn", or a CustomCombiner of this package or of
@@ -183,18 +183,18 @@ class TableConfig(_ChangeableUntilUsed):
       placement: In a job of several processes "rows" divides the table over them,
         "whole" keeps it in one of them, and None leaves it to
         `DistributedOptions.placement`. See docs/distributed.md.
-      string_ids: Whether ids may be strings, whose Fingerprint64 is then the id. Only
-        with a GrowingVocabulary or a Hashing.
+      string_ids: Whether ids may be strings; the id of a string is its Fingerprint64
+        modulo 2**63 - 1. Needs a GrowingVocabulary or a Hashing.
 
     Raises:
       ValueError: If a value is not allowed.
       TypeError: If `name`, `rounding_seed` or `quantization_config` is of the wrong
         type.
       NotImplementedError: For the dtype int32, and for a CustomCombiner with a Hashing.
-      AttributeError: On assignment, once an embedding or layer was made of the table.
+      AttributeError: On assignment, once an embedding or layer uses the table.
     """
 
-    vocabulary_size: Any  # Sizes are int, as pyright should not ask everywhere.
+    vocabulary_size: Any  # Any, so that pyright accepts it wherever an int is used.
     dim: int
     initializer: Callable[..., Any] | str | None = None
     optimizer: Any = None
@@ -265,7 +265,7 @@ class TableConfig(_ChangeableUntilUsed):
         self.quantization_config = _quantization(self.quantization_config)
 
     def __repr__(self) -> str:
-        """Returns TensorFlow's text and the further arguments not at their defaults."""
+        """Returns TensorFlow's text plus the other arguments that are not defaults."""
         parts = [
             f"{field.name}={getattr(self, field.name)!r}"
             for field in dataclasses.fields(self)
@@ -286,7 +286,7 @@ class TableConfig(_ChangeableUntilUsed):
 
     @property
     def shares_row(self) -> bool:
-        # Whether ids without a row, of a growing table, share one.
+        # Whether the ids of a growing table that have no row share one.
         return self.vocabulary is not None and self.vocabulary.unknown == "shared_row"
 
     @property
@@ -297,7 +297,7 @@ class TableConfig(_ChangeableUntilUsed):
 
     @property
     def stored(self) -> TableConfig:
-        # The table of the rows that are stored: of a hashed one a static table.
+        # The table of the stored rows: a static one if this table is hashed.
         if self.hashing is None:
             return self
         return dataclasses.replace(
@@ -309,7 +309,7 @@ class TableConfig(_ChangeableUntilUsed):
 
     @property
     def max_rows(self) -> int:
-        # The number of rows; of a growing table the most that it may have.
+        # The number of rows; for a growing table, the largest number allowed.
         if self.hashing is not None:
             return self.hashing.num_rows
         vocabulary = self.vocabulary
@@ -323,7 +323,7 @@ class TableConfig(_ChangeableUntilUsed):
 
     @property
     def rejects_ids(self) -> bool:
-        # Whether an id may be an error.
+        # Whether some ids raise an error.
         return self.invalid_ids == "error" and self.id_range != _ANY_ID
 
     @property
@@ -343,7 +343,7 @@ class FeatureConfig(_ChangeableUntilUsed):
     """Describes one feature: the table to look up, and the shape of the result.
 
     Features compare by identity. The attributes can be changed until an embedding or
-    layer is made of the feature. Arguments, their order and defaults are those of
+    layer uses the feature. Arguments, their order and defaults are those of
     tf.tpu.experimental.embedding.FeatureConfig.
 
     >>> table = TableConfig(1000, 16)
@@ -354,7 +354,7 @@ class FeatureConfig(_ChangeableUntilUsed):
       table: A TableConfig, of this package or of tf.tpu.experimental.embedding.
       max_sequence_length: L > 0 gives activations [B, L, D], one position for each
         entry, truncated or padded with zeros. Each position is combined alone, so a
-        weight other than 0 has no effect under "mean", and only its sign has one under
+        weight other than 0 has no effect under "mean", and only its sign matters under
         "sqrtn"; use "sum" to scale rows. 0 combines the entries.
       validate_weights_and_indices: Accepted for compatibility with TensorFlow and
         ignored: ids are always checked, and samples without ids are zeros.
@@ -363,14 +363,14 @@ class FeatureConfig(_ChangeableUntilUsed):
         axes are None, with `rank`, `as_list` and `num_elements` of a tf.TensorShape.
       name: A name for messages and for SparseCore, or None.
       salt: The salt of this feature, from 0 to 2**63 - 1, which replaces that of the
-        table's Hashing: an id of two features with different salts has different
-        rows. None keeps the salt of the Hashing.
+        table's Hashing: an id has different rows in two features with different
+        salts. None keeps the salt of the Hashing.
 
     Raises:
       ValueError: If a value is not allowed, if both `max_sequence_length` and
-        `output_shape` are set, or if a table with a `salt` has no Hashing.
+        `output_shape` are set, or if `salt` is set and the table has no Hashing.
       TypeError: If `output_shape` or `name` is of the wrong type.
-      AttributeError: On assignment, once an embedding or layer was made of the feature.
+      AttributeError: On assignment, once an embedding or layer uses the feature.
     """
 
     table: Any
@@ -438,12 +438,12 @@ class DistributedOptions:
         bytes that travel, memory and the load of the processes.
       wire_dtype: "float32", or "bfloat16": rows, activations and gradients of float32
         travel as bfloat16, rounded to the nearest. It halves the bytes; the numbers
-        that arrive have 8 significant bits, so training is no longer that of one
+        that arrive have 8 significant bits, so results differ from those of one
         process. What stays in its process is not rounded. Rows of bfloat16 tables
         travel as they are.
-      timeout_seconds: How long a process waits in a call for the same call of another
-        process that lives, at least 1. It must cover what only one of them does in
-        between, such as tracing a function or writing a file.
+      timeout_seconds: How many seconds, at least 1, a process waits in a call until
+        every other live process makes the same call. It must cover what only one of
+        them does in between, such as tracing a function or writing a file.
 
     Raises:
       ValueError: If a value is not allowed.
@@ -491,12 +491,12 @@ class SparseCoreEmbeddingConfig:
       enable_fast_table_initialization: Initialize a whole stack with the initializer of
         its first table, on the TPU. The values differ from those of docs/semantics.md.
       stock_feature_counts: Count samples as TensorFlow's TPUEmbeddingV2 does, which
-        counts only the first feature of a stack: for checkpoints that it wrote.
+        counts only the first feature of a stack. Set it for checkpoints of that class.
       minibatching: Split a batch that exceeds the limits of a table into minibatches,
         up to 64, instead of failing. All replicas must split alike, so with several
         replicas only lookups inside strategy.run support it.
-      shard_loads: For each table name, the number of ids, in any unit, whose remainder
-        modulo the number of all SparseCores is 0, 1, ..., as a profile reports it
+      shard_loads: For each table name, how many ids (in any unit) have the remainder
+        0, 1, ... modulo the number of all SparseCores, as a profile reports it
         (`estimator.EmbeddingProfiler.shard_loads`). The tables of a stack are then
         rotated so that the SparseCores share the load evenly, which TensorFlow's
         stacker cannot do. The rotation changes the layout of checkpoints. The host
@@ -558,7 +558,7 @@ def _limits(argument: str, limits: object) -> dict[str, int]:
 
 
 def _limit(argument: str, limit: Any) -> int:
-    """Returns a limit, which may be what `compute_sparse_core_stats` gave."""
+    """Returns a limit as an int; `compute_sparse_core_stats` gives tensors."""
     try:
         found = 0 if isinstance(limit, bool) else operator.index(limit)
     except TypeError:
@@ -654,7 +654,7 @@ class _OutputShape(tuple[int | None, ...]):
 
 
 def _shape(shape: Any) -> _OutputShape | None:
-    """Returns a shape as a tuple; None, as for TensorShape(None), of unknown rank."""
+    """Returns a shape as a tuple, or None if it is None or of unknown rank."""
     if shape is None or getattr(shape, "rank", 0) is None:
         return None
     if hasattr(shape, "as_list"):
@@ -670,5 +670,5 @@ def _shape(shape: Any) -> _OutputShape | None:
 
 
 def _plain(value: Any) -> Any:
-    """Returns NumPy's numbers and arrays, which TensorShape takes, as Python's."""
+    """Converts NumPy numbers and arrays, which TensorShape takes, to Python objects."""
     return value.tolist() if isinstance(value, (np.generic, np.ndarray)) else value

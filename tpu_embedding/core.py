@@ -1,4 +1,4 @@
-"""The work of the public classes on an engine, over flat lists of features.
+"""Does the work of the public classes on an engine, with flat lists of features.
 
 It is the `core` of TPUEmbedding, TPUEmbeddingV2 and the Keras layer, through which
 Keras, serving, checkpoints and telemetry reach the tables.
@@ -120,7 +120,7 @@ class Core(EngineTables):
         self._engine_options = dataclasses.replace(self._engine_options, **decided)
 
     def refusing(self, phase: str) -> contextlib.AbstractContextManager[None]:
-        """See `Channel.refusing`; where there is none, nothing is told."""
+        """See `Channel.refusing`; without a channel it does nothing."""
         channel = self._engine_options.channel
         return contextlib.nullcontext() if channel is None else channel.refusing(phase)
 
@@ -137,7 +137,7 @@ class Core(EngineTables):
         return self.engine
 
     def engine_for(self, batch: Sequence[IdBatch], cores: int = 1) -> Engine:
-        """Returns the engine, made by the first batch, which fixes shapes on TPUs."""
+        """Returns the engine; creates it if needed, on TPUs with the batch's shapes."""
         if self.engine is not None or self.topology.tpu is None:
             return self.create_engine()
         shapes = [tuple(feature.static_shape.as_list()) for feature in batch]
@@ -237,7 +237,7 @@ class Core(EngineTables):
         return batches
 
     def require_weight_gradients(self, weights: Sequence[Any]) -> list[int]:
-        """Returns features whose weights a tape watches; raises where it may not."""
+        """Returns features with watched weights; raises if they have no gradients."""
         features = watched(weights)
         for i in features:
             spec = self.plan.features[i]
@@ -336,7 +336,7 @@ class Core(EngineTables):
         return ids.evict()
 
     def _growing_table(self, table: Any) -> tuple[TableSpec, Vocabulary]:
-        """Returns a growing table of the user, without a pending update."""
+        """Finds the growing table of a TableConfig, and applies any pending update."""
         found = self.growing()
         for spec in self.plan.growing:
             if spec.key is table:
@@ -374,10 +374,10 @@ class Core(EngineTables):
         *,
         training: bool = True,
     ) -> tuple[list[tf.Tensor], Prepared]:
-        """Looks a flat batch up at once, past any queue; for layers.
+        """Looks up a flat batch at once, bypassing any queue; for layers.
 
-        No order of lookups and updates is prescribed, except on TPU v2 to v4, where the
-        gradients of a training lookup come before the next one.
+        Lookups and updates may come in any order, except on TPU v2 to v4, where the
+        gradients of a training lookup must come before the next one.
 
         Args:
           values: The ids of each feature; inside strategy.run those of the replica.
@@ -413,12 +413,12 @@ class Core(EngineTables):
         engine.update(looked_up, checked, Call(replica=replica))
 
     def check_inputs(self, values: Sequence[Any]) -> None:
-        """Refuses features that the engine cannot take from where the call is."""
+        """Refuses features that the engine cannot take at this point of a program."""
         if self.engine_class.needs_arguments:
             self.topology.require_arguments(self.plan.paths, values)
 
     def static_shapes_of(self, batch: Sequence[IdBatch]) -> list[Any] | None:
-        """Returns what a graph knows of the shapes of this batch's activations."""
+        """Returns the static activation shapes of a batch in a graph; None eagerly."""
         if tf.executing_eagerly():
             return None
         shapes = [tuple(feature.static_shape.as_list()) for feature in batch]
@@ -431,7 +431,7 @@ class Core(EngineTables):
         """Returns the clock that a user passed as an int64 scalar, or None.
 
         Raises:
-          ValueError: If a table needs a clock and there is none, or none needs it.
+          ValueError: If a clock is needed and missing, or passed and not needed.
           TypeError: If it is not an integer scalar.
         """
         tables = self.plan.tables_with_clock

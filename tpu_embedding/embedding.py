@@ -88,8 +88,8 @@ class TPUEmbedding(EmbeddingBase):
           check_numerics: Refuse weights and gradients that are not finite.
           distributed_options: How the processes of a MultiWorkerMirroredStrategy share
             the tables; None means the defaults of DistributedOptions.
-          profile_data_directory: On TPU v2 to v4, where the TPU writes what it learns
-            of the ids, to be used by later runs. Elsewhere it must be None.
+          profile_data_directory: On TPU v2 to v4, a directory in which the TPU writes
+            what it learns about the ids, for later runs. Elsewhere it must be None.
           sparse_core_embedding_config: The limits of SparseCores, and how they stack
             tables: a SparseCoreEmbeddingConfig, of this package or of
             tf.tpu.experimental.embedding, or None for its defaults. It is checked
@@ -112,7 +112,7 @@ class TPUEmbedding(EmbeddingBase):
             raise errors.argument_type(
                 "profile_data_directory", profile_data_directory, "a str or None"
             )
-        # Static output shapes of the batches queued in each graph, and in the first.
+        # Output shapes of the batches queued in each graph, and of those queued first.
         self._queued_shapes: weakref.WeakKeyDictionary[Any, Any]
         self._queued_shapes = weakref.WeakKeyDictionary()
         self._first_shapes: Any = None
@@ -158,10 +158,10 @@ class TPUEmbedding(EmbeddingBase):
           per_replica_batch_size: The batch size, as another way to pass that int.
 
         Raises:
-          ValueError: If a shape is not a shape or contradicts
+          ValueError: If a shape is malformed or contradicts
             `FeatureConfig.output_shape`, or a batch size is not an int >= 1 or
             contradicts another.
-          TypeError, ValueError: If the number of shapes is not that of features.
+          TypeError, ValueError: If there is not one shape for each feature.
         """
         if self.core.engine is not None:
             return
@@ -195,8 +195,8 @@ class TPUEmbedding(EmbeddingBase):
             tf.SparseTensor [..., k] or tf.RaggedTensor [B, None],
             in any mix; outside of strategy.run also distributed values, or one value
             for all replicas. It may also be what `te.pack` made for one replica.
-          weights: None, or the same structure with floating point weights of each
-            feature's own layout, or None for features without. `weight_gradients`
+          weights: None, or the same structure with floating point weights in the layout
+            of each feature, or None for a feature without weights. `weight_gradients`
             returns their gradients.
           training: Whether gradients will be applied for this batch.
           name: A name for the ops.
@@ -289,10 +289,10 @@ class TPUEmbedding(EmbeddingBase):
           clock: The time of the update, for tables of `GrowingVocabulary(clock=True)`:
             an integer or an integer scalar tensor that never goes back. If several
             processes pass different times, the largest counts; parameter servers
-            replace a time before the last one by the last one.
+            use the latest time so far in place of an earlier one.
 
         Raises:
-          TypeError: If a container is of the wrong type, or the clock is no integer.
+          TypeError: If a container has the wrong type, or the clock is not an integer.
           ValueError: If the structure differs, or a gradient is not a tf.Tensor or has
             the wrong static shape; or if a table has a clock and none is passed, or
             one is passed and no table has it.
@@ -360,7 +360,7 @@ class TPUEmbedding(EmbeddingBase):
         checked = self.core.check_gradients(self._structure.split(gradients))
         values, flat_weights = flatten_batch(self._structure, features, weights)
         given = [w for w in flat_weights if w is not None]
-        # The values of sparse and ragged weights are differentiated.
+        # For sparse and ragged weights, the gradient is that of their values.
         sources = [w if isinstance(w, tf.Tensor) else w.values for w in given]
         with tf.GradientTape() as tape:
             tape.watch(sources)
@@ -415,7 +415,7 @@ class TPUEmbedding(EmbeddingBase):
     def _refuse_distributed(
         self, features: Sequence[Any], weights: Sequence[Any]
     ) -> None:
-        """Refuses values of several replicas beside the device of one."""
+        """Refuses values of several replicas together with the device of one."""
         given = {"feature": features, "weights of feature": weights}
         for what, values in given.items():
             for path, value in zip(self.core.plan.paths, values, strict=True):
@@ -436,7 +436,7 @@ class TPUEmbedding(EmbeddingBase):
     def _core_or_replica(
         self, device: str | tf.Tensor
     ) -> tuple[str | tf.Tensor | None, int | None]:
-        """Returns the TPU core, or else the replica, of the batch of one device.
+        """Returns the TPU core, or else the replica, to which a device's batch belongs.
 
         The engine resolves the number of a TPU core.
         """
@@ -446,7 +446,7 @@ class TPUEmbedding(EmbeddingBase):
         return device if tf.is_tensor(device) else topology.find(device), 0
 
     def _remember_static_shapes(self, batches: Sequence[Sequence[IdBatch]]) -> None:
-        """Keeps what is known of batches that are queued in a graph, for `dequeue`."""
+        """Keeps the known output shapes of batches queued in a graph, for `dequeue`."""
         of_replicas = [
             self.core.output_shapes.of_inputs(
                 [tuple(batch.static_shape.as_list()) for batch in own]
@@ -478,7 +478,7 @@ class TPUEmbedding(EmbeddingBase):
         replica: int | None,
         cores: int = 1,
     ) -> list[list[IdBatch]]:
-        """Reads the batches of `replica` or of all; checks static shapes where known.
+        """Reads the batch of `replica`, or all if it is None; checks known shapes.
 
         If `cores` is more than 1, the batch is that of one core of the replica.
         """
@@ -486,7 +486,7 @@ class TPUEmbedding(EmbeddingBase):
             return [self.core.read_replica(features, weights, cores)]
         values = self.core.topology.split(features)
         of_values = self.core.topology.split(weights)
-        # A replica that calls for itself has been given its own part only.
+        # If `replica` is given, the values are those of that replica alone.
         wanted = range(len(values) if replica is None else 1)
         read = self.core.read_replica
         return [read(values[r], of_values[r], cores) for r in wanted]
@@ -509,7 +509,7 @@ def _input_shape(path: str, shape: Any) -> tuple[int | None, ...]:
         read = tf.TensorShape(shape)
     except (TypeError, ValueError):
         read = None
-    if read is None or not read.rank:  # Also of unknown rank, or that of a scalar.
+    if read is None or not read.rank:  # Also if the rank is unknown or 0.
         raise ValueError(
             f"The input shape of feature {path} given to build() must have at least "
             f"one axis, with None for unknown axes. Received: {shape!r}."

@@ -25,7 +25,7 @@ from tpu_embedding.vocabulary import VocabularyContents
 class EmbeddingBase(TrackableTables):
     """Tables that an engine holds; an abstract class."""
 
-    # True: the class hands out stacks, also those of engines that store none.
+    # Whether the class hands out stacks, even if the engine stores none.
     _hands_out_stacks: ClassVar[bool] = False
     core: Core
 
@@ -80,8 +80,8 @@ class EmbeddingBase(TrackableTables):
         Call it after an error or an interrupt in the middle of a step.
 
         Raises:
-          NotImplementedError: On TPU v2 to v4, where only the initialization of the TPU
-            does this: save a checkpoint before it and restore it afterwards.
+          NotImplementedError: On TPU v2 to v4, where only initializing the TPU discards
+            them: save a checkpoint before that, and restore it afterwards.
         """
         engine = self.core.engine_to_synchronize()
         if engine is not None:
@@ -122,14 +122,14 @@ class EmbeddingBase(TrackableTables):
         return self.core.vocabularies()
 
     def freeze_vocabulary(self, table: Any) -> FrozenTable:
-        """Returns a growing table in the form of a static one, for any engine.
+        """Returns a static copy of a growing table, for any engine.
 
         Args:
           table: The TableConfig of the growing table.
 
         Raises:
           ValueError: If the embedding has no such growing table.
-          NotImplementedError: If each id without a row looks up values of its own.
+          NotImplementedError: With `unknown="initializer"`: each id has its own values.
         """
         return self.core.freeze_vocabulary(table)
 
@@ -137,8 +137,8 @@ class EmbeddingBase(TrackableTables):
     def evict(self, table: Any) -> int:
         """Evicts rows of a growing table now, not when new ids need them.
 
-        With eviction="lru" and "lfu" it evicts rows in their order until `min_rows`
-        are left, with "age" all rows that are too old. Rows that a lookup will still
+        With eviction="lru" or "lfu", it evicts rows in that order until `min_rows` are
+        left; with "age", it evicts all that are too old. Rows that a lookup will still
         train stay. A pending update is applied first.
 
         >>> import tensorflow as tf
@@ -159,7 +159,7 @@ class EmbeddingBase(TrackableTables):
           The number of evicted rows.
 
         Raises:
-          ValueError: If the embedding has no such table, or it has eviction=None.
+          ValueError: If the embedding has no such table, or its eviction is None.
         """
         return self.core.evict(table)
 

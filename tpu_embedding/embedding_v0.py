@@ -28,7 +28,7 @@ class TPUEmbeddingV0(RestoresLayouts):
     """Looks up embedding tables that your own optimizer trains, under any strategy.
 
     A drop-in for tf.tpu.experimental.embedding.TPUEmbeddingV0 that runs under every
-    strategy (ParameterServerStrategy without a partitioner, which divides tables).
+    strategy (but ParameterServerStrategy must have no partitioner: it divides tables).
     Each replica has a copy of each table, a trainable variable: take its
     gradient with a tape and train it with any optimizer, e.g. one of Keras. Inside
     strategy.run of TPUs the host checks and pads the batch and the TPU looks it up;
@@ -67,9 +67,9 @@ class TPUEmbeddingV0(RestoresLayouts):
         Args:
           feature_config: A FeatureConfig or a nested dict, list, tuple or namedtuple
             of them, of this package or of tf.tpu.experimental.embedding.
-          optimizer: The optimizer whose slots tables without one of their own get, by
-            its `slot_variable_creation_fn` if it has one. It is not applied, so that
-            its other options change nothing. With None such tables have no slots.
+          optimizer: Gives its slots to tables without an optimizer of their own, by
+            its `slot_variable_creation_fn` if it has one. It is not applied, so its
+            other options have no effect. With None such tables have no slots.
           invalid_ids: The policy for tables of tf.tpu.experimental.embedding: "error"
             (also if None), "drop" or "mod". A TableConfig of this package has its own.
           check_numerics: Refuse weights that are not finite.
@@ -99,12 +99,12 @@ class TPUEmbeddingV0(RestoresLayouts):
             return
         strategy = self._topology.strategy
         inside = self._topology.replica() is not None and tf.distribute.has_strategy()
-        # A replica is in the scope already, and may not open it.
+        # A replica is in the scope already, and must not open it again.
         scope = contextlib.nullcontext() if inside else strategy.scope()
         with tf.init_scope(), scope:
             made = {spec.name: _create_table(spec) for spec in self._plan.tables}
         for name, variable in by_checkpoint_name(made).items():
-            # All replicas of a MirroredStrategy come, with the same variables.
+            # Each replica of a MirroredStrategy gets here, with the same variables.
             self._track_trackable(variable, name, overwrite=True)
         self._variables = made
 
@@ -115,7 +115,7 @@ class TPUEmbeddingV0(RestoresLayouts):
 
     @property
     def embedding_tables(self) -> dict[Any, Any]:
-        """The tables, trainable variables, float32 [vocabulary_size, dim].
+        """The tables, as trainable float32 variables [vocabulary_size, dim].
 
         The keys are the TableConfigs that the user passed.
         """
@@ -123,7 +123,7 @@ class TPUEmbeddingV0(RestoresLayouts):
 
     @property
     def variables(self) -> dict[Any, dict[str, Any]]:
-        """A dict of its "parameters" and slots by name, for each TableConfig."""
+        """A dict of "parameters" and slots by name, for each TableConfig."""
         made = self._built()
         return {spec.key: made[spec.name] for spec in self._plan.tables}
 
@@ -134,15 +134,15 @@ class TPUEmbeddingV0(RestoresLayouts):
 
     @do_not_convert
     def embedding_lookup(self, features: Any, weights: Any = None) -> Any:
-        """Looks features up, in the caller's own replica.
+        """Looks up the features of the replica that calls it.
 
         Args:
           features: In the structure of `feature_config`, int32 or int64 (or whole
             numbers of a floating point dtype): tf.Tensor [B] or [..., k],
             tf.SparseTensor [..., k] or tf.RaggedTensor [B, None],
             in any mix; or what `te.pack` gave.
-          weights: None, or the same structure with floating point weights of each
-            feature's own layout, or None for features without.
+          weights: None, or the same structure with floating point weights in the layout
+            of each feature, or None for a feature without weights.
 
         Returns:
           The activations in the structure of `feature_config`, float32
@@ -181,15 +181,15 @@ class TPUEmbeddingV0(RestoresLayouts):
         raise checkpoint_errors.deep_copy(type(self).__name__)
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
-        # The last moment for tables that are to be saved or restored, as in
-        # `TrackableTables`: they would be left out without a word.
+        # This is the last chance to make tables that are to be saved or restored, as
+        # in `TrackableTables`: otherwise they would be left out silently.
         if tf.executing_eagerly() and not checkpoint_context.in_async_metrics_context():
             self.build()
         return super()._trackable_children(save_type, **kwargs)
 
 
 def _create_table(spec: TableSpec) -> dict[str, Any]:
-    """Creates the table and its slots by the creators of the strategy in scope."""
+    """Creates a table and its slots with the creators of the strategy in scope."""
     parameters = tf.Variable(table_values(spec).whole, trainable=True, name=spec.name)
     if not isinstance(parameters, tf.Variable):
         raise NotImplementedError(

@@ -58,10 +58,10 @@ class TPUEmbeddingV2(EmbeddingBase):
     Under a MirroredStrategy the replicas share one copy of each table, and the
     gradients of the n-th apply_gradients of every replica make up one update.
 
-    A GrowingVocabulary gives rows to ids as in TPUEmbedding; every lookup counts as one
-    for training. The rows of a lookup stay while its preserved outputs exist, whose
-    tokens are ids. Under a ParameterServerStrategy the update of a growing table is in
-    the tf.function of its lookup.
+    A GrowingVocabulary gives rows to ids as in TPUEmbedding; every lookup counts as a
+    training lookup. The rows of a lookup stay while its preserved outputs exist, whose
+    tokens are ids. Under a ParameterServerStrategy the update of a growing table must
+    be in the tf.function of its lookup.
 
     Under TPUStrategy and testing.SoftwareTPUStrategy the tables are stacked and
     divided among the SparseCores of all devices, and TensorFlow's XLA ops look them up
@@ -154,8 +154,8 @@ class TPUEmbeddingV2(EmbeddingBase):
             numbers of a floating point dtype): tf.Tensor [B] or [..., k],
             tf.SparseTensor [..., k] or tf.RaggedTensor [B, None],
             in any mix; or what `te.pack` or `preprocess_features` gave.
-          weights: None, or the same structure with floating point weights of each
-            feature's own layout, or None for features without. On CPUs a
+          weights: None, or the same structure with floating point weights in the layout
+            of each feature, or None for a feature without weights. On CPUs a
             tf.GradientTape finds their gradient through the activations.
 
         Returns:
@@ -207,12 +207,12 @@ class TPUEmbeddingV2(EmbeddingBase):
           weights: As for embedding_lookup.
 
         Returns:
-          What embedding_lookup, enqueue and dequeue take.
+          A batch for embedding_lookup, enqueue or dequeue.
 
         Raises:
           ValueError: If features or weights are refused; embedding_lookup lists all
-            errors of both. Under a MultiWorkerMirroredStrategy the lookup raises those
-            of values, in all processes.
+            errors of both. Under a MultiWorkerMirroredStrategy, the lookup raises the
+            errors about values, in all processes.
         """
         return self._preprocess(features, weights, None)[0]
 
@@ -237,7 +237,7 @@ class TPUEmbeddingV2(EmbeddingBase):
         if self.core.topology.tpu is None:
             place = None  # All replicas are in this process.
         if not isinstance(features, PreprocessedFeatures):
-            with self.core.refusing("lookup"):  # The others call dequeue.
+            with self.core.refusing("lookup"):  # The other processes call dequeue.
                 return self._preprocess(features, weights, place)[0]
         if weights is not None:
             raise ValueError(
@@ -273,7 +273,7 @@ class TPUEmbeddingV2(EmbeddingBase):
         return self._structure.pack_joined(activations), _tensors(looked_up).tables
 
     def _check_batch(self, batch: Any) -> PreprocessedFeatures:
-        """Refuses what is no preprocessed batch of this embedding."""
+        """Refuses anything but a preprocessed batch of this embedding."""
         if not isinstance(batch, PreprocessedFeatures):
             raise TypeError(
                 "dequeue takes the PreprocessedFeatures that enqueue or "
@@ -343,7 +343,7 @@ class TPUEmbeddingV2(EmbeddingBase):
 
         Args:
           features: One replica's batch, as for embedding_lookup.
-          feature_config: As for the constructor; each feature has an output_shape.
+          feature_config: As for the constructor; each feature needs an output_shape.
           num_tpu_chips: The number of devices that share the tables.
           num_sc_per_chip: The number of SparseCores of each device.
           optimizer: As for the constructor; it decides which tables are stacked.
@@ -440,7 +440,7 @@ class TPUEmbeddingV2(EmbeddingBase):
 
     @property
     def embedding_layouts(self) -> dict[str, Any]:
-        """The place of each table in its stack, a SparseCoreTableLayout, by its name.
+        """The place of each table in its stack, a SparseCoreTableLayout, by table name.
 
         On the host engine one shard holds the whole stack, without padding.
         """

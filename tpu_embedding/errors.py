@@ -22,12 +22,12 @@ def quoted(names: Iterable[object]) -> str:
 
 
 def argument_value(argument: str, value: object, allowed: str) -> ValueError:
-    """Makes the error of an argument of the right type whose value is not allowed."""
+    """Makes the error for an argument of the right type, but with a wrong value."""
     return ValueError(f"Argument `{argument}` must be {allowed}. Received: {value!r}.")
 
 
 def argument_type(argument: str, value: object, allowed: str) -> TypeError:
-    """Makes the error of an argument of the wrong type."""
+    """Makes the error for an argument of the wrong type."""
     return TypeError(
         f"Argument `{argument}` must be {allowed}. Received: {value!r} of type "
         f"{type_name(value)}."
@@ -35,7 +35,7 @@ def argument_type(argument: str, value: object, allowed: str) -> TypeError:
 
 
 def argument_int(argument: str, value: object, smallest: int) -> ValueError:
-    """Makes the ValueError, as TensorFlow's, of a size that is no int or too small."""
+    """Makes a ValueError, like TensorFlow, for a size that is not an int or too low."""
     return ValueError(
         f"Argument `{argument}` must be an int >= {smallest}. Received: {value!r} "
         f"of type {type_name(value)}. Convert other kinds of integers with int(...)."
@@ -63,7 +63,7 @@ def check_int(argument: str, value: Any, least: int, most: int | None = None) ->
 
 
 def check_path(path: str) -> None:
-    """Refuses what no file can be called; TensorFlow takes what stands before it."""
+    """Refuses a path that is not UTF-8 or has a NUL, where TensorFlow would cut it."""
     if "\0" in path:
         raise ValueError(f"A path cannot hold a NUL character. Received: {path!r}.")
     try:
@@ -75,7 +75,7 @@ def check_path(path: str) -> None:
 def check_returned(
     function: object, value: Any, wanted: Any, table: str | None = None
 ) -> None:
-    """Refuses what a user's function returned without the `wanted` shape and dtype."""
+    """Raises unless a user's function returned the `wanted` shape and dtype."""
     where = f"{function!r}" if table is None else f"Table {table!r}: {function!r}"
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     wanted_shape, wanted_dtype = tuple(wanted[0]), _dtype_name(wanted[1])
@@ -102,7 +102,7 @@ def _dtype_name(dtype: Any) -> str:
 
 
 def feature_kind(path: str, value: object) -> ValueError:
-    """Makes the error of a feature that is no tensor."""
+    """Makes the error for a feature that is not a tensor."""
     return ValueError(
         f"Feature {path} must be a tf.Tensor, tf.SparseTensor or tf.RaggedTensor. "
         f"Received: {value!r} of type {type_name(value)}."
@@ -110,7 +110,7 @@ def feature_kind(path: str, value: object) -> ValueError:
 
 
 def string_ids(path: str) -> TypeError:
-    """Makes the error of strings in the place of ids."""
+    """Makes the error for strings instead of ids."""
     return TypeError(
         f"The ids of feature {path} must be int32, int64 or floating point. Received: "
         "string. Convert them with keras.layers.StringLookup or keras.layers.Hashing, "
@@ -120,7 +120,7 @@ def string_ids(path: str) -> TypeError:
 
 
 def weights_kind(path: str, expected: str, value: object) -> ValueError:
-    """Makes the error of weights that are not built as their feature is."""
+    """Makes the error for weights of another kind than their feature."""
     return ValueError(
         f"The weights of feature {path} must be None or, like the feature itself, a "
         f"{expected}. Received: {value!r} of type {type_name(value)}. Read a "
@@ -130,7 +130,7 @@ def weights_kind(path: str, expected: str, value: object) -> ValueError:
 
 
 def weights_dtype(path: str, dtype_name: str) -> TypeError:
-    """Makes the error of weights that are no floating point numbers."""
+    """Makes the error for weights that are not floating point numbers."""
     return TypeError(
         f"The weights of feature {path} must be of a floating point dtype. Received: "
         f"{dtype_name}. Convert them with tf.cast."
@@ -138,7 +138,7 @@ def weights_dtype(path: str, dtype_name: str) -> TypeError:
 
 
 def input_rank(path: str, kind: str, rank: object, allowed: str) -> ValueError:
-    """Makes the error of an input of a rank that its kind does not allow."""
+    """Makes the error for an input whose rank its kind does not allow."""
     return ValueError(
         f"Feature {path}: the rank of a {kind} input must be {allowed}. Received: "
         f"rank {rank}."
@@ -146,7 +146,7 @@ def input_rank(path: str, kind: str, rank: object, allowed: str) -> ValueError:
 
 
 def batch_size_conflict(first: int | None, second: int) -> ValueError:
-    """Makes the error of a batch size that differs from one given before."""
+    """Makes the error for a batch size that differs from an earlier one."""
     return ValueError(
         f"A batch size of {first} per replica was given before, so build() cannot set "
         f"{second}. Pass only one of them, or equal sizes."
@@ -154,7 +154,7 @@ def batch_size_conflict(first: int | None, second: int) -> ValueError:
 
 
 def weights_shape(path: str, expected: object, actual: object) -> ValueError:
-    """Makes the error of weights of another shape than their ids."""
+    """Makes the error for weights whose shape differs from that of their ids."""
     return ValueError(
         f"The weights of feature {path} must have the shape of its ids, {expected}. "
         f"Received: {actual}."
@@ -162,7 +162,7 @@ def weights_shape(path: str, expected: object, actual: object) -> ValueError:
 
 
 def in_control_flow() -> RuntimeError:
-    """Makes the error of an enqueue in a part of a TPU program."""
+    """Makes the error for an enqueue inside control flow of a TPU program."""
     return RuntimeError(
         "A batch was passed to enqueue, or to a layer, inside control flow or a "
         "tf.function inside strategy.run, where a TPU program cannot receive it. Call "

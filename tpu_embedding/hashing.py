@@ -1,4 +1,4 @@
-"""Computes the rows of ids in hashed tables, and their mixed bits, in TensorFlow."""
+"""Computes the rows of ids in hashed tables, and mixes bits, with TensorFlow's ops."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def ids_of_strings(strings: tf.Tensor) -> tf.Tensor:
 
 
 def mixed_bits(words: tf.Tensor) -> tf.Tensor:
-    """Mixes the bits of each word as MixBits of core/id_map.h: a bijection of int64."""
+    """Mixes the bits of each int64, as MixBits of core/id_map.h does; a bijection."""
     return _mixed(words, MIXING)
 
 
@@ -61,7 +61,7 @@ def _mixed(words: tf.Tensor, factor: int) -> tf.Tensor:
 
 
 def shifted(words: tf.Tensor, count: int) -> tf.Tensor:
-    """Shifts words to the right as numbers without a sign."""
+    """Shifts words to the right as unsigned numbers."""
     bits = tf.bitcast(words, tf.uint64)
     moved = tf.bitwise.right_shift(bits, tf.constant(count, tf.uint64))
     return tf.bitcast(moved, tf.int64)

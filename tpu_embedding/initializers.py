@@ -21,8 +21,8 @@ ReadRows = Callable[[int, int], tf.Tensor]
 def default_initializer(dim: int) -> Callable[..., tf.Tensor]:
     """Returns the initializer of tables that have none of their own.
 
-    It draws from a normal distribution with mean 0 and standard deviation
-    1 / sqrt(dim), truncated at two of these, so that a row has length about 1.
+    It draws from a normal distribution of mean 0 and standard deviation 1 / sqrt(dim),
+    truncated at two standard deviations, so that a row has length about 1.
     """
     return _TruncatedNormal(1.0 / math.sqrt(dim))
 
@@ -45,7 +45,7 @@ def stock_class(initializer: Any) -> str:
 
 
 def constant_of(initializer: Any) -> float | None:
-    """Returns the number that a Keras or TensorFlow initializer gives everywhere."""
+    """Returns the number of a constant Keras or TensorFlow initializer, else None."""
     name = stock_class(initializer)
     known = {"Zeros": 0.0, "Ones": 1.0}.get(name)
     if name == "Constant":
@@ -104,9 +104,9 @@ def _philox_words() -> tf.Tensor:
 
 
 def _truncated_normal_function(shape_of_shape: Any, dtype: tf.DType) -> Any:
-    """Makes a function for one table; TensorFlow forgets those of a cluster it left.
+    """Makes a new function for one table: TensorFlow forgets those of earlier clusters.
 
-    It is concrete: TensorFlow warns if calls of one tf.function trace many tables.
+    It is concrete: TensorFlow warns if one tf.function is traced for many tables.
     """
     function = tf.function(_scaled_truncated_normal, autograph=False)
     return function.get_concrete_function(
@@ -122,10 +122,10 @@ def _scaled_truncated_normal(
 ) -> tf.Tensor:
     """Returns values of tf.random.truncated_normal for two seeds, of `stddev`'s dtype.
 
-    The first value is the one at `counter`, which is 0 at the beginning.
+    The values begin at `counter`, which is 0 at the start of the sequence.
 
-    A function scales the numbers in place. tf.random runs op by op, and each op
-    allocates memory of the size of the table, which TensorFlow's allocator keeps.
+    Within a function the numbers are scaled in place. tf.random runs op by op, and each
+    op allocates memory of the table's size, which TensorFlow's allocator keeps.
     """
     numbers = tf.raw_ops.StatelessTruncatedNormalV2(
         shape=shape,
@@ -157,7 +157,7 @@ class RowIdInitializer:
     def by_rows(
         self, shape: Sequence[int] | tf.TensorShape, dtype: tf.DType = tf.float32
     ) -> ReadRows:
-        """Prepares the rows of a table, of which each process makes only its own.
+        """Prepares to make a table by rows, so that a process makes only its own.
 
         An initializer of your own may have this method, too. It is called instead of
         the initializer where the rows of a table are divided over processes or

@@ -1,4 +1,4 @@
-"""The ids of one feature as they come in: a dense, sparse or ragged tensor.
+"""Reads the ids of one feature: a dense, sparse or ragged tensor.
 
 No other module checks the class of an input.
 """
@@ -39,7 +39,7 @@ class IdBatch:
 
     kind: InputKind
     ids: tf.Tensor
-    structure: Any  # tf.Tensor | None: who reads it knows the kind.
+    structure: Any  # tf.Tensor | None: readers know the kind.
     static_shape: tf.TensorShape
     dense_shape: tf.Tensor | None = None
     weights: tf.Tensor | None = None
@@ -155,13 +155,13 @@ def _sample_of(batch: IdBatch, entry: tf.Tensor) -> tf.Tensor:
         return tf.searchsorted(batch.structure, entry[tf.newaxis], side="right")[0] - 1
     if batch.kind is InputKind.DENSE:
         return entry if batch.ids.shape.rank == 1 else entry // batch.shape[-1]
-    # The places of the axes in row-major order.
+    # The strides of the axes in row-major order.
     places = tf.math.cumprod(batch.shape[:-1], exclusive=True, reverse=True)
     return tf.reduce_sum(batch.structure[entry][:-1] * places)
 
 
 def kind_of(value: Any) -> InputKind | None:
-    """Returns the layout of the ids in a value, or None if it is no tensor."""
+    """Returns the layout of the ids in a value, or None if it is not a tensor."""
     kinds = (kind for kind, of in _CLASSES.items() if isinstance(value, of))
     return next(kinds, None)
 

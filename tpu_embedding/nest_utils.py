@@ -48,7 +48,7 @@ class Structure:
         return leaves
 
     def flatten_weights(self, weights: Any) -> list:
-        """Flattens as `flatten`; None for the whole structure is None for each leaf."""
+        """Flattens weights as `flatten` does; None alone means None for each leaf."""
         if weights is None:
             return [None] * len(self.paths)
         return self.flatten("weights", weights)
@@ -147,7 +147,7 @@ def _walk(
 
 
 def _children(container: Any, path: str) -> list[tuple[Any, str]]:
-    """Returns (key, path) of each child of a container at `path`, as tf.nest orders."""
+    """Returns (key, path) of each child of a container at `path`, in tf.nest order."""
     keys: Sequence[Any] = range(len(container))
     names = getattr(container, "_fields", keys)
     if isinstance(container, Mapping):

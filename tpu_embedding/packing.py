@@ -25,7 +25,7 @@ class PackedFeatures(NamedTuple):
         row_splits[f, b] to row_splits[f, b + 1] of those of the feature.
       weights: float32 [n], or None if no feature has weights.
       names: A dict whose only key has the paths of the features, and whose value is
-        empty: it is not a tensor, but passes wherever these do.
+        empty: it holds no tensor, but passes wherever tensors do.
     """
 
     values: tf.Tensor
@@ -67,8 +67,8 @@ def pack(features: Any, weights: Any = None) -> PackedFeatures:
         tf.Tensor [B] or [B, k], a tf.RaggedTensor [B, None] or a tf.SparseTensor
         [B, k] in row-major order whose rows have no gaps. B is the same for all. Ids
         are int32, int64, or whole numbers of a floating point dtype.
-      weights: None, or the same structure with floating point weights of each feature's
-        own layout, or None for a feature whose weights are 1.
+      weights: None, or the same structure with floating point weights in the layout of
+        each feature, or None for a feature whose weights are 1.
 
     Raises:
       TypeError: If ids or weights are of another dtype.
@@ -201,7 +201,7 @@ def _require_packable(paths: Sequence[str], batches: Sequence[IdBatch]) -> None:
 
 
 def _row_splits(batch: IdBatch) -> tf.Tensor:
-    """Returns row splits, int64 [B + 1], for which a sparse batch must be in order."""
+    """Returns row splits, int64 [B + 1]; a sparse batch must be sorted by row."""
     if batch.kind is InputKind.RAGGED:
         return batch.structure
     rows = tf.range(batch.shape[0] + 1)

@@ -1,4 +1,4 @@
-"""A coordinator of a ParameterServerStrategy that has each push applied once."""
+"""The coordinator of a ParameterServerStrategy: servers apply each push once."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class ClusterCoordinator(_Base):
     servers ignore what a function pushes to an embedding a second time. Everything
     else is as in TensorFlow's class.
 
-    A strategy has one coordinator, which `strategy.scope()` creates. It gets this class
-    when this class is constructed, or an embedding under the strategy; TensorFlow's
-    constructor then returns the same object.
+    A strategy has one coordinator, which `strategy.scope()` creates. Constructing this
+    class, or an embedding under the strategy, turns it into an object of this class;
+    TensorFlow's constructor then returns the same object.
     """
 
     def __new__(
@@ -54,15 +54,15 @@ class ClusterCoordinator(_Base):
           strategy: A tf.distribute.ParameterServerStrategy.
           task_timeout: After how many seconds without an answer `join` and `wait_for`
             consider a task lost, which may be stopped, stuck or out of reach. None
-            keeps the number that was given before, at first 60.
+            keeps the last number that was given, 60 at first.
 
         Raises:
-          ValueError: If it is another strategy, or the time is not positive.
+          ValueError: If the strategy is of another class, or the time is not positive.
           RuntimeError: If the library of tpu_embedding cannot be loaded.
         """
-        if not hasattr(self, "_numbers"):  # It may be constructed again and again.
+        if not hasattr(self, "_numbers"):  # The constructor may run again.
             self._ops = library.load()
-            # Servers may outlive a coordinator: another one has another number.
+            # Servers may outlive a coordinator, so each coordinator has its own number.
             self._source = secrets.randbits(62)
             self._numbers = itertools.count(1)
             self._numbered: weakref.WeakKeyDictionary[Any, Any]
@@ -167,7 +167,7 @@ class ClusterCoordinator(_Base):
             raise _named(error) from error
 
     def _watch(self) -> None:
-        """Starts to ask all tasks whether they are alive, once."""
+        """Starts the threads that ask all tasks whether they are alive, if need be."""
         if self._watches:
             return
         extended = self.strategy.extended
@@ -179,7 +179,7 @@ class ClusterCoordinator(_Base):
         ]
 
     def _require_answers(self, tasks: str = "") -> None:
-        """Raises UnavailableError if one does not answer whose name begins so."""
+        """Raises UnavailableError if a task does not answer; `tasks` is a prefix."""
         for watch in self._watches:
             silent = watch.silent_for()
             if silent > self._timeout and watch.task.startswith(tasks):
@@ -209,8 +209,8 @@ _RESTART = (
 class _Watch:
     """A thread that asks one task again and again whether it is alive.
 
-    The thread waits as long as the task does not answer, so there is never more than
-    one for a task. A task that is down answers by an error, which TensorFlow handles.
+    The thread waits as long as the task does not answer, so no task is asked twice at a
+    time. A task that is down answers with an error, which TensorFlow handles.
     """
 
     def __init__(self, task: str) -> None:
@@ -223,8 +223,8 @@ class _Watch:
         return time.monotonic() - self._answered
 
     def _ask(self) -> None:
-        # An executor reports the error of one op by any op that runs at the same time:
-        # with that of the other threads, a save would report a worker that is down.
+        # An executor reports an op's error through whichever op runs at that time.
+        # If threads shared one, a save would report the error of a worker that is down.
         with context.executor_scope(executor.new_executor(enable_async=False)):
             while True:
                 try:
@@ -237,7 +237,7 @@ class _Watch:
 
 
 def _named(error: tf.errors.OpError) -> tf.errors.OpError:
-    """Returns an error of TensorFlow in words that name the task to look at."""
+    """Rewords an error of TensorFlow so that it names the task to look at."""
     text = error.message
     if _RESTART in text:
         return error
@@ -276,8 +276,8 @@ def _task_of(text: str, job: str) -> str:
 
 
 def _numbered(fn: Any, ops: Any) -> Callable[..., Any]:
-    """Returns a function that says its number, the first argument, and runs `fn`."""
-    function: Any = weakref.ref(fn)  # It is traced while `fn` is being scheduled.
+    """Returns a function that runs `fn` under a push number, its first argument."""
+    function: Any = weakref.ref(fn)  # `fn` is alive when this is traced.
 
     def run(number: tf.Tensor, *args: Any, **kwargs: Any) -> Any:
         begun = ops.tpu_embedding_begin_pushes(number=number)

@@ -36,10 +36,10 @@ _RATES = (
     "steps_per_second",
     "samples_per_second",
     "bytes_per_step",
-)  # Of a status, for TensorBoard.
-_LARGEST = 2**63 - 1  # Of an int of the kernels; nobody counts so far.
+)  # The rates of a status that TensorBoard shows.
+_LARGEST = 2**63 - 1  # The largest int of the kernels; no count reaches it.
 
-# Figures of a table that add up, and what TensorBoard shows of them for each step.
+# Figures of a table that are sums; TensorBoard shows their means over updates.
 _TOTALS = ("ids", "distinct_ids", "invalid_ids", "samples", "samples_without_ids")
 # Totals of growing tables, which are always exact.
 _OF_VOCABULARY = ("unknown_ids", "admitted_ids", "refused_ids", "evicted_ids")
@@ -64,7 +64,7 @@ class Telemetry:
     Every n-th update is counted while it is applied, so steps that were rejected or
     discarded, and evaluation batches, are not counted. With pipelining an update is
     counted one step later, and the replicas of a strategy count as one batch. Nothing
-    is counted before this object is made, and nothing of it is saved in checkpoints.
+    is counted before this object is made, and checkpoints do not save the counts.
     docs/telemetry.md explains each figure.
 
     It works with TPUEmbedding, TPUEmbeddingV2 and the Keras layer on CPUs, under
@@ -146,15 +146,15 @@ class Telemetry:
         return figures
 
     def status(self) -> dict[str, Any]:
-        """Returns how the training goes, as JSON can hold it.
+        """Returns the progress of the training, in types that JSON can hold.
 
         In a process of `python -m tpu_embedding launch --status` the status also goes
         into the line of the job.
 
         Returns:
-          "steps", "queue_depth" and "pending_updates" as in `read`. Since the status
-          before, "steps_per_second" and, without servers, "samples_per_second": the
-          samples of this process, of the feature with the fewest. In a job also
+          "steps", "queue_depth" and "pending_updates" as in `read`. Since the previous
+          status, "steps_per_second" and, without servers, "samples_per_second", which
+          counts this process's samples of the feature with the fewest. In a job also
           "bytes_per_step", sent by this process since then, and "waited_seconds", how
           long it has waited for each process so far: most of all for the slowest.
 
@@ -258,7 +258,7 @@ class Telemetry:
             )
 
     def _of_vocabulary(self, name: str, table: TableCounts) -> dict[str, int]:
-        """Returns the figures of a growing table, and none of others."""
+        """Returns the figures that only a growing table has; {} for other tables."""
         figures = zip(_OF_VOCABULARY, table.vocabulary, self._begun[name], strict=False)
         return {figure: now - before for figure, now, before in figures}
 

@@ -25,7 +25,7 @@ _tf = tf.tpu.experimental.embedding
 # Takes an optimizer and, for errors, where it was given.
 OptimizerConverter = Callable[[Any, str], optimizers.Optimizer | None]
 
-# TensorFlow's class -> ours. Exact classes: a subclass may have another update rule.
+# TensorFlow's class -> ours. A subclass is refused: its rule may be different.
 _OPTIMIZERS: dict[type, Callable[..., optimizers.Optimizer]] = {
     _tf.SGD: optimizers.SGD,
     _tf.Adagrad: optimizers.Adagrad,
@@ -146,7 +146,7 @@ def convert_optimizer(
             "tf.tpu.experimental.embedding with the same names."
         )
     # The options have the same names in both classes, except that TensorFlow keeps
-    # two limits instead of `clipvalue`, and lacks what is a keyword only.
+    # two limits instead of `clipvalue`, and lacks our keyword-only options.
     options = {
         field.name: getattr(optimizer, field.name)
         for field in dataclasses.fields(ours)  # pyright: ignore[reportArgumentType]
@@ -210,7 +210,7 @@ def convert_features(
 
 
 def freeze_configs(feature_config: Any) -> None:
-    """Forbids changes of the configs: an embedding or layer has been made of them.
+    """Forbids changes of the configs, because an embedding or layer now uses them.
 
     TensorFlow's configs can still be changed; the embedding has copies of them.
     """
@@ -245,7 +245,7 @@ def _convert_table(
         name=table.name,
         quantization_config=table.quantization_config,
         layout=table.layout,
-        dtype=getattr(table, "dtype", "float32"),  # Since TensorFlow 2.20.
+        dtype=getattr(table, "dtype", "float32"),  # New in TensorFlow 2.20.
         invalid_ids=invalid_ids or "error",
     )
 

@@ -2,7 +2,7 @@
 
 The limits of SparseCores are those of libtpu 0.0.30, found by compiling programs near
 them (docs/libtpu_limits.md has the programs): SPMEM and HBM, the size of a tensor of
-SparseCores, and the SPMEM that a lookup needs by its number of ids.
+SparseCores, and the SPMEM that a lookup needs, which depends on its number of ids.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ NAME_ATTRIBUTE = "_tpu_embedding_layer"
 GIB = 2**30
 # "SparseCore only supports 16 GiB of HBM per tensor": a table or slot on one device.
 SPARSE_CORE_TENSOR_BYTES = 16 * GIB
-# Outside of SparseCores, rows of float32 are stored as multiples of so many columns.
+# Outside of SparseCores, rows of float32 are padded to a multiple of this many columns.
 TENSOR_CORE_LANES = 128
 # libtpu limits the partitions of a CustomOptimizer's update and of a CustomCombiner,
-# whose ops have no attributes for limits, to so many ids for each sample of a
+# whose ops have no attributes for limits, to this many ids for each sample of a
 # SparseCore.
 CUSTOM_IDS_PER_SAMPLE = 4
-# It compiles CustomCombiners of a multiple of so many ids for each sample.
+# libtpu compiles CustomCombiners only for multiples of this many ids per sample.
 VALENCY_MULTIPLE = 8
-# And of a multiple of so many samples of a SparseCore (7x also of 8).
+# They also need a multiple of this many samples per SparseCore (7x also takes 8).
 COMBINER_MULTIPLE = 16
 
 
@@ -49,17 +49,17 @@ class Generation:
         stored row is a multiple of it. 0 without SparseCores.
       row_multiple: The number of rows of a table on one SparseCore is a multiple of it.
       hbm_bytes: Bytes of a device's memory that programs can use.
-      spmem_bytes: Bytes of a SparseCore for the ids of a partition; 0 without one.
-      spmem_reserved_bytes: The part of it that the compiler takes whatever the limits.
+      spmem_bytes: Bytes of SPMEM for the ids of a partition; 0 without SparseCores.
+      spmem_reserved_bytes: The part of these that the compiler takes for any limits.
       combiner_values: The largest number of values of a CustomCombiner's input that a
-        SparseCore holds at a time for a sample; 0 without one, or if not known.
+        SparseCore holds at a time for a sample; 0 if there is none or it is not known.
       max_width: Most columns of a stack whose update compiles; 0 if not known.
       id_multiple: The compiler rounds limits of ids up to a multiple of it. Where it
-        is 16, limits of distinct ids that are rounded up to an odd multiple of 8 end
-        in an internal error.
+        is 16, a limit of distinct ids that rounds up to an odd multiple of 8 makes
+        the compiler fail with an internal error.
       devices_per_chip: The number of devices of a chip; each is a replica.
       max_chips: Chips of the largest topology, a pod, according to Google Cloud.
-      topologies: The chips of each axis of common topologies, by number of chips.
+      topologies: Common topologies as chips by axis, the smallest first.
     """
 
     name: str
@@ -108,7 +108,7 @@ class Generation:
         )
 
     def max_valency(self, width: int) -> int:
-        """Returns a CustomCombiner's most ids of a sample that compile; 0 if none do.
+        """Returns the largest valency of a CustomCombiner that compiles, 0 if none.
 
         >>> v6e = generation("v6e")
         >>> v6e.max_valency(64), v6e.max_valency(248), v6e.max_valency(256)
@@ -140,7 +140,7 @@ class Generation:
         )
 
     def _most(self, needed: Callable[[int], int]) -> int:
-        """Returns the largest limit whose bytes the SPMEM has."""
+        """Returns the largest limit whose bytes fit the SPMEM."""
         limits = range(0, _MAX_LIMIT + 1, self.id_multiple)
         count = bisect.bisect_right(limits, self.spmem_bytes, key=needed)
         return limits[max(count - 1, 0)]
@@ -165,10 +165,10 @@ def _sparse_core(
     )
 
 
-# libtpu's reply E3001 names a "fixed_size_allocation" of 36 bytes for each distinct id
+# libtpu's error E3001 names a "fixed_size_allocation" of 36 bytes for each distinct id
 # and some more, and a "row_dependent_size_allocation" of 12 for each id, which it
-# divides by a number of replicas that itself needs SPMEM: at best both are equal, and
-# the sum grows with the square root of ids and SparseCores. Programs around the limit
+# divides by a number of replicas that itself needs SPMEM. The sum is least if both are
+# equal, and grows with the square root of ids and SparseCores. Programs near the limit
 # needed 7.4 to 10.7 times the root (docs/libtpu_limits.md).
 _SPMEM_BYTES_PER_UNIQUE_ID = 36
 _SPMEM_BYTES_OF_IDS = 11
@@ -259,7 +259,7 @@ _TOPOLOGY = re.compile(r"(?:tpu)?(v?\d+[a-z]*):(\d+(?:x\d+)*)")
 
 
 def topology(name: str) -> tuple[Generation, int]:
-    """Returns the generation and number of devices of a topology as libtpu names it.
+    """Returns the generation and the number of devices of the topology of that name.
 
     >>> generation, devices = topology("tpu7x:2x2x1")
     >>> generation.name, devices
@@ -292,7 +292,7 @@ def libtpu_name(topology: str) -> str:
 
 
 def require_power_of_two(name: str, devices: int) -> None:
-    """Refuses a topology whose SparseCores the compiler has no programs for.
+    """Refuses a number of devices for which libtpu cannot compile SparseCore lookups.
 
     >>> require_power_of_two("v6e:2x4", 8)
     """
@@ -340,7 +340,7 @@ def reported(feature: str, sparse_cores_per_device: int) -> Generation:
     4
     """
     embedding = _REPORTED[feature]
-    # The system does not tell its name: the limits are the widest that it may have.
+    # The system does not report its name, so the limits are the widest possible.
     possible = [
         known
         for known in GENERATIONS.values()

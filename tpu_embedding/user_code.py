@@ -1,4 +1,4 @@
-"""Code that a command is told to load: MODULE:ATTRIBUTE or FILE.py:ATTRIBUTE."""
+"""Loads the code that a command line names: MODULE:ATTRIBUTE or FILE.py:ATTRIBUTE."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def call(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def iterate(name: str, values: Iterable[Any]) -> Iterator[Any]:
-    """Yields the values of an iterable of the user."""
+    """Yields the values of a user's iterable; errors name it."""
     with _errors(f"{name} failed"):
         iterator = iter(values)
     end = object()
@@ -71,7 +71,7 @@ def description(error: BaseException) -> str:
     place = last_line(traceback.extract_tb(error.__traceback__))
     place = f" ({place})" if place else ""
     if isinstance(error, SyntaxError):
-        place = ""  # Its text has it.
+        place = ""  # The text of a SyntaxError has the place.
     return f"{what}{': ' if text else ''}{text}{place}"
 
 
@@ -96,7 +96,7 @@ def _import(name: str) -> Any:
 
 
 def _import_file(path: pathlib.Path) -> Any:
-    """Imports a file by its path, also where a module of that name is loaded."""
+    """Imports a file by its path, even if another module of that name is loaded."""
     path = path.resolve()
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")

@@ -1,4 +1,4 @@
-"""The values that may replace a `vocabulary_size`, without TensorFlow."""
+"""Classes that may replace a number as `vocabulary_size`; they need no TensorFlow."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ UNKNOWNS: tuple[str, ...] = ("zeros", "initializer", "shared_row")
 _MOST_ROWS = 2**30
 _MAX_SEED = 2**63 - 1
 
-# What files have of a growing vocabulary: int64 vectors, which are the parts of a
-# VocabularySnapshot of core/vocabulary.h. Of each id; of each id that has no row yet;
-# of the whole, in which NUM_ROWS and UPDATES_BEGUN are places.
+# Files store a growing vocabulary as the int64 vectors of a VocabularySnapshot of
+# core/vocabulary.h: those with an element for each id, those with one for each id that
+# has no row yet, and "state", in which NUM_ROWS and UPDATES_BEGUN are indices.
 PARTS_OF_IDS = ("ids", "rows", "hits", "last_updates")
 PARTS_OF_CANDIDATES = ("candidates", "candidate_hits")
 PARTS = (*PARTS_OF_IDS, *PARTS_OF_CANDIDATES, "state")
 STATE_SIZE, NUM_ROWS, UPDATES_BEGUN = 12, 0, 1
-COUNTS = slice(2, 6)  # Of the state: unknown, admitted, refused and evicted.
-SWEEP = slice(7, 11)  # Of the state: which rows are about to be evicted.
-CLOCK = 11  # Of the state: the clock of the last update and 1; 0 without a clock.
-MIXING = 0xD6E8FEB86659FD93  # Of MixBits in core/id_map.h.
+COUNTS = slice(2, 6)  # In the state: the counts unknown, admitted, refused, evicted.
+SWEEP = slice(7, 11)  # In the state: which rows are about to be evicted.
+CLOCK = 11  # In the state: the clock of the last update plus 1; 0 without a clock.
+MIXING = 0xD6E8FEB86659FD93  # The factor of MixBits in core/id_map.h.
 COMBINES: tuple[str, ...] = ("concat", "sum")
 _MOST_HASHES = 16
 SHARED_ID = 0x7465647261687365  # The id whose first values the shared row has.
@@ -46,23 +46,23 @@ class GrowingVocabulary:
         of them, and used for the rows that exist.
       min_count: Number of occurrences in updates after which an id gets a row.
       max_candidates: How many ids that have no row yet are remembered with their
-        counts; the oldest is forgotten. None means `max_rows`.
-      eviction: Which rows are evicted for new ones: None for none; "lru": those whose
-        last update is the longest ago; "lfu": those with the fewest occurrences;
-        "age": those without an update for more than `max_age`. An id that comes back
-        is a new one.
-      max_age: With eviction="age", a number of updates, or of units of the clock.
+        counts; beyond that the oldest are forgotten. None means `max_rows`.
+      eviction: Which rows are evicted for new ones: None evicts none; "lru" those whose
+        last update is the longest ago; "lfu" those with the fewest occurrences; "age"
+        those without an update for more than `max_age`. An id that comes back
+        counts as new.
+      max_age: With eviction="age", the age limit in updates or in units of the clock.
       clock: Whether, with eviction="age", rows age by the `clock` that you pass to
         apply_gradients, not by the number of updates.
-      min_rows: Number of ids whose rows evictions leave. None means nine tenths of
-        `max_rows`, so that an update can take a tenth of them for new ids; in small
-        tables all but one; 0 with eviction="age".
+      min_rows: Number of ids whose rows evictions keep. None means nine tenths of
+        `max_rows`, so that an update can use a tenth of them for new ids (in small
+        tables, all ids but one), and 0 with eviction="age".
       unknown: What an id without a row looks up: "zeros"; "initializer", its first
         values; "shared_row", one of the `max_rows`, which all such ids train. If the
         update is sure to give the id a row, its lookup reads the first values.
-      when_full: What happens to a new id if no row is left or may be evicted. With
-        "error" the update fails and changes nothing; with "shared_row" the id reads
-        and trains the shared row, for which `unknown` must be "shared_row".
+      when_full: What happens to a new id if no row is free and none may be evicted.
+        With "error" the update fails and changes nothing; with "shared_row" the id
+        reads and trains the shared row, for which `unknown` must be "shared_row".
       seed: Seed of the first values.
 
     Raises:
@@ -105,7 +105,7 @@ class GrowingVocabulary:
         self._check_pairs()
 
     def _check_pairs(self) -> None:
-        """Raises ValueError if an option needs another value of a second one."""
+        """Raises ValueError if two options contradict each other."""
         shared = self.unknown == "shared_row"
         if self.when_full == "shared_row" and not shared:
             raise errors.argument_value(
@@ -143,7 +143,7 @@ class GrowingVocabulary:
         return min(self.max_rows * 9 // 10, most_ids - 1)
 
     def part(self, parts: int) -> GrowingVocabulary:
-        """Returns the vocabulary of each of so many parts of a table divided by rows.
+        """Returns the vocabulary of one part of a table divided by rows into `parts`.
 
         >>> GrowingVocabulary(10, eviction="lru", min_rows=4).part(3).max_rows
         4
@@ -194,10 +194,10 @@ class Hashing:
             raise errors.argument_value("combine", self.combine, f"one of {COMBINES}")
 
     def width(self, dim: int) -> int:
-        """Returns the number of columns of a table whose ids have values of `dim`.
+        """Returns the number of columns of a table whose ids have `dim` values.
 
         Raises:
-          ValueError: If rows side by side cannot have so many columns.
+          ValueError: If rows are put side by side and `hashes` does not divide `dim`.
         """
         if self.combine == "sum":
             return dim
@@ -230,7 +230,7 @@ class RowHash:
 
 
 def mix_bits(words: np.ndarray) -> np.ndarray:
-    """Mixes the bits of each word, uint64, as MixBits of core/id_map.h."""
+    """Mixes the bits of each uint64 word, as MixBits of core/id_map.h does."""
     for _ in range(2):
         words = (words ^ (words >> np.uint64(32))) * np.uint64(MIXING)
     return words ^ (words >> np.uint64(32))
@@ -245,7 +245,7 @@ class VocabularyContents(NamedTuple):
       hits: How often each id occurred in updates, int64 [n]; 0 without `eviction`.
       last_updates: The number, from 1, of the last update with each id, int64 [n]; 0
         without `eviction`. With a clock, the clock of that update.
-      unknown: How many ids without a row occurred in updates, each once for an update.
+      unknown: How many ids without a row occurred, each counted once per update.
       admitted: How many of those ids got a row.
       refused: How many of those ids did not get a row.
       evicted: How many rows were evicted.

@@ -146,7 +146,7 @@ _CONVERSIONS: dict[str, _Conversion] = {
             "beta",
         ),
         neutral={"l2_shrinkage_regularization_strength": 0.0},
-        all_rows=None,  # All rows follow the rate, and those without gradients are 0.
+        all_rows=None,  # All rows depend on the rate; those without gradients are 0.
     ),
 }
 # Options of all classes, with the only value that is accepted.
@@ -159,7 +159,7 @@ _NEUTRAL: dict[str, Any] = {
     "ema_overwrite_frequency": None,
     "loss_scale_factor": None,
     "gradient_accumulation_steps": None,
-    "decay": 0.0,  # Of the legacy optimizers of tf_keras.
+    "decay": 0.0,  # An option of the legacy optimizers of tf_keras.
 }
 # Options of all classes that are converted, or that change no number.
 _HANDLED = ("learning_rate", "clipvalue", "name", "jit_compile", "is_legacy_optimizer")
@@ -195,7 +195,7 @@ def translate_keras_optimizer(
       optimizer: SGD (without momentum), Adagrad, Adam or Ftrl; not a subclass.
       bias_correction: Whether Adam multiplies the learning rate by
         sqrt(1 - beta_2^t) / (1 - beta_1^t) in the t-th update, as Keras does. False
-        gives the rule of TPUs and of `te.Adam`, which do not.
+        gives the rule of TPUs and of `te.Adam`, without this factor.
       lazy: Whether rows that do not occur in the batch stay as they are, as on TPUs.
         False is for CPUs: each update moves all rows of Adam, as in Keras.
 
@@ -204,7 +204,7 @@ def translate_keras_optimizer(
 
     Raises:
       ValueError: If the class is not supported, an option cannot be converted, or
-        `lazy=False` is for Ftrl.
+        `lazy=False` is used for Ftrl.
     """
     cls = type(optimizer)
     conversion = _CONVERSIONS.get(cls.__name__)
@@ -262,7 +262,7 @@ def _check(name: str, conversion: _Conversion, options: Mapping[str, Any]) -> No
 def _held_rate(optimizer: Any) -> Any:
     """Returns the optimizer's variable, schedule or other callable."""
     held = getattr(optimizer, "_learning_rate", None)
-    return optimizer.learning_rate if held is None else held  # None: legacy.
+    return optimizer.learning_rate if held is None else held  # Legacy ones lack it.
 
 
 @keras_api.register
@@ -273,7 +273,7 @@ class OptimizerRate:
     optimizer: Any
 
     def __call__(self) -> tf.Tensor:
-        """Returns the rate, unless a schedule has replaced the number."""
+        """Returns the rate; raises RuntimeError if a schedule replaced the number."""
         held = _held_rate(self.optimizer)
         if callable(held):
             raise RuntimeError(
@@ -299,7 +299,7 @@ class BiasCorrectedRate:
     """A learning rate with the bias correction of Adam.
 
     Attributes:
-      rate: A callable without arguments, or of the number of updates.
+      rate: A callable without arguments, or with one: the number of updates.
       beta_1: The decay of Adam's first moment.
       beta_2: The decay of Adam's second moment.
     """

@@ -91,7 +91,7 @@ def _is_source(placeholder: Any) -> bool:
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code is gradients_util._GradientsHelper.__code__:
-            return True  # The gradient of a function, which serves any sources.
+            return True  # The gradient of a function is traced for any sources.
         if frame.f_code is tf.GradientTape.gradient.__code__:
             sources = tf.nest.flatten(frame.f_locals["sources"])
             asked = _handle(placeholder) in [_handle(source) for source in sources]
@@ -104,7 +104,7 @@ def _is_source(placeholder: Any) -> bool:
                 )
             return asked
         if frame.f_code is call_on_gradient.__code__:
-            return False  # A tf.autodiff.ForwardAccumulator, in the forward pass.
+            return False  # A tf.autodiff.ForwardAccumulator calls this.
         frame = frame.f_back
     return True
 

@@ -235,8 +235,8 @@ def set_state(layer: Any, variables: Mapping[str, Any]) -> None:
     strategy = tf.distribute.get_strategy()
     for variable in variables.values():
         view = unsaved(variable)
-        # `compile` checks in which strategy the weights of a model were created. Those
-        # of an engine are outside of all, as it has one copy of them.
+        # `compile` checks in which strategy the weights of a model were created. An
+        # engine creates its only copy of them outside of all strategies.
         view._distribute_strategy = strategy
         layer._non_trainable_weights.append(view)
 

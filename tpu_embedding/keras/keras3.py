@@ -25,12 +25,12 @@ optimizers = keras.optimizers
 regularizers = keras.regularizers
 set_random_seed = keras.utils.set_random_seed
 Embedding = keras.layers.Embedding
-# The method of optimizers that updates all variables of a step: of a strategy, pairs
-# of gradients and variables, and in Keras 3 the learning rate.
+# The method of optimizers that updates all variables of a step. It takes a strategy,
+# pairs of gradients and variables and, in Keras 3, the learning rate.
 ALL_VARIABLES_STEP = "_distributed_tf_update_step"
-slot_makers = ((Optimizer, "build"),)  # Bases of optimizers, and methods of them.
+slot_makers = ((Optimizer, "build"),)  # Optimizer bases with their slot makers.
 load_model = keras.saving.load_model
-COUNTS_FROM_THE_END = True  # An Embedding takes ids below 0.
+COUNTS_FROM_THE_END = True  # Ids below 0 count from the last row.
 
 register = keras.saving.register_keras_serializable("tpu_embedding")
 serialize = keras.saving.serialize_keras_object
@@ -40,7 +40,7 @@ deserialize_optimizer = keras.optimizers.deserialize
 
 
 def save_as(cls: Any, plain: Any) -> None:
-    """Makes files name a class as they name a class of Keras."""
+    """Makes files store a class under the name of a class of Keras."""
     register(cls)  # Earlier files have this name.
     object_registration.GLOBAL_CUSTOM_NAMES[cls] = plain.__name__  # In h5 files.
     name = api_export.get_name_from_symbol(plain)
@@ -62,7 +62,7 @@ class Layer(keras.layers.Layer):
         return self._infer(features, weights, serving_config, placeholder)
 
     def _infer(self, *args: Any) -> Any:
-        raise NotImplementedError  # In `TPUEmbedding`.
+        raise NotImplementedError  # `TPUEmbedding` implements it.
 
 
 def require_tensorflow(name: str) -> None:
@@ -107,12 +107,12 @@ class RowEmbedding(keras.layers.Embedding):
     ) -> None:
         """Quantizes the table as Keras does, which refuses other subclasses."""
         del type_check
-        # super() would not do: Keras keeps the method in a layer whose class changes.
+        # super() fails in a layer whose class was changed: Keras keeps the old method.
         keras.layers.Embedding.quantize(self, mode, type_check=False, **options)
 
 
 def change_class(layer: Any, cls: Any) -> None:
-    """Makes a layer one of another class, which Keras still quantizes."""
+    """Changes the class of a layer so that Keras can still quantize it."""
     object.__setattr__(layer, "__class__", cls)
     if not isinstance(layer.quantize, functools.partial):  # Not changed before.
         layer.quantize = functools.partial(_quantize_any_class, layer.quantize)
@@ -154,8 +154,8 @@ def symbol(value: Any) -> Symbol:
     if getattr(value, "ragged", False):
         kind = InputKind.RAGGED
     dtype = keras.backend.standardize_dtype(value.dtype)
-    # Results of Keras layers never say that they are sparse or ragged, as those of a
-    # StringLookup of ragged strings are.
+    # Results of Keras layers never say that they are sparse or ragged, even where they
+    # are, like those of a StringLookup of ragged strings.
     history = getattr(value, "_keras_history", None)
     computed = history is not None and not isinstance(
         history.operation, keras.layers.InputLayer
@@ -188,7 +188,7 @@ def value_of(weight: Any) -> Any:
 
 
 def built_for(optimizer: Any) -> list[Any]:
-    """Returns the variables that an optimizer was built for; none before."""
+    """Returns the variables that an optimizer was built for; [] if it is not built."""
     return list(optimizer._trainable_variables) if is_built(optimizer) else []
 
 
@@ -200,7 +200,7 @@ def is_built(optimizer: Any) -> bool:
 
 
 def is_training(layer: Any) -> bool | None:
-    """Returns whether a layer's current call is for training; None if nobody said."""
+    """Returns whether a layer's current call is for training; None if not specified."""
     return layer._get_call_context().training
 
 
@@ -216,7 +216,7 @@ def runs_functions(layer: Any) -> bool:
 
 
 def is_part_of_saved_model(model: Any) -> bool:
-    """Returns whether a loaded model has others around it, which may call functions."""
+    """Returns whether a loaded model is part of another, which may call functions."""
     del model
     return False
 
@@ -227,7 +227,7 @@ def index_of(optimizer: Any, variable: Any) -> int:
 
 
 def find_index(optimizer: Any, variable: Any) -> int | None:
-    """Returns what `index_of` does; None for a variable that it does not train."""
+    """Returns what `index_of` does, or None if the optimizer lacks the variable."""
     key = optimizer._var_key(variable)
     return optimizer._trainable_variables_indices.get(key)
 
@@ -277,13 +277,13 @@ def saves_training() -> bool:
 
 
 def _weight_name(name: str) -> str:
-    return name.replace("/", "_")  # Keras does not accept it.
+    return name.replace("/", "_")  # Keras accepts no "/" in names.
 
 
 class _TableWeight(SavesNothing, keras.Variable):
     """A view of a table or slot in the same memory.
 
-    An exported model saves nothing of it: the model has the variables that its graphs
+    An exported model does not save it: the model saves the variables that its graphs
     read, which are those of the tables.
     """
 

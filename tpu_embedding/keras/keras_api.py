@@ -1,4 +1,4 @@
-"""The version of Keras that the layer is for: whichever `tf.keras` is.
+"""Chooses the version of Keras that the layer works with: that of `tf.keras`.
 
 `tf.keras` is Keras 3, unless the environment variable TF_USE_LEGACY_KERAS is "1" when
 it is first used; then it is tf_keras, which TFRS and older programs need. `keras_api`
@@ -18,7 +18,7 @@ def _is_tf_keras() -> bool:
         layer = typing.cast(typing.Any, tf).keras.layers.Layer
     except ImportError as error:
         if os.environ.get("TF_USE_LEGACY_KERAS") not in ("1", "true", "True"):
-            return False  # Importing Keras 3 says what is wrong.
+            return False  # Importing keras3 below shows the error.
         raise ImportError(
             "TF_USE_LEGACY_KERAS is set, but tf_keras cannot be imported. Install the "
             "tf_keras version that matches TensorFlow, as `pip install "

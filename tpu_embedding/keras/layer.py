@@ -87,9 +87,9 @@ class TPUEmbedding(SavesTables, RestoresLayouts, keras_api.Layer):
     [[3.0, 3.0], [5.0, 5.0]]
 
     The tables do not appear in `trainable_variables`; a single scalar, the placeholder
-    variable, represents them. The gradient of a loss with respect to the placeholder
-    variable applies the gradients of the activations: the optimizers update the
-    tables at once. Custom loops and `model.fit` therefore train the tables without
+    variable, represents them. Computing the gradient of a loss with respect to it
+    applies the gradients of the activations: the optimizers update the tables at once.
+    Custom loops and `model.fit` therefore train the tables without
     changes. Each call of the layer is a batch with its own update; all calls of a step
     see the tables as they were before the first of these updates. Calls without a
     tf.GradientTape update nothing.
@@ -138,9 +138,9 @@ class TPUEmbedding(SavesTables, RestoresLayouts, keras_api.Layer):
             optimizer of the model trains, as TFRS does on a CPU.
           loss_scale: The factor of the loss: None, a number, a Keras optimizer (a
             LossScaleOptimizer, or one with a `loss_scale_factor`) or a callable that
-            returns one of these. The layer divides gradients by it. If a gradient of a
-            call is not finite then, all gradients of the call count as 0, or raise an
-            error with `check_numerics`. Required whenever the loss is scaled.
+            returns one of these. The layer divides gradients by it. If a divided
+            gradient of a call is not finite, all gradients of the call count as 0, or
+            raise an error with `check_numerics`. Required whenever the loss is scaled.
           invalid_ids: The policy for tables of tf.tpu.experimental.embedding: "error"
             (the default), "drop" or "mod". A TableConfig of this package has its own.
           check_numerics: Raise an error for weights and gradients that are not finite.
@@ -239,13 +239,13 @@ class TPUEmbedding(SavesTables, RestoresLayouts, keras_api.Layer):
         """Looks up a batch.
 
         Args:
-          features: In the structure of `feature_config` (or of `serving_config`)
-            tf.Tensor, tf.SparseTensor or tf.RaggedTensor of int32 or int64 (or whole
-            numbers of a floating point dtype). On CPUs an id may be a scalar, whose
-            activation is [dim]. Or what `te.pack` gave, except in a functional model.
+          features: The structure of `feature_config` (or of `serving_config`), with a
+            tf.Tensor, tf.SparseTensor or tf.RaggedTensor of int32, int64 or whole
+            floating point numbers for each feature; or, except in a functional model, a
+            result of `te.pack`. On CPUs an id may be a scalar, with activation [dim].
           weights: None, or the same structure with floating point weights, each in
             the layout of its feature, or None for features without weights. On CPUs a
-            tf.GradientTape finds their gradient, as of any input.
+            tf.GradientTape computes their gradients, as for any input.
           serving_config: FeatureConfigs of other features of the layer's tables.
             Such a lookup consists of TensorFlow ops and updates nothing.
 
@@ -371,7 +371,7 @@ class TPUEmbedding(SavesTables, RestoresLayouts, keras_api.Layer):
                 arguments.sparse_core_embedding_config
             ),
             "loss_scale": encode_loss_scale(arguments.loss_scale),
-            "invalid_ids": None,  # In the tables of `feature_config`.
+            "invalid_ids": None,  # The tables of `feature_config` have it.
             "distributed_options": distributed and dataclasses.asdict(distributed),
         }
 
@@ -398,7 +398,7 @@ class TPUEmbedding(SavesTables, RestoresLayouts, keras_api.Layer):
         return cls(**arguments)
 
     def get_build_config(self) -> dict[str, Any] | None:
-        """Returns whether the layer is built; a copy may have other input shapes."""
+        """Returns a shape of None if the layer is built; a copy may have another."""
         return {"input_shape": None} if self._has_tables else None
 
     def build_from_config(self, config: Mapping[str, Any]) -> None:
@@ -511,7 +511,7 @@ class TPUEmbedding(SavesTables, RestoresLayouts, keras_api.Layer):
         activations = structure.join(activations)
         specs = wanted.plan.user_features
         sequences = any(f.config.max_sequence_length for f in specs)
-        # A program takes only its arguments.
+        # A TPU program takes only its arguments.
         if sequences and distribution.current().program() is None:
             ids_of_user = structure.of_user(values)
             for spec, ids, activation in zip(
@@ -523,15 +523,15 @@ class TPUEmbedding(SavesTables, RestoresLayouts, keras_api.Layer):
         return structure.pack(activations)
 
     def _refusing(self, serving_config: Any) -> contextlib.AbstractContextManager[None]:
-        if serving_config is not None:  # It is no collective call.
+        if serving_config is not None:  # Such a lookup is not collective.
             return contextlib.nullcontext()
         return self._built.tables.refusing(trainable=self.trainable)
 
     def _stands_alone(self, config: FeatureConfig, rank: int | None) -> bool:
-        """Returns whether each id of a dense input of some rank is a sample.
+        """Returns whether each id of a dense input of this rank must become a sample.
 
-        A scalar always is a sample. Other ids are if the layer keeps the axes of dense
-        ids, unless the configuration says what the axes are.
+        A scalar always must. Other ids must if the layer keeps the axes of dense ids,
+        unless the configuration says what the axes are.
         """
         if rank is None or rank == 1:
             return False
@@ -625,7 +625,7 @@ def _sequence_mask(config: FeatureConfig, ids: Any) -> tf.Tensor:
     if table.invalid_ids == "drop":
         valid = (flat >= 0) & (flat < table.vocabulary_size)
     if isinstance(ids, tf.SparseTensor):
-        # to_dense would not do: a row may be of any length.
+        # tf.sparse.to_dense cannot be used, because a row may have any length.
         present = valid & (ids.indices[:, 1] < length)
         places = tf.boolean_mask(ids.indices, present)
         shape = (ids.dense_shape[0], length)

@@ -62,7 +62,7 @@ class _Call:
       values: The ids of each feature.
       weights: The weights of each feature, or None.
       activation: One of the activations.
-      looked_up: The result of the lookup for the update; not a tensor in all engines.
+      looked_up: What the update takes from the lookup; not a tensor in some engines.
       number: int64 scalar of a call in a graph, else None; see `_CallNumbers`.
     """
 
@@ -104,7 +104,7 @@ def mode(
       trainable: Whether the layer is to be trained.
       in_program: Whether the call is in a TPU program, which cannot be exported.
       in_replica: Whether the call is in strategy.run, or there is only one replica.
-      exportable: Whether the graph may be exported, with TensorFlow's ops only.
+      exportable: Whether the graph may be exported, so must use TensorFlow's ops only.
     """
     if recording and trainable:
         return Mode.TRAIN
@@ -197,11 +197,11 @@ class EngineTrainedTables:
         keras_api.set_state(layer, self._variables)
 
     def variables(self) -> dict[str, Any]:
-        """Returns what is saved beside growing tables, by its name in checkpoints."""
+        """Returns all that is saved except growing tables, by name in checkpoints."""
         return dict(self._variables)
 
     def parameters(self) -> dict[str, Any]:
-        """Returns by table the variable with its rows."""
+        """Returns the variable with the rows of each table, by the table's name."""
         return self.core.parameters()
 
     def stored(self) -> list[Any]:
@@ -225,7 +225,7 @@ class EngineTrainedTables:
         return [*variables, *(table.served for table in self._exported.values())]
 
     def _readers(self) -> dict[int, TableReader]:
-        """Returns tables by index for TensorFlow's ops, growing ones as they are now.
+        """Returns readers for TensorFlow's ops by table index; copies growing tables.
 
         Raises:
           NotImplementedError: If a table grows and the caller is not `model.export`.
@@ -272,7 +272,7 @@ class EngineTrainedTables:
         if chosen is Mode.TRAIN:
             activations = self._hooked(values, weights, activations, looked_up)
         elif watched:
-            # The batch between the ops is a variant, of which no gradient is made.
+            # The ops pass the batch on as a variant, which has no gradient.
             activations = [tf.stop_gradient(activation) for activation in activations]
         if chosen is not Mode.TRAIN and trainable:
             # tf.recompute_grad, and so keras.RematScope, computes gradients only of
@@ -301,10 +301,10 @@ class EngineTrainedTables:
         )
 
     def _may_be_exported(self) -> bool:
-        """Returns whether a traced graph may be saved: with TensorFlow's ops only."""
+        """Returns whether the graph may be saved, so must use TensorFlow's ops only."""
         if tf.executing_eagerly() or gradient_hook.is_evaluation():
             return False
-        # No process has whole tables; a function that it exports has no replicas.
+        # In a job no process has whole tables, and exported functions have no replicas.
         is_part = isinstance(self._topology, ProcessTopology)
         return not is_part or self._topology.run_context() is None
 
@@ -392,8 +392,8 @@ class EngineTrainedTables:
         """Updates in the gradient of a function, which cannot use `looked_up`.
 
         Whatever a function passes to its gradient needs a gradient itself, and
-        `looked_up` has none. A function of its own adds the control dependencies that
-        order and keep stateful ops, which the graph of a gradient lacks.
+        `looked_up` has none. An inner tf.function adds the control dependencies that
+        order stateful ops and keep them from being pruned; a gradient's graph has none.
 
         Returns:
           A tensor that waits for the update.
@@ -429,7 +429,7 @@ class EngineTrainedTables:
         return shapes
 
     def _create_core(self, shapes: Sequence[Any] | None) -> Core:
-        """Creates the tables, whose features get output shapes unless None."""
+        """Creates the tables; `shapes` are the features' output shapes, or None."""
         plan, size = self._features.plan, self._batch_size
         if shapes is not None:
             features = []
@@ -465,9 +465,9 @@ class EngineTrainedTables:
 class _CallNumbers:
     """Numbers calls in graphs, to reject a second gradient of one call.
 
-    The engine rejects it too, but what it needs for that cannot leave the graph of a
-    function for the graph of its gradient; a number can. Each cell keeps the last
-    number used of those that map to it; numbers only grow.
+    The engine rejects it too, but what it needs for that cannot pass from the graph of
+    a function to the graph of its gradient, while a number can. Each cell keeps the
+    last used number of those that map to it; numbers only grow.
     """
 
     def __init__(self) -> None:

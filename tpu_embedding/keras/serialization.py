@@ -90,7 +90,7 @@ def encode_sparse_core(config: Any) -> dict[str, Any] | None:
 
 
 def encode_optimizer(optimizer: Any, where: str) -> Any:
-    """Returns any optimizer that the layer accepts as JSON."""
+    """Returns as JSON any optimizer that the layer accepts."""
     if optimizer is None or isinstance(optimizer, str):
         return optimizer
     if is_keras_optimizer(optimizer):
@@ -167,7 +167,7 @@ def _encode_table(table: Any, invalid_ids: str | None) -> dict[str, Any]:
         "combiner": table.combiner,
         "name": table.name,
         "quantization_config": quantization,
-        # TensorFlow's TableConfig has a dtype since 2.20.
+        # TensorFlow's TableConfig has had a dtype since 2.20.
         "dtype": tf.as_dtype(getattr(table, "dtype", "float32")).name,
         # TensorFlow's TableConfig has no policy; the layer's applies to it.
         "invalid_ids": getattr(table, "invalid_ids", invalid_ids or "error"),
@@ -295,7 +295,7 @@ def save_state(
 
 def _save(array: Any, key: str, store: Any) -> None:
     value = tf.convert_to_tensor(array)
-    rounded = value.dtype == tf.bfloat16  # HDF5 has none.
+    rounded = value.dtype == tf.bfloat16  # HDF5 has no bfloat16.
     store[key] = tf.cast(value, tf.float32) if rounded else value
 
 
@@ -307,7 +307,7 @@ def save_hashings(plan: Plan, store: Any) -> None:
 
 
 def check_hashings(plan: Plan, store: Any) -> None:
-    """Raises ValueError if ids have other rows in the file."""
+    """Raises ValueError if the file gives ids other rows."""
     stored = set(store.keys())
     for spec in plan.tables:
         key = _key(hashing_name(spec.name))
@@ -354,7 +354,7 @@ def load_state(
 
 
 def _converted(keys: Mapping[str, Mapping[str, str]], store: Any) -> Any:
-    """Converts those arrays of a file whose tables are int8 only here or only there."""
+    """Converts arrays of tables that are int8 only in the layer or only in the file."""
     arrays: Any = store
     known = {key for own in keys.values() for key in own.values()}
     for name, own in keys.items():

@@ -1,4 +1,4 @@
-"""Checks the inputs of calls in which Keras has no values yet, but kinds and shapes."""
+"""Checks inputs of which Keras knows the kinds and shapes, but no values yet."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def from_shape(path: str, shape: Any) -> Symbol:
 
 
 def _tell_what_is_combined(spec: FeatureSpec, table: TableConfig, ids: Symbol) -> None:
-    """Warns once of a model's inputs that keras.layers.Embedding would not combine."""
+    """Warns once if ids are combined that keras.layers.Embedding would not combine."""
     combined = ids.dense_rank == 2 and ids.shape[1] != 1
     if combined and not spec.config.max_sequence_length:
         logging.log_first_n(

@@ -15,7 +15,7 @@ from tpu_embedding.telemetry import Telemetry
 
 
 class _Tables(NamedTuple):
-    """The tables of all `te.keras.Embedding`s of a model, beside its other layers."""
+    """Holds the tables of all `te.keras.Embedding`s of a model, as one layer."""
 
     name: str
     core: Any
@@ -57,7 +57,7 @@ class TelemetryCallback(keras_api.Callback):
           log_dir: The directory of the logs.
           every: See Telemetry.
           write_every: The number of batches between writes, which also wait until
-            Keras reports the end of `steps_per_execution`; None: each epoch's end.
+            Keras reports the end of `steps_per_execution`; None: after each epoch.
 
         Raises:
           ValueError: If `every` is not an int >= 1, or `write_every` neither None nor
@@ -118,7 +118,7 @@ class TelemetryCallback(keras_api.Callback):
         self._writer = tf.summary.create_file_writer(self._log_dir)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Notes how many batches came before.
+        """Notes the number of batches before this epoch.
 
         Raises:
           RuntimeError: If something else now counts for one of the layers.
@@ -137,8 +137,8 @@ class TelemetryCallback(keras_api.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Writes after every `write_every` batches."""
         del logs
-        # Keras calls it after several batches if `steps_per_execution` is set, with the
-        # number that the last one has, or would have if there were as many.
+        # With `steps_per_execution` Keras calls this after several batches, with the
+        # number of the last one, or a higher number if the epoch has fewer batches.
         steps = (self.params or {}).get("steps")
         done = batch + 1 if steps is None else min(batch + 1, steps)
         before, self._batches = self._batches, self._batches_before_epoch + done

@@ -72,7 +72,7 @@ def convert(model: Any, lazy: bool = False) -> Any:
 
 
 def _warn_of_skipped(model: Any) -> None:
-    """Warns of the layers that look rows up and stay as they are."""
+    """Warns of layers that look rows up but were not converted."""
     skipped = [
         f"{layer.name} of {type(layer).__module__}.{type(layer).__qualname__}"
         for layer in model._flatten_layers()
@@ -112,8 +112,8 @@ def load_model(path: Any, lazy: bool = False, **options: Any) -> Any:
     Args:
       path: A file or folder that the Keras of this process loads. Slots and iterations
         are read from it.
-      lazy: As for `RowSparseOptimizer`. Files of earlier versions of this package say
-        whether it was set, and then it stays.
+      lazy: As for `RowSparseOptimizer`. Files of earlier versions of this package
+        store it; if it is True there, it stays True.
       **options: As for `keras.saving.load_model`: `custom_objects`, `compile` and
         `safe_mode`.
 
@@ -167,7 +167,7 @@ def unconvert(model: Any) -> Any:
 def convert_process(note: Callable[[str, str], None] = lambda what, why: None) -> None:
     """Converts each Embedding and each optimizer of this process when it is built.
 
-    It calls `note` with a description of each, and why it was not converted, or "".
+    It calls `note` with a description of each and the reason not to convert it, or "".
     """
     keras_api.require_tensorflow("convert")
     _hook_embeddings(note)
@@ -223,7 +223,7 @@ def _convert_before(
                 why = str(error)
             note(what, why)
             if not why:
-                getattr(self, name)(*args, **kwargs)  # Of the class that it has now.
+                getattr(self, name)(*args, **kwargs)  # The method of its new class.
                 return
         make_slots(self, *args, **kwargs)
 
@@ -241,7 +241,7 @@ def _layers(model: Any, *classes: Any) -> list[Any]:
 
 
 def _read_by_functions(model: Any) -> list[Any]:
-    """Returns the layers in those that call functions of a SavedModel."""
+    """Returns the layers inside of layers that call functions of a SavedModel."""
     callers = list(filter(keras_api.runs_functions, model._flatten_layers()))
     if keras_api.is_part_of_saved_model(model):
         callers.append(model)
@@ -249,5 +249,5 @@ def _read_by_functions(model: Any) -> list[Any]:
 
 
 def _forget_traces(model: Any) -> None:
-    """Makes `fit` and the others trace the model again."""
+    """Makes `fit`, `evaluate` and `predict` trace the model again."""
     model.train_function = model.test_function = model.predict_function = None

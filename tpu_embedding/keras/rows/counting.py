@@ -39,8 +39,8 @@ class RowCounter:
     def __init__(self, table: Any) -> None:
         self._table = table
         self._size, self._dim = (int(axis) for axis in table.shape)
-        # The number of updates of which one counts, or 0; updates; those counted; their
-        # ids and distinct ids; those of them with a dense gradient, which names no ids.
+        # `every`, or 0; then numbers: of updates, of counted updates, of their ids and
+        # distinct ids, of counted updates with a dense gradient, which names no ids.
         self._totals = make_variable(np.zeros([6], np.int64))
         self._ids_by_row = make_variable(np.zeros([0], np.int64), [None])
         self._last = [make_variable(np.zeros([0], kind), [None]) for kind in _LAST]
@@ -55,7 +55,7 @@ class RowCounter:
         self._totals.assign([every, 0, 0, 0, 0, 0])  # Only now steps are counted.
 
     def read(self, num_hot_rows: int) -> TableCounts:
-        """Returns the counts; ids are not known if there was a dense gradient."""
+        """Returns the counts; those of ids and rows are None after a dense gradient."""
         by_row = self._ids_by_row.numpy()
         rows = np.flatnonzero(by_row)
         hottest = rows[np.lexsort((rows, -by_row[rows]))[:num_hot_rows]]
@@ -83,7 +83,7 @@ class RowCounter:
         return updates, counted
 
     def begin(self, gradient: Any, all_rows: bool) -> Callable[[], None]:
-        """Reads what an update will change; returns what counts it after that."""
+        """Reads what an update will change; returns a function that counts it later."""
         if is_in_xla():
             if self.owner is None:
                 return lambda: None
@@ -129,7 +129,7 @@ class RowCounter:
         )
 
         def end() -> None:
-            goes_on = self._totals.read_value()[0] > 0  # It may have been stopped.
+            goes_on = self._totals.read_value()[0] > 0  # Counting may have stopped.
             tf.cond(is_counted & goes_on, count, lambda: tf.constant(0))
             self._totals.assign_add([0, tf.cast(goes_on, tf.int64), 0, 0, 0, 0])
 
@@ -140,7 +140,7 @@ class RowCounter:
 def counted(
     pairs: Sequence[tuple[Any, Any]], by_rows: Callable[[Any, Any], bool]
 ) -> Iterator[None]:
-    """Counts a step of pairs of gradients and variables, for tables with a counter.
+    """Counts a step of (gradient, variable) pairs, for tables with a counter.
 
     `by_rows` takes a gradient and a table, and returns whether only rows are updated.
     """
@@ -160,11 +160,11 @@ def counted(
 def start_counting(
     tables: dict[str, Any], every: int, owner: Any
 ) -> Callable[[int | None], Counts]:
-    """Counts every n-th update of the tables for an owner; returns what reads it."""
+    """Counts every n-th update for an owner; returns a function that reads counts."""
     counters = {}
     for name, table in tables.items():
         table.counter = counters[name] = table.counter or RowCounter(table)
-        # An earlier owner of the table counts no more, nor in its other tables.
+        # An earlier owner of the table stops counting, in its other tables, too.
         for counter in table.counter.started_with:
             counter.start(0, None)
     for counter in counters.values():

@@ -32,8 +32,8 @@ from tpu_embedding.vocabulary import Hashing, RowHash
 
 _FIRST = ("input_dim", "output_dim", "embeddings_initializer")
 _RECORD = "hashing_record"  # The child of a hashed layer in checkpoints.
-_TABLES = ("_embeddings", "embeddings")  # The table there, of Keras 3 and of tf_keras.
-_LARGEST_FLOAT = 2**24  # The least whole number whose successor is no float32.
+_TABLES = ("_embeddings", "embeddings")  # Its table in Keras 3 and in tf_keras.
+_LARGEST_FLOAT = 2**24  # The smallest whole number whose successor is not a float32.
 
 
 class _Bags(NamedTuple):
@@ -70,7 +70,7 @@ class Embedding(WeightTable, keras_api.RowEmbedding):
     Args:
       *args: As for `keras.layers.Embedding`. `input_dim` may be a te.Hashing: then any
         integer is an id, whose value has `output_dim` columns. The attributes
-        `input_dim` and `output_dim` are then those of the table of its rows, and the
+        `input_dim` and `output_dim` are then those of the stored table, and the
         default of `embeddings_initializer` is that of a TableConfig.
       combiner: None, or "sum", "mean" or "sqrtn": the ids of the last axis are a bag,
         and the result is the sum of their rows, divided by the sum of the weights
@@ -83,12 +83,12 @@ class Embedding(WeightTable, keras_api.RowEmbedding):
       RuntimeError: If Keras does not run on TensorFlow.
     """
 
-    combiner: str | None = None  # Also of a layer that was converted.
+    combiner: str | None = None  # The default also serves converted layers.
     hashing: Hashing | None = None
-    is_read_by_functions = False  # Of a SavedModel, for all that the layer knows.
+    is_read_by_functions = False  # Whether functions of a SavedModel may read it.
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Returns a layer of the subclass that files name as this package's, if due."""
+        """Returns an OwnEmbedding if the arguments have an option that Keras lacks."""
         is_own = kwargs.get("combiner") is not None or _of_table(args, kwargs)[2]
         made: Any = OwnEmbedding if is_own and cls is Embedding else cls
         return super().__new__(made, *args, **kwargs)
@@ -107,12 +107,12 @@ class Embedding(WeightTable, keras_api.RowEmbedding):
             self.hashing_record = HashingRecord(hashing)
 
     def add_weight(self, *args: Any, **kwargs: Any) -> Any:
-        """Adds a weight, without a regularizer of strength 0: its gradient is dense."""
+        """Adds a weight; drops a regularizer of strength 0, whose gradient is dense."""
         if not regularizes(kwargs.get("regularizer")):
             kwargs["regularizer"] = None
         weight = super().add_weight(*args, **kwargs)
         if keras_api.loads_functions():
-            self.is_read_by_functions = True  # `convert` sees which layers are not.
+            self.is_read_by_functions = True  # `convert` clears it in other layers.
         else:
             make_table(weight)
         return weight
@@ -122,7 +122,7 @@ class Embedding(WeightTable, keras_api.RowEmbedding):
         return ModelTables(model)
 
     def make_tables(self) -> None:
-        """Lets the rows of the weights wait for gradients, of a copied layer, too."""
+        """Lets the rows of the weights wait for gradients, even in a copied layer."""
         for weight in self.trainable_weights:
             make_table(weight)
 
@@ -155,7 +155,7 @@ class Embedding(WeightTable, keras_api.RowEmbedding):
             return self._combined(super().call, inputs, weights)
 
     def quantized_call(self, inputs: Any, weights: Any = None) -> Any:
-        """Does what `call` does, of a table that Keras has quantized."""
+        """Does what `call` does, for a table that Keras has quantized."""
         return self._combined(super().quantized_call, inputs, weights)
 
     def _combined(self, look_up: Any, inputs: Any, weights: Any) -> Any:
@@ -180,7 +180,7 @@ class Embedding(WeightTable, keras_api.RowEmbedding):
         return tf.ensure_shape(found, [*inputs.shape[:-1], dim])
 
     def _check(self, ids: Any, weights: Any) -> None:
-        """Refuses what the combiner cannot take, of symbols, too."""
+        """Refuses ids and weights that the combiner cannot take, also symbolic ones."""
         if self.combiner is None:
             if weights is not None:
                 raise ValueError(
@@ -203,7 +203,7 @@ class Embedding(WeightTable, keras_api.RowEmbedding):
             )
 
     def compute_output_spec(self, inputs: Any, weights: Any = None) -> Any:
-        """Returns what Keras 3 knows of a result before there are ids."""
+        """Returns the shape and dtype of a result; Keras 3 asks when it has no ids."""
         self._check(inputs, weights)
         if self.combiner is None:
             return super().compute_output_spec(inputs)
@@ -222,7 +222,7 @@ class Embedding(WeightTable, keras_api.RowEmbedding):
         return (*axes, value_dim(self.hashing, self.output_dim))
 
     def save_own_variables(self, store: Any) -> None:
-        """Writes what Keras's layer does, and the hashing."""
+        """Writes the variables of Keras's layer, and the Hashing."""
         super().save_own_variables(store)
         if self.hashing is not None:
             store[HASHING] = hashing_numbers(self.hashing)
@@ -231,7 +231,7 @@ class Embedding(WeightTable, keras_api.RowEmbedding):
         """Reads the variables of Keras's layer.
 
         Raises:
-          ValueError: If ids have other rows in the file, or the table another shape.
+          ValueError: If the file gives ids other rows, or its table has another shape.
         """
         super().load_own_variables(_checked_store(self.name, self.hashing, store))
 
@@ -248,7 +248,7 @@ class Embedding(WeightTable, keras_api.RowEmbedding):
         return super()._lookup_dependency(name, *args, **kwargs)
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the configuration of Keras's layer, combiner and hashing."""
+        """Returns the configuration of Keras's layer, with combiner and Hashing."""
         config = super().get_config()
         if self.hashing is not None:
             dim = value_dim(self.hashing, self.output_dim)
@@ -262,7 +262,7 @@ class OwnEmbedding(Embedding):
     """An Embedding with options that Keras lacks, which has its own name in files."""
 
 
-OwnEmbedding.__name__ = Embedding.__name__  # Which is also the place of its weights.
+OwnEmbedding.__name__ = Embedding.__name__  # Files store its weights by this name.
 keras_api.register(OwnEmbedding)
 keras_api.save_as(Embedding, keras_api.Embedding)
 
@@ -321,7 +321,7 @@ def _check_checkpoint(layer: str, hashing: Hashing, path: str) -> None:
     restores is known only when its record is read, and the record checks that one.
 
     Raises:
-      ValueError: If the ids of all layers there have other rows.
+      ValueError: If no layer of the checkpoint gives ids the same rows.
     """
     stored = _stored_hashings(Bundle(path))
     if stored and hashing not in stored:
@@ -345,7 +345,7 @@ def _of_table(
 ) -> tuple[tuple[Any, ...], dict[str, Any], Hashing | None]:
     """Returns the arguments of Keras's layer for the table, and the Hashing or None.
 
-    In the result of `get_config` the Hashing's options are in place of `input_dim`.
+    `get_config` returns the options of a Hashing in place of `input_dim`.
     """
     named = {**dict(zip(_FIRST, args, strict=False)), **kwargs}
     hashing = named.get("input_dim")
@@ -367,7 +367,7 @@ def _checked_store(name: str, hashing: Hashing | None, store: Any) -> Any:
     """Returns the weights of a file as Keras's layer reads them.
 
     Raises:
-      ValueError: If ids have other rows in the file.
+      ValueError: If the file gives ids other rows.
     """
     keys = {*store.keys()}  # A store cannot say whether it has a key.
     stored = None
@@ -387,7 +387,7 @@ def _look_up_rows(
     hashing: Hashing | None,
     combine: Callable[[tf.Tensor], tf.Tensor] = lambda rows: rows,
 ) -> Any:
-    """Looks up ids, whose rows of each hash are combined before they are joined.
+    """Looks up ids; combines the rows of each hash, then joins those of all hashes.
 
     Args:
       look_up: A function that reads rows by their numbers.
@@ -410,7 +410,7 @@ def _look_up_rows(
 
 
 def _integers(name: str, ids: Any) -> tf.Tensor:
-    """Converts ids to int64 or int32; float32 has only some numbers above 2**24."""
+    """Converts ids to int64 or int32; float32 lacks some integers above 2**24."""
     ids = tf.convert_to_tensor(ids)
     if not ids.dtype.is_floating:
         flat = to_id_batch(name, tf.reshape(ids, [-1])).ids

@@ -1,7 +1,7 @@
 """Updates the rows of all tables of a step by one op of the library.
 
-It is the op of the CPU engine, applied to the variables of Keras: it updates an
-embedding whose features are the gradients.
+It is the op of the host engine, applied to the variables of Keras: each gradient plays
+the part of a feature of an embedding.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def update(
 
     Args:
       rule: A rule whose learning rate is a callable.
-      tables: The tables, which fit the rule; the rows of all wait, or of none.
+      tables: The tables, which fit the rule; the rows of all or of none of them wait.
       updates: The number of updates before, which the rate may take.
       steps: The `step` of `Waiting.advance` for each table whose rows wait.
     """
@@ -76,7 +76,7 @@ def update(
 
 
 class _Updates:
-    """Updates tables of given names, rows and columns by one rule, as a plan."""
+    """Updates tables of given names and sizes by one rule, through a plan of them."""
 
     def __init__(self, rule: Optimizer, tables: Sequence[tuple[str, int, int]]) -> None:
         configs = [TableConfig(rows, dim, combiner="sum") for _, rows, dim in tables]

@@ -45,14 +45,14 @@ _STRATEGIES = (tf.distribute.OneDeviceStrategy, tf.distribute.MirroredStrategy)
 
 
 class TouchedRows:
-    """The rows of a variable that a gradient names, in the role of the variable.
+    """Stands in for a variable, with only the rows that a gradient names.
 
     The class has what an `update_step` of Keras needs. The variable does not change.
     """
 
     def __init__(self, value: tf.Tensor, key: Any) -> None:
         self.value = value
-        self._unique_id = key  # By which optimizers find the slots of a variable.
+        self._unique_id = key  # Optimizers find the slots of a variable by it.
         self.dtype = value.dtype
 
     def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
@@ -78,7 +78,7 @@ for _name in _tensor.OVERLOADABLE_OPERATORS:
 
 
 class _OnTouchedRows:
-    """An optimizer, as its `update_step` sees it, whose slots are touched rows."""
+    """Shows an optimizer to its `update_step`, with touched rows in place of slots."""
 
     def __init__(self, optimizer: Any, slots: Mapping[str, Any]) -> None:
         self.__dict__.update(slots, _optimizer=optimizer)
@@ -96,7 +96,7 @@ class UpdatesRows:
     _rule: Any  # The class of Keras.
     lazy: bool = False
     _owner: int | None = None
-    _dense_tables: frozenset[str] = frozenset()  # Whose steps are dense, as was said.
+    _dense_tables: frozenset[str] = frozenset()  # A warning named each of them.
     _ways: dict[str, str]
 
     @property
@@ -105,7 +105,7 @@ class UpdatesRows:
         return dict(self.__dict__.get("_ways", {}))
 
     def build(self: Any, variables: Any) -> None:
-        """Creates the slots: by now options or the strategy may be others."""
+        """Creates the slots, after another check of the options and the strategy."""
         _check_use(self, self._rule.__name__)
         had_slots = keras_api.is_built(self)  # tf_keras builds in each step.
         self._rule.build(self, variables)
@@ -122,13 +122,13 @@ class UpdatesRows:
         return optimizer
 
     def wait_for(self: Any, variables: Any) -> None:
-        """Lets rows of tables wait, once there are slots."""
+        """Lets rows of tables wait, if the optimizer has its slots."""
         if keras_api.is_built(self):
             for variable in variables:
                 self._wait(variable)
 
     def _wait(self: Any, variable: Any) -> None:
-        """Lets the rows of a table wait, if they do anything while they wait."""
+        """Lets the rows of a table wait, if steps without a gradient change them."""
         parts = components(variable)
         if not all(isinstance(part, TableVariable) for part in parts):
             return
@@ -198,7 +198,7 @@ class UpdatesRows:
                 self._rule.update_step(self, gradient, variable, *rate)
             return
         if waiting.decays and is_in_xla():
-            with tf.init_scope():  # At the rate of now.
+            with tf.init_scope():  # At the current rate.
                 if float(self._shrinkage(waiting)) >= 1.0:
                     raise ValueError(large_decay(variable.name))
         with tf.control_dependencies(
@@ -257,7 +257,7 @@ class UpdatesRows:
         return False
 
     def _step_densely(self: Any, variable: Any, why: str) -> None:
-        """Notes that a table has dense steps, with one warning."""
+        """Notes that steps update all rows of a table, and warns once."""
         if variable.name in self._dense_tables:
             return
         self.__dict__["_dense_tables"] = self._dense_tables | {variable.name}
@@ -312,7 +312,7 @@ class UpdatesRows:
     def update_rows(
         self: Any, gradients_and_variables: Any, rate: Any
     ) -> list[tuple[Any, Any]]:
-        """Updates what the library can in one op; `update_step` does the others.
+        """Updates in one op what the library can; `update_step` updates the others.
 
         It leaves a variable that occurs twice to `update_step`, which keeps the order.
 
@@ -449,7 +449,7 @@ def _row_sparse_class(rule: Any) -> Any:
     return cls
 
 
-# The class whose rows wait, by the class of Keras.
+# The class that updates rows, by the class of Keras.
 CLASSES = {
     rule: _row_sparse_class(rule)
     for rule in (getattr(keras_api.optimizers, name) for name in RULES)
@@ -467,8 +467,8 @@ def RowSparseOptimizer(inner: Any, lazy: bool = False) -> Any:  # noqa: N802
     by the optimizer itself.
 
     The numbers are those of Keras with dense gradients, for every optimizer. Momenta
-    and weight decay move a row also in the steps that do not name it; the row is caught
-    up on these steps when it is read or updated next. Whatever reads a whole table or
+    and weight decay move a row even in steps that do not name it; the row is caught up
+    on these steps when it is read or updated next. Whatever reads a whole table or
     slot first catches all rows up.
 
     `inner` stays the same object but gets a subclass of its class, so slots, learning

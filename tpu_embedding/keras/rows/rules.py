@@ -1,4 +1,4 @@
-"""The rules of Keras's optimizers, beside their `update_step`.
+"""What this package knows of the rules of Keras's optimizers.
 
 `rule_of` returns those that the kernels have, and `idle_of` returns what each rule does
 to rows without a gradient.
@@ -149,8 +149,8 @@ class _Rule(NamedTuple):
     Attributes:
       slots: The attributes of the class that hold slots, one for each variable.
       idle: Returns the Idle of an optimizer.
-      weight: Returns c_s of `optimizers/idle.py`, of an optimizer and a step's rate.
-      note: Returns the further number that the rule needs of a step, from the same.
+      weight: Returns c_s of `optimizers/idle.py` for an optimizer and a step's rate.
+      note: Returns, for the same arguments, another number that the rule needs.
       names: The names of slots in checkpoints, where a class of this package has them.
       make: Makes the rule of the kernels, of a callable learning rate and `options` by
         name; None if they lack it.
@@ -257,7 +257,7 @@ def rule_of(optimizer: Any, cls: type, rate: Any) -> base.Optimizer | None:
         return None
     options = {name: getattr(optimizer, name) for name in rule.options}
     if not all(isinstance(value, numbers.Real) for value in options.values()):
-        return None  # Such as a tensor.
+        return None  # An option is a tensor, for example.
     return rule.make(lambda: rate, **options)
 
 

@@ -1,4 +1,4 @@
-"""The tables of Keras models, as checkpoints, serving and plans see tables."""
+"""The tables of Keras models, in the form that checkpoints, serving and plans use."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tpu_embedding.tf_configs import convert_features
 from tpu_embedding.vocabulary import Hashing
 
 _LAYER = "te.keras.Embedding"
-# Of each model by consumer.
+# The delta writers of each model, by consumer.
 _DELTA_WRITERS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
@@ -77,7 +77,7 @@ class ModelTables(WeightTables):
         return innermost(getattr(self._model, "optimizer", None))
 
     def _slots(self) -> Iterator[tuple[str, str, Any]]:
-        """Yields table, name and variable of each slot; makes them if need be."""
+        """Yields table, name and variable of each slot; creates the slots if needed."""
         optimizer = self._optimizer
         if optimizer is None:
             return
@@ -102,7 +102,7 @@ class ModelTables(WeightTables):
                     yield layer.name, names[name], slot
 
     def tables(self) -> dict[str, Table]:
-        for layer in self.layers:  # Whose weights may be others by now.
+        for layer in self.layers:  # Their weights may have changed.
             _check(layer)
         rows: dict[str, dict[str, MutableTableRows]] = {
             layer.name: {PARAMETERS: _rows(layer.embeddings)} for layer in self.layers
@@ -135,7 +135,7 @@ class ModelTables(WeightTables):
     def completed(
         self, source: LogicalCheckpoint, names: Mapping[str, str]
     ) -> LogicalCheckpoint:
-        """Adds the slots of a file of Keras, if it is of such a model and optimizer."""
+        """Adds the slots of a Keras file, if its model and optimizer match these."""
         numbered, optimizer = source.numbered, self._optimizer
         if numbered is None or optimizer is None:
             return source
@@ -210,7 +210,7 @@ class ModelTables(WeightTables):
         return translate_keras_optimizer(rule.from_config(optimizer.get_config()))
 
     def changes(self, consumer: str) -> ComparedRows:
-        """See `StoredTables.changes`: Keras, too, writes tables."""
+        """See `StoredTables.changes`; it compares rows, as Keras also writes them."""
         del consumer
         return ComparedRows(self.tables)
 
@@ -257,7 +257,7 @@ _served: contextvars.ContextVar[Mapping[int, TableReader] | None] = (
 
 
 def served_table(layer: Any) -> Callable[[Any], Any] | None:
-    """Returns what looks ids up in the exported table; None outside of an export."""
+    """Returns a function that looks ids up in the exported table, or None elsewhere."""
     reader = (_served.get() or {}).get(id(layer))
     if reader is None:
         return None
@@ -280,7 +280,7 @@ def served_table(layer: Any) -> Callable[[Any], Any] | None:
 
 
 def _field(tensor: Any) -> tuple[dict[str, tf.TensorSpec], Callable[[Any], Any]]:
-    """Returns the inputs of a signature for one of a model, and what joins them."""
+    """Returns a signature's inputs for one input of a model, and what joins them."""
     name = input_name(tensor._keras_history[0].name)
     described = keras_api.symbol(tensor)
     shape, dtype = list(described.shape), tf.as_dtype(tensor.dtype)
@@ -316,7 +316,7 @@ def _check(layer: Any) -> None:
 
 
 def value_dim(hashing: Hashing | None, columns: int) -> int:
-    """Returns the width of the value of an id, in a table of so many columns."""
+    """Returns the width of an id's value in a table with this number of columns."""
     if hashing is None or hashing.combine == "sum":
         return columns
     return columns * hashing.hashes
@@ -354,10 +354,10 @@ def _rows(variable: Any, start: float | None = None) -> MutableTableRows:
 
 
 class ComparedRows:
-    """The rows of static tables that changed for one consumer; see `RowChanges`.
+    """Finds the rows of static tables that changed for a consumer; see `RowChanges`.
 
-    Nothing has to note an update: of each row it keeps a fingerprint, of 64 bits.
-    Two values of a row have the same one with a probability of about 2^-64.
+    It compares a fingerprint of 64 bits of each row, so updates need not be noted. Two
+    values of a row have the same one with a probability of about 2^-64.
     """
 
     group = None
@@ -398,7 +398,7 @@ class ComparedRows:
 
 
 def _fingerprints(table: Table) -> np.ndarray:
-    """Returns a number for the value of each row, int64 [V]."""
+    """Returns a fingerprint of the values of each row, int64 [V]."""
     rows = table.rows[PARAMETERS]
     found = np.empty([rows.shape[0]], np.int64)
     for start in range(0, len(found), rows.slice_rows):

@@ -38,10 +38,10 @@ from tpu_embedding.tables.waiting import (
     scatter,
 )
 
-# Rows that TensorFlow's ops catch up at one time, and values, which bound the memory.
+# The most values that TensorFlow's ops catch up at one time, to bound the memory.
 _VALUES_AT_ONCE = 1 << 20
 
-# Variables are here unless told otherwise, and this process has the ops.
+# The default device of variables; this process, which owns it, has the ops.
 _DEVICE = "/job:localhost/replica:0/task:0/device:CPU:0"
 
 _owners = itertools.count(1)
@@ -49,12 +49,12 @@ _Variable = resource_variable_ops.ResourceVariable
 
 
 def new_owner() -> int:
-    """Returns a number for an optimizer, of which `Waiting.clock` has the last one."""
+    """Returns a new number for an optimizer; `Waiting.clock` has that of the owner."""
     return next(_owners)
 
 
 def other_optimizer(name: str) -> str:
-    """Returns the error text of a step with a table that another optimizer has now."""
+    """Returns the error text of a step on a table that now has another optimizer."""
     return (
         f"{name} is no longer trained by the optimizer of this step: another one was "
         "built for it, or te.keras.unconvert changed it back. Train a table with one "
@@ -119,11 +119,11 @@ class Waiting:
         self.capacity = history_length(rows, horizon)
         terms = len(self._quadrature.nodes) if self._quadrature else 1
         with tf.init_scope(), tf.device(variables[0].device):
-            # The number of steps, the step at which all rows were caught up, the owner.
+            # The number of steps, the last at which all rows were caught up, the owner.
             self.clock = make_variable(np.array([0, 0, owner], np.int64))
             self.since = make_variable(np.zeros(rows, np.int32))
             # For each step: the logarithm of all decay factors so far, a number that
-            # the rule needs, and the weights of a row that waits since then.
+            # the rule needs, and the weights of a row that has waited since then.
             self.history = make_variable(np.zeros([self.capacity, 2 + terms]))
 
     def arguments(self) -> dict[str, Any]:
@@ -182,7 +182,7 @@ class Waiting:
         return self._idled(stored, gather(self.since, rows))
 
     def _idled(self, values: list[tf.Tensor], since: tf.Tensor) -> list[tf.Tensor]:
-        """Takes the steps since then, all at once."""
+        """Applies the steps after `since` to the values of rows, all at once."""
         idle, dtype = self.idle, values[0].dtype
         now, floor, _ = tf.unstack(_read(self.clock))
         since = tf.maximum(tf.cast(since, tf.int64), floor)
@@ -191,7 +191,7 @@ class Waiting:
         end = gather(self.history, now % self.capacity)
         row, slots = values[0], values[1:]
         weights, moved = start[..., 2:], tf.zeros([], dtype)
-        if idle.move == "sign":  # Sums from the first step on.
+        if idle.move == "sign":  # The history holds sums from the first step on.
             weights = (end[2:] - weights) * tf.exp(start[..., :1])
         terms = self.history.shape[1] - 2
         factors = [tf.cast(w, dtype) for w in tf.split(weights, terms, -1)]
@@ -273,8 +273,8 @@ class Waiting:
         """Counts a step.
 
         Args:
-          step: float64 [3]: c_s of `idle.py`, a number that the rule needs of the step,
-            and the share of itself that a row loses by weight decay.
+          step: float64 [3]: c_s of `idle.py`, another number of the step that the rule
+            needs, and the share of itself that a row loses by weight decay.
           dense: Whether the step has updated all rows, which were caught up before.
         """
         kernels = kernels_for(self.variables)
@@ -309,7 +309,7 @@ class Waiting:
         )
         floor = now + 1 if dense else floor
         _assign(self.clock, tf.stack([now + 1, floor, owner]))
-        # Sums of a sign grow with the decay, and must not overflow.
+        # The sums for "sign" grow with the decay, and must not overflow.
         is_full = (now + 2 - floor >= self.capacity) | (log < -300.0)
         _when(is_full, self._catch_up_all)
 
@@ -322,7 +322,7 @@ class Waiting:
             _assign(self.clock, tf.stack([now, now, tf.zeros_like(now)]))
 
     def check_step(self, shrinkage: tf.Tensor) -> Any:
-        """Returns an op that refuses a step, before anything has changed."""
+        """Returns an op that refuses a wrong step before it changes anything."""
         name = self.variables[0].name
         owned = tf.debugging.assert_equal(
             _read(self.clock)[2],
@@ -335,7 +335,7 @@ class Waiting:
         return tf.group(owned, shrinks)
 
     def flush(self) -> None:
-        """Catches all rows up, if there may be one that waits."""
+        """Catches all rows up, if any may be waiting."""
         if self.is_quiet():
             return
         graph = tf.compat.v1.get_default_graph()
@@ -450,7 +450,7 @@ def components(variable: Any) -> tuple[Any, ...]:
 
 
 def make_table(variable: Any) -> bool:
-    """Makes a weight one whose rows may wait; returns whether it is one now."""
+    """Lets the rows of a weight wait; returns whether they may wait now."""
     made = [make_waiting(part, TableVariable) for part in components(variable)]
     return all(made)
 
@@ -475,7 +475,7 @@ def local(variable: Any) -> Any:
 
 
 def take_over(variable: TableVariable, waiting: Waiting | None) -> None:
-    """Gives a table and its slots to an optimizer, for which rows may wait or not."""
+    """Gives a table and its slots to an optimizer; None means that no rows wait."""
     before: Any = variable.waiting
     if before is not None:
         before.release()
