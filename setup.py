@@ -10,9 +10,9 @@ Environment variables:
     TPU_EMBEDDING_BUILD_OPS  0: build no library. The package then runs on the portable
         engine, which needs none.
     TPU_EMBEDDING_BUILD_SOFTWARE_TPU  0: leave out the library of SoftwareTPUStrategy,
-        a test double, which takes about half of the time.
+        a test double that takes about half of the build time.
     TPU_EMBEDDING_TENSORFLOW  The folder `tensorflow` of an unpacked wheel, to compile
-        for another machine than this one, by a compiler for that machine.
+        for another kind of machine; CXX must then name a compiler for it.
     CXX  The C++ compiler, `g++` by default.
 """
 
@@ -50,9 +50,9 @@ SOURCES = {
 }
 
 # -ffp-contract=off: the code for each level of CPU (core/simd.h) differs in speed, not
-# in bits. -fno-math-errno: sqrt becomes one instruction. -fno-trapping-math: allows
-# divisions whose result is not used, without which loops with a condition are not
-# vectorized for AVX2. Never -march=native: a wheel must run on every machine.
+# in bits. -fno-math-errno: sqrt becomes one instruction. -fno-trapping-math: lets
+# the compiler divide and discard the result, as it must to vectorize loops with a
+# condition for AVX2. Never -march=native: a wheel must run on every machine.
 FLAGS = (
     *("-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
     *("-Wall", "-Wextra", "-Werror", "-pthread", f"-I{CC}", f"-I{SOFTWARE_TPU_CC}"),
@@ -77,7 +77,7 @@ PRECOMPILED = "".join(
 FEW_OPS = 4
 
 # Runs in a process of its own: importing a TensorFlow with a wrong libtpu can abort.
-# Two modules of the package are executed; to execute the package takes seconds.
+# It executes only two modules of TensorFlow, because importing all of it takes seconds.
 ASK_TENSORFLOW = """
 import json, sys
 from importlib import util
@@ -128,7 +128,7 @@ def ask_tensorflow() -> tuple[str, list[str], list[str]]:
 
 
 def read_tensorflow(folder: pathlib.Path) -> tuple[str, list[str], list[str]]:
-    """Returns what `ask_tensorflow` does of an unpacked wheel.
+    """Returns the result of `ask_tensorflow` for an unpacked wheel.
 
     The flags are those of all wheels of TensorFlow since 2.18.
     """
@@ -149,7 +149,7 @@ def read_tensorflow(folder: pathlib.Path) -> tuple[str, list[str], list[str]]:
 def warn_of_another_tensorflow() -> None:
     """Warns if the extra `cpu` would replace the files of another distribution.
 
-    A build is not told the extras that pip was asked for.
+    A build cannot find out which extras pip was asked for.
     """
     names = {d.name.replace("-", "_") for d in importlib.metadata.distributions()}
     others = names.intersection(OTHER_TENSORFLOWS)
@@ -198,7 +198,7 @@ class BuildOps(build_ext.build_ext):
         self.set_core_flags([f for f in compile_flags if not f.startswith("-I")])
         self.op_flags = [
             *FLAGS,
-            # As system headers, TensorFlow's cause no warnings.
+            # TensorFlow's headers cause no warnings if they are system headers.
             *(flag.replace("-I", "-isystem", 1) for flag in compile_flags),
             f'-DTPU_EMBEDDING_TF_VERSION="{version}"',
             *OP_FLAGS,
@@ -213,7 +213,7 @@ class BuildOps(build_ext.build_ext):
             self.build_extension(ext)
 
     def find_compiler(self) -> None:
-        """Takes the compiler of CXX, which must exist."""
+        """Sets the compiler that CXX names, which must exist."""
         self.cxx = shlex.split(os.environ.get("CXX", "g++"))
         if not self.cxx or shutil.which(self.cxx[0]) is None:
             raise fail(
@@ -222,7 +222,7 @@ class BuildOps(build_ext.build_ext):
             )
 
     def set_core_flags(self, of_tensorflow: list[str]) -> None:
-        """Sets the flags of the core, with those of TensorFlow that are no folders.
+        """Sets the core's flags: its own and TensorFlow's, without the include folders.
 
         The core includes none of TensorFlow's headers, so that its objects serve all
         versions whose other flags, the C++ standard and ABI, are equal.
@@ -257,7 +257,7 @@ class BuildOps(build_ext.build_ext):
         target = pathlib.Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         print(f"linking {target}", flush=True)
-        # Linked beside the target and moved: a process may have the old library open.
+        # Link beside the target, then move: a process may have the old library open.
         beside = target.with_suffix(".tmp")
         objects = [str(self.object_of(source)) for source in ext.sources]
         flags = list(self.tf_link_flags)
@@ -268,7 +268,7 @@ class BuildOps(build_ext.build_ext):
         beside.replace(target)
 
     def folder_of_objects(self, flags: list[str]) -> pathlib.Path:
-        """Returns the folder for a compiler and flags, which include TensorFlow's.
+        """Returns the folder of objects for this compiler and these flags.
 
         Objects of different builds are never linked together.
         """
@@ -330,10 +330,10 @@ class BuildOps(build_ext.build_ext):
 
 
 class BuildCore(BuildOps):
-    """Compiles the core alone, which needs no TensorFlow: while pip installs that."""
+    """Compiles only the core, which needs no TensorFlow, while pip installs that."""
 
     def build_extensions(self) -> None:
-        """Leaves objects where `build_ext` finds those with the flags of wheels."""
+        """Compiles the core with the flags of wheels, into `build_ext`'s folder."""
         self.find_compiler()
         self.set_core_flags([*WHEEL_FLAGS])
         self.compile_stale(is_core)
@@ -358,7 +358,7 @@ def extensions() -> list[setuptools.Extension]:
 if __name__ == "__main__":
     warn_of_another_tensorflow()
     setuptools.setup(
-        # Not in pyproject.toml: setuptools before 77 and since then each refuse the
+        # Not in pyproject.toml: setuptools before 77 and later ones reject each
         # other's syntax, and both are in use.
         license="Apache-2.0",
         ext_modules=extensions(),

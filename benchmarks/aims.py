@@ -1,19 +1,19 @@
-"""Aims: how many times faster than each peer, in one run."""
+"""Aims: how many times faster than each peer ours must be in the same run."""
 
 from __future__ import annotations
 
 BANDWIDTH = 0.6
-"""Of a copy's bandwidth in the same run, for the step of "dlrm" with Adagrad."""
+"""The share of a copy's bandwidth in the same run, for "dlrm" steps with Adagrad."""
 
 PREPROCESSING = {"dlrm": 2.0}
-"""By scenario how many times faster than each peer, at each number of devices."""
+"""How many times faster than each peer at each number of devices, by scenario."""
 
 SERVING = 1.0
-"""At most so many times the peer's latency, by any signature, at each batch size."""
+"""The largest multiple of the peer's latency, by any signature at any batch size."""
 
 _TENSORFLOW = ("tfrs", "keras_rs", "tensorflow_nn")
 
-# By scenario, optimizer and function ("step" or "lookup"), then by peer.
+# Aims of training steps, by scenario, optimizer and "step", then by peer.
 _STEPS = {
     ("dlrm", "adagrad", "step"): {
         "fbgemm": 5.0,
@@ -44,7 +44,7 @@ _LOOKUPS = {
 
 
 def aim(scenario: str, optimizer: str, peer: str, function: str) -> float | None:
-    """The aim for the time of a peer divided by our time, or None."""
+    """Returns the aim for the time of a peer divided by our time, or None."""
     if function == "lookup":
         return _LOOKUPS.get(scenario, {}).get(peer)
     return _STEPS.get((scenario, optimizer, function), {}).get(peer)

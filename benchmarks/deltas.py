@@ -1,15 +1,15 @@
-"""What deltas cost a trainer, and how soon a served model has its rows.
+"""Measures what deltas cost a trainer, and how soon a served model has new rows.
 
     python -m benchmarks.deltas [--only tracking] [--rounds 12]
 
-`tracking`: steps without a consumer, with one and with four, in turns; the least of all
-rounds counts. A step is enqueue, dequeue and apply_gradients without a dense model, so
-the share of tracking is the largest possible. Every consumer begins with a round, and
-the rows that the round changes are marked for the first time.
+`tracking` alternates steps without a consumer, with one and with four; the fastest of
+all rounds counts. A step is enqueue, dequeue and apply_gradients without a dense model,
+so the share of tracking is the largest possible. Consumers are new in every round, so
+each row that the round changes is marked for the first time.
 
-`publish`: the time from export_delta in this process to an answer with the new rows, by
-a model that another process serves. It takes the blocks over the loopback interface,
-each after the answer to the one before.
+`publish` measures the time from export_delta in this process until a model that another
+process serves answers with the new rows. It gets the blocks over the loopback
+interface, each after the answer to the previous one.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""CPU time of a training step of several processes, ours beside other systems.
+"""Compares the CPU time of a training step in several processes with other systems.
 
     python -m benchmarks.distributed [--processes 2] [--systems SYSTEM ...] [--rounds 3]
     python -m benchmarks.distributed --tables 1 --steps 100 --vocabularies 10000 1000000
 
 26 tables of 80,000 x 64; each process trains on 2,048 samples of 10 Zipf-distributed
 IDs for each table. There is no dense model: all gradients are 1. In each round each
-system runs once, as a job of its own; the figures are medians over the rounds of CPU
-microseconds of all processes per sample, of wall milliseconds of a step, and of the
-megabytes that a process sends in a step, where the system counts them. The table is
+system runs once, as a job of its own; the figures are medians over the rounds: the CPU
+microseconds of all processes per sample, the wall milliseconds of a step, and the
+megabytes that a process sends in a step, if the system counts them. The table is
 printed and written to build/bench/distributed.md.
 
 `--vocabularies` compares tables of these numbers of rows instead. Their batches name
-equally many distinct rows, spread over the whole table. The aim is one of the median,
-over the rounds, of the CPU time beside that of the fewest rows in the same round.
+equally many distinct rows, spread over the whole table. The aim limits the median,
+over the rounds, of the CPU time divided by that of the smallest table in the round.
 
 Systems are written SYSTEM:OPTIMIZER[:WIRE]. SYSTEM is `ours`, `torchrec` (over gloo,
 table-wise, optimizer fused into the backward pass; install it by `make bench-peers`) or
@@ -48,14 +48,14 @@ DEFAULT = (
     *("torchrec:rowwise_adagrad", "ours:adagrad:bfloat16"),
     *("ours:rowwise_adagrad:bfloat16", "mirrored:adagrad"),
 )
-# CPU microseconds of all processes per sample, two processes, the default workload.
+# Aims: the CPU microseconds of two processes per sample, with the default workload.
 AIMS = {
     "ours:adagrad": 54.0,
     "ours:rowwise_adagrad": 48.0,
     "ours:adagrad:bfloat16": 41.0,
     "ours:rowwise_adagrad:bfloat16": 35.0,
 }
-VOCABULARY_AIM = 1.3  # Times the cost with the fewest rows.
+VOCABULARY_AIM = 1.3  # As a multiple of the cost of the smallest table.
 _LIMIT_SECONDS = 900
 # The answer to another process's last message may still be on its way.
 _LAST_WORDS_SECONDS = 1.0
@@ -103,7 +103,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def work(job: Job) -> None:
-    """One process of a job: trains, and prints what the timed steps took."""
+    """Runs one process of a job: trains, and prints what the timed steps took."""
     module = {"ours": "job_tpu_embedding"}.get(job.system, f"job_{job.system}")
     running = importlib.import_module(f"benchmarks.peers.{module}").start(job)
     for number in range(3):
@@ -121,11 +121,11 @@ def work(job: Job) -> None:
         found["sent"] = (running.bytes_sent() - sent) / job.steps
     print("RESULT", json.dumps(found), flush=True)
     time.sleep(_LAST_WORDS_SECONDS)
-    os._exit(0)  # Leaving a job in order may wait for the others.
+    os._exit(0)  # A regular exit may wait for the other processes.
 
 
 def cpu_seconds() -> float:
-    """Of this process, all threads."""
+    """Returns the CPU seconds of this process, in all threads."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
@@ -134,7 +134,7 @@ def measure(job: Job) -> Figures:
     """Runs all processes of a job.
 
     Raises:
-      RuntimeError: If one fails; with the last line that it printed.
+      RuntimeError: If a process fails; the text is the last line that it printed.
     """
     number = len(job.addresses)
     with contextlib.ExitStack() as stack:
@@ -176,7 +176,7 @@ def measure(job: Job) -> Figures:
         for first, found in zip(ended, results, strict=True)
         if "error" in found
     ]
-    if errors:  # Of a process that ended first: the others fail for want of it.
+    if errors:  # Take one of a process that ended first: others fail because it ended.
         raise RuntimeError(max(errors)[2])
     samples = number * job.scenario.batch_size * job.steps
     return Figures(
@@ -196,7 +196,7 @@ def _result(printed: str, code: int) -> dict[str, Any]:
 
 
 def free_addresses(number: int) -> list[str]:
-    """Free ports of this machine."""
+    """Returns addresses of free ports of this machine."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
         for one in sockets:
@@ -205,7 +205,7 @@ def free_addresses(number: int) -> list[str]:
 
 
 def make_job(flags: argparse.Namespace, system: str, rows: int, drawn: int) -> Job:
-    """A job on tables of `rows` rows, of which batches name the first `drawn`."""
+    """Makes a job on tables of `rows` rows, of which batches name up to `drawn`."""
     name, optimizer, wire = (*system.split(":"), "float32")[:3]
     workload = Scenario(
         "distributed",
@@ -227,7 +227,7 @@ def make_job(flags: argparse.Namespace, system: str, rows: int, drawn: int) -> J
 
 
 def ratios(found: dict[str, list[Figures]]) -> str:
-    """CPU time beside that of the first in the same round: the median and the range."""
+    """Compares CPU times with the first system's in each round: median and range."""
     first, *others = found
     lines = ["", f"| | times the CPU time of {first} | aim |", "|---|---|---|"]
     for name in others:
@@ -243,7 +243,7 @@ def ratios(found: dict[str, list[Figures]]) -> str:
 
 
 def table(found: dict[str, list[Figures]], aims: dict[str, float]) -> str:
-    """Medians of all rounds, with the lowest and the highest CPU time."""
+    """Returns a table of the medians, with the lowest and the highest CPU time."""
     lines = [
         "| | CPU us per sample | aim | wall ms per step | MB sent per step |",
         "|---|---|---|---|---|",

@@ -29,8 +29,8 @@ from benchmarks import (
 _TENSORFLOW = ("tfrs", "keras_rs", "tensorflow_nn")
 _MODELS = ("model_dense", "model_fbgemm", "model_torch_dense")
 _MODEL_NAMES = ("dlrm", "one_hot", "two_tower", "sequence")
-# Scenario, optimizer, and the peers that have it. One peer takes seconds to minutes,
-# most of it for its tables.
+# Scenario, optimizer, and the peers that support it. A peer takes seconds to minutes,
+# mostly to make its tables.
 RUNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("dlrm", "adagrad", run.PEERS),
     ("dlrm", "sgd", ("fbgemm", "torch_embedding_bag", "tensorflow_nn")),
@@ -49,7 +49,7 @@ RUNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("sequence", "adagrad", ("fbgemm", "torch_embedding_bag")),
     *((f"model_{name}", "adagrad", _MODELS) for name in _MODEL_NAMES),
 )
-# With --quick: no table of more than a million rows.
+# --quick leaves out these scenarios, whose tables have more than a million rows.
 _SLOW = ("one_huge_table",)
 
 
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with options.alone(flags.out):
         try:
             failed = _run(commands(quick=flags.quick), flags.out)
-        finally:  # Should it be broken off, what is there is joined.
+        finally:  # An interrupted run joins the results that exist.
             print(join(flags.out))
     if failed:
         sys.exit("Failed, see above:\n" + "\n".join(failed))
@@ -123,7 +123,7 @@ def _run(parts: Sequence[tuple[str, list[str]]], folder: pathlib.Path) -> list[s
         print(f"[{index + 1}/{len(parts)}] {module}", *asked, flush=True)
         try:
             MAINS[module]([*asked, "--out", str(folder)])
-        except Exception:  # The others take hours: they go on.
+        except Exception:  # The other parts, which take hours, go on.
             traceback.print_exc()
             failed.append(" ".join(["benchmarks." + module, *asked]))
     return failed

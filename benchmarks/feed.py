@@ -27,9 +27,9 @@ def dense(batches: Sequence[Sequence[np.ndarray]]) -> Callable[[], list[tf.Tenso
 def sparse(
     batches: Sequence[Sequence[np.ndarray]],
 ) -> Callable[[], list[tf.SparseTensor]]:
-    """The same as SparseTensors.
+    """Returns the batches in turn, as SparseTensors; call it in a tf.function.
 
-    Datasets would pack them for each step; so only their parts go through it.
+    A dataset would pack SparseTensors in each step, so it gets only their parts.
     """
     parts = [
         tuple(part for ids in b for part in (np.argwhere(ids >= 0), ids[ids >= 0]))
@@ -49,7 +49,7 @@ def sparse(
 def ragged(
     batches: Sequence[Sequence[np.ndarray]], *, weighted: bool = False
 ) -> Callable[[], tuple[list[tf.RaggedTensor], list[tf.RaggedTensor] | None]]:
-    """The same as RaggedTensors, and their weights or None."""
+    """Returns the batches in turn, as RaggedTensors with their weights or None."""
     parts = []
     for batch in batches:
         values, splits = zip(*(jagged([ids]) for ids in batch), strict=True)
@@ -72,9 +72,9 @@ def ragged(
 
 
 def gradients(scenario: Scenario) -> list[tf.Tensor]:
-    """What each feature's activations are given in backward, by no dense part.
+    """Returns gradients of each feature's activations, in place of a dense part's.
 
-    One for each feature: a shared one would stay in the caches.
+    Each feature has its own: a shared one would stay in the caches.
     """
     shape = [scenario.batch_size, scenario.dim]
     return [tf.ones(shape) for _ in scenario.rows]

@@ -29,7 +29,7 @@ def prepare(
     Args:
       scenario: What the inputs are.
       optimizer: The Keras optimizer of the model, by name.
-      look_up: For symbolic ids [batch, ids] of each feature its activations.
+      look_up: Converts symbolic ids [batch, ids] of each feature to its activations.
     """
     inputs = [keras.Input([width], dtype="int32") for width in scenario.ids_per_sample]
     joined = keras.layers.Concatenate()(look_up(inputs))

@@ -1,4 +1,4 @@
-// The machine's limit for a lookup: rows of bags are summed, asked for ahead.
+// The machine's limit for a lookup: sums the rows of bags, prefetched.
 
 #include <stdint.h>
 #include <string.h>

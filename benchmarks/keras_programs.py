@@ -1,4 +1,4 @@
-"""Losses of five programs: Keras with dense gradients, and te.keras by rows.
+"""Compares losses of five programs: Keras with dense gradients, te.keras by rows.
 
     python -m benchmarks.keras_programs --steps 300
 
@@ -25,19 +25,19 @@ BATCH, DIM = 64, 8
 
 
 class Dense(layers.Embedding):
-    """Has a dense gradient, in which repeated ids are summed."""
+    """A layer with a dense gradient, in which repeated ids are summed."""
 
     def call(self, inputs: Any) -> Any:
         return tf.gather(tf.convert_to_tensor(self.embeddings) * 1.0, inputs)
 
 
 def ids(rng: np.random.Generator, rows: int, *shape: int) -> np.ndarray:
-    """Zipf-distributed, so that most rows wait for many steps."""
+    """Draws Zipf-distributed ids, so that most rows wait for many steps."""
     return np.minimum(rng.zipf(1.2, shape), rows) - 1
 
 
 def two_towers(new: Callable[..., Any], rng: Any, samples: int) -> tuple[Any, ...]:
-    """A query of a user and 10 items, scored against one more item."""
+    """Builds a query of a user and 10 items, scored against one more item."""
     users, items = 2000, 1000
     user = keras.Input((), dtype="int64")
     history, item = keras.Input([10], dtype="int64"), keras.Input((), dtype="int64")
@@ -53,7 +53,7 @@ def two_towers(new: Callable[..., Any], rng: Any, samples: int) -> tuple[Any, ..
 
 
 def several_tasks(new: Callable[..., Any], rng: Any, samples: int) -> tuple[Any, ...]:
-    """Two labels of a user and a shop, which is a string."""
+    """Builds a model with two labels of a user and a shop, which is a string."""
     names = [f"shop {n}" for n in range(500)]
     shop, user = keras.Input((), dtype="string"), keras.Input((), dtype="int64")
     number = layers.StringLookup(vocabulary=names)(shop)
@@ -67,7 +67,7 @@ def several_tasks(new: Callable[..., Any], rng: Any, samples: int) -> tuple[Any,
 
 
 def sasrec(new: Callable[..., Any], rng: Any, samples: int) -> tuple[Any, ...]:
-    """The next item of 12, scored beside four sampled ones."""
+    """Builds a model of the item after 12 others, scored beside four sampled ones."""
     items, length = 1000, 12
     table = new(items, DIM)
     past, asked = keras.Input([length], dtype="int64"), keras.Input([5], dtype="int64")
@@ -85,7 +85,7 @@ def sasrec(new: Callable[..., Any], rng: Any, samples: int) -> tuple[Any, ...]:
 
 
 def dlrm(new: Callable[..., Any], rng: Any, samples: int) -> tuple[Any, ...]:
-    """26 tables of 100 to 1,100 rows, and crossed features."""
+    """Builds a DLRM: 26 tables of 100 to 1,100 rows, and crossed features."""
     sizes = [100 + 40 * t for t in range(26)]
     sparse = [keras.Input((), dtype="int64") for _ in sizes]
     dense = keras.Input([13])
@@ -101,7 +101,7 @@ def dlrm(new: Callable[..., Any], rng: Any, samples: int) -> tuple[Any, ...]:
 
 
 def skip_gram(new: Callable[..., Any], rng: Any, samples: int) -> tuple[Any, ...]:
-    """A word and its context, beside four sampled words."""
+    """Builds a model of a word and its context, beside four sampled words."""
     words = 3000
     word, context = keras.Input((), dtype="int64"), keras.Input([5], dtype="int64")
     one = layers.Reshape([1, DIM])(new(words, DIM)(word))
@@ -121,7 +121,7 @@ OPTIMIZERS = {
 
 
 class Losses(keras.callbacks.Callback):
-    """Notes the loss of each batch."""
+    """Records the loss of each batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ def train(
 ) -> Any:
     """Returns the losses of all steps, and the AUC or the recall of other samples.
 
-    `lazy` is of te.keras; None is for Keras.
+    `lazy` is the argument of te.keras; None trains with Keras instead.
     """
     keras.backend.clear_session()
     keras.utils.set_random_seed(seed)

@@ -1,14 +1,14 @@
-"""CPU and wall time of `fit` with Keras's Embedding layers, as they are and by rows.
+"""Measures CPU and wall time of `fit` with Keras's Embedding layers and by rows.
 
     python -m benchmarks.keras_rows --rows 1000 100000 1000000
     python -m benchmarks.keras_rows --rows 100000 --tables 26 --columns 64
     python -m benchmarks.keras_rows --draw docs/keras_embedding.md
 
-By default 8 tables of 16 columns; batches of 2,048 samples with Zipf-distributed ids,
-one dense layer. Each figure is from a process of its own; the processes of one size
-take turns.
-What would not fit into memory, by its peak at the size before, is not run.
-With --draw nothing is measured: the picture of the README is drawn of the table of a
+By default a model has 8 tables of 16 columns and one dense layer; batches have 2,048
+samples with Zipf-distributed ids. Each figure is from a process of its own; the
+processes of one size take turns. A size is skipped for a process that would not fit
+into memory, judged by its peak at the previous size.
+With --draw nothing is measured: the picture of the README is drawn from the table of a
 page, so that both have the same figures.
 """
 
@@ -31,7 +31,7 @@ from benchmarks import machine, picture
 PICTURE = pathlib.Path("docs/images/keras_rows.svg")
 BATCH = 2048
 _BASE = 700.0  # MiB of a process without tables.
-# By label: TF_USE_LEGACY_KERAS, and what the process trains.
+# For each label: TF_USE_LEGACY_KERAS, and what the process trains.
 WAYS = {
     "Keras 3": ("0", "keras"),
     "Keras 3, rows": ("0", "rows"),
@@ -43,7 +43,7 @@ WAYS = {
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Trains in this process, for as many steps as are then timed."""
+    """Trains in this process: an untimed `fit`, then a timed one of as many steps."""
     import numpy as np
     import tensorflow as tf
 
@@ -98,14 +98,14 @@ def _run(arguments: argparse.Namespace, rows: int, legacy: str, child: str) -> A
 
 
 def _available() -> float:
-    """MiB of memory that processes can have, beside TensorFlow itself."""
+    """Returns the MiB of memory that a process can use for its tables."""
     lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
     found = dict(line.split(":") for line in lines)
     return int(found["MemAvailable"].split()[0]) / 2**10 - _BASE
 
 
 def published(page: str) -> Mapping[str, Mapping[float, float]]:
-    """The CPU times of Adagrad in the text of a page, by way and rows."""
+    """Reads the CPU times of Adagrad from the text of a page, by way and rows."""
     rows = [
         [cell.strip().replace(",", "") for cell in line.split("|")[2:7]]
         for line in page.splitlines()
@@ -116,7 +116,7 @@ def published(page: str) -> Mapping[str, Mapping[float, float]]:
         name: {
             float(row[0]): float(row[column])
             for row in rows
-            if row[column].isdecimal()  # Not what was too large to measure.
+            if row[column].isdecimal()  # Sizes too large to measure have none.
         }
         for name, column in columns.items()
     }

@@ -13,13 +13,13 @@ import time
 
 import numpy as np
 
-_COPIED = 1 << 28  # Bytes, by all threads together: no cache holds them.
+_COPIED = 1 << 28  # Bytes of all threads together; no cache holds them.
 _PACKAGES = ("tensorflow-cpu", "tensorflow", "keras", "tf-keras", "numpy")
 
 
 @functools.cache
 def describe() -> str:
-    """One line about this machine, for the top of tables."""
+    """Returns one line about this machine, for the top of tables."""
     threads = len(os.sched_getaffinity(0))
     facts = [
         _processor(),
@@ -43,7 +43,7 @@ def _read(path: str) -> str:
 
 
 def _copy_bandwidth(threads: int) -> float:
-    """GB/s, read and written, the best of five copies by all threads."""
+    """Returns GB/s, read and written: the best of five copies by all threads."""
     size = _COPIED // threads // 8
     pairs = [(np.ones(size), np.ones(size)) for _ in range(threads)]
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:

@@ -27,9 +27,9 @@ from benchmarks.run import OURS, python_of
 from benchmarks.scenarios import FORMS, SCENARIOS, Scenario
 
 _WARM_UP, _TIMED = 5, 30
-# Widths that no register divides, each with the nearest that one does.
+# Widths that are no multiple of a register's, each with the nearest one that is.
 _WIDTHS = ((3, 4), (7, 8), (10, 8), (100, 96))
-# The widest there are, beside a quarter, on tables of few rows.
+# The largest width and a quarter of it, on tables of few rows.
 _WIDEST = ((1024, 256),)
 
 
@@ -96,7 +96,7 @@ def _median(step: Callable[[], float]) -> dict[str, float]:
 
 
 def child_step(scenario: str, threads: str) -> dict[str, float]:
-    """The median seconds of a training step on a number of threads."""
+    """Measures the median seconds of a training step on a number of threads."""
     import tensorflow as tf
 
     tf.config.threading.set_intra_op_parallelism_threads(int(threads))
@@ -104,18 +104,18 @@ def child_step(scenario: str, threads: str) -> dict[str, float]:
 
 
 def child_width(scenario: str, dim: str, dtype: str) -> dict[str, float]:
-    """The median seconds of a training step over tables of another width."""
+    """Measures the median seconds of a training step over tables of another width."""
     workload = dataclasses.replace(SCENARIOS[scenario], dim=int(dim))
     return _median(_step_of(workload, dtype))
 
 
 def child_form(scenario: str, form: str) -> dict[str, float]:
-    """The median seconds of a training step with a form of batches."""
+    """Measures the median seconds of a training step with a form of batches."""
     return _median(_step_of(SCENARIOS[scenario], form=form))
 
 
 def child_memory(scenario: str, steps: str) -> dict[str, float]:
-    """Peak memory in bytes: of TensorFlow, then with tables, early and late."""
+    """Measures peak bytes: of TensorFlow alone, then with tables, early and late."""
     import tensorflow as tf
 
     tf.constant(0)
@@ -130,17 +130,17 @@ def child_memory(scenario: str, steps: str) -> dict[str, float]:
 
 
 def child_import(module: str) -> dict[str, float]:
-    """The seconds that importing a module takes."""
+    """Measures the seconds that importing a module takes."""
     start = time.perf_counter()
     __import__(module)
     return {"seconds": time.perf_counter() - start}
 
 
 def child_first_step(peer: str) -> dict[str, float]:
-    """The seconds from a peer's constructor to the end of its first step.
+    """Measures the seconds from a peer's constructor to the end of its first step.
 
-    Of 26 small tables and 32 samples, so that they are those of tracing and of what
-    TensorFlow makes of the graph.
+    The step has 26 small tables and 32 samples, so that nearly all of the time goes
+    into tracing and into TensorFlow's work on the graph.
     """
     module = importlib.import_module(f"benchmarks.peers.{peer}")
     start = time.perf_counter()
@@ -149,11 +149,11 @@ def child_first_step(peer: str) -> dict[str, float]:
 
 
 def child_growing(ids: str) -> dict[str, float]:
-    """A table that grows to so many ids, is looked up, and evicts a tenth of them.
+    """Measures a table that grows to `ids` ids, is looked up, and evicts a tenth.
 
-    Processor nanoseconds of a lookup for each occurrence, beside those of a static
-    table; those of the longest step that evicts, over the median; bytes over those of
-    rows, their ids and uses, and the map at its smallest.
+    Returns the CPU nanoseconds of a lookup per occurrence, in it and in a static table;
+    the longest evicting step divided by the median one; and the memory, divided by the
+    bytes of the rows, their ids and uses, and the smallest possible map.
     """
     import numpy as np
     import tensorflow as tf
@@ -228,7 +228,7 @@ CHILDREN = {
 
 
 def threads(scenario: str) -> Measure:
-    """Speedup of a step on two threads over one; runs alternate."""
+    """Measures the speedup of a step on two threads over one; runs alternate."""
     seconds = {count: [] for count in (1, 2)}
     for _ in range(3):
         for count, times in seconds.items():
@@ -242,9 +242,9 @@ def threads(scenario: str) -> Measure:
 def widths(
     scenario: str, dtype: str, pairs: Sequence[tuple[int, int]] = _WIDTHS
 ) -> list[Measure]:
-    """The time of a step for each byte, at odd widths over the nearest even ones.
+    """Measures a step's time for each byte, at odd widths over the nearest even ones.
 
-    All that a step moves grows with the width, so that its bytes cancel but for it.
+    All that a step moves is proportional to the width, so seconds are divided by it.
     """
     measures = []
     for odd, even in pairs:
@@ -260,7 +260,7 @@ def widths(
 
 
 def forms(scenario: str) -> list[Measure]:
-    """Time of a step with each form of batches over the first; runs alternate."""
+    """Measures a step with each form of batches, over the first; runs alternate."""
     seconds: dict[str, list[float]] = {form: [] for form in FORMS}
     for _ in range(3):
         for form, times in seconds.items():
@@ -275,7 +275,7 @@ def forms(scenario: str) -> list[Measure]:
 
 
 def memory(scenario: str, steps: int) -> list[Measure]:
-    """Peak memory relative to the tables, and its growth over many steps."""
+    """Measures peak memory relative to the tables, and its growth over many steps."""
     peaks = _in_process("memory", scenario, steps)
     workload = SCENARIOS[scenario]
     tables = 2 * 4 * workload.dim * sum(workload.rows)  # one slot, as wide
@@ -288,7 +288,7 @@ def memory(scenario: str, steps: int) -> list[Measure]:
 
 
 def importing() -> Measure:
-    """Time of our import relative to TensorFlow's; runs alternate."""
+    """Measures the time of our import relative to TensorFlow's; runs alternate."""
     seconds = {module: [] for module in ("tensorflow", "tpu_embedding")}
     for _ in range(5):
         for module, times in seconds.items():
@@ -298,7 +298,7 @@ def importing() -> Measure:
 
 
 def tracing() -> Measure:
-    """Time until our first step is done, relative to TFRS; runs alternate."""
+    """Measures the time to our first step's end relative to TFRS; runs alternate."""
     name = "first step of 26 tables, over TFRS's"
     seconds = {peer: [] for peer in ("tfrs", OURS)}
     if python_of("tfrs") == sys.executable:
@@ -312,7 +312,7 @@ def tracing() -> Measure:
 
 
 def growing() -> list[Measure]:
-    """What a growing table of ten million ids takes."""
+    """Measures the time and memory of a growing table of ten million ids."""
     few, many = (_in_process("growing", size) for size in (10_000, 10_000_000))
     beyond = [size["growing"] - size["static"] for size in (few, many)]
     return [
@@ -328,7 +328,7 @@ def growing() -> list[Measure]:
 
 
 def markdown(measures: Sequence[Measure]) -> str:
-    """The measures as a table."""
+    """Returns the measures as a table."""
     lines = ["### measures", "", "| measure | value | aim |", "|---|---|---|"]
     for measure in measures:
         if measure.value is None:
@@ -342,7 +342,7 @@ def markdown(measures: Sequence[Measure]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures and writes, or runs one child process."""
+    """Measures and writes the results, or runs one child process."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["--child"]:
         name, *values = arguments[1:]
@@ -362,14 +362,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"  {name} ...", flush=True)
             try:
                 measures += parts[name]()
-            except ChildError as error:  # The others can be measured still.
+            except ChildError as error:  # Others can still be measured.
                 measures.append(Measure(name, None, missing=str(error)))
             _write(flags.out, title, measures)
     print(markdown(measures))
 
 
 def _parts(scenario: str, steps: int) -> dict[str, Callable[[], list[Measure]]]:
-    """The measures, by their names for --only."""
+    """Returns the functions that measure, by their names for --only."""
     return {
         "import": lambda: [importing()],
         "first_step": lambda: [tracing()],

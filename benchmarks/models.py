@@ -1,7 +1,7 @@
 """Whole models over the tables of a scenario, the same for every library.
 
-A model is its first parameters and its loss, written in the few operations that `Ops`
-has. Tables and accumulators start with the same values everywhere: libraries that
+A model consists of its initial parameters and its loss, written in the few operations
+of `Ops`. Tables and accumulators start with the same values everywhere: libraries that
 compute the same have the same losses, which `benchmarks.run` compares.
 """
 
@@ -27,17 +27,17 @@ class Ops:
     """What TensorFlow and torch name differently.
 
     Attributes:
-      concat: Of tensors, and an axis.
-      stack: The same.
-      reshape: Of a tensor, and a shape.
+      concat: Joins tensors along an axis.
+      stack: Stacks tensors along a new axis.
+      reshape: Gives a tensor another shape.
       swap: Exchanges the last two axes.
-      constant: Of an array of NumPy.
-      relu: Of a tensor, as are those below.
-      softplus: log(1 + exp(x)).
-      softmax: Over the last axis.
-      logsumexp: Over the last axis.
-      sum: Over the last axis.
-      mean: Over all.
+      constant: Converts a NumPy array.
+      relu: Computes max(x, 0) of a tensor x.
+      softplus: Computes log(1 + exp(x)).
+      softmax: Computes the softmax over the last axis.
+      logsumexp: Computes log(sum(exp(x))) over the last axis.
+      sum: Sums over the last axis.
+      mean: Computes the mean of all values.
     """
 
     concat: Callable[[Sequence[Any], int], Any]
@@ -53,7 +53,7 @@ class Ops:
     mean: Callable[[Any], Any]
 
 
-# Of the parameters and the activations of each feature.
+# Computes a loss from the parameters and the activations of each feature.
 Loss = Callable[[Sequence[Any], Sequence[Any]], Any]
 
 
@@ -62,7 +62,7 @@ class Model:
     """A dense part.
 
     Attributes:
-      parameters: Their first values.
+      parameters: The initial values of the parameters.
       loss: Makes the function that gives the loss, a scalar.
     """
 
@@ -71,10 +71,10 @@ class Model:
 
 
 def model_of(scenario: Scenario) -> Model:
-    """A DLRM, or what the scenario is for.
+    """Makes the model that the scenario is for, such as a DLRM.
 
     Raises:
-      NotImplementedError: If the scenario is none of a model.
+      NotImplementedError: If the scenario is not for a model.
     """
     if scenario.name not in _MODELS:
         raise NotImplementedError(f"There is no model for {scenario.name}.")
@@ -88,12 +88,12 @@ def first_rows(rows: int, dim: int) -> np.ndarray:
 
 
 def last_loss(step: Callable[[], Any]) -> Callable[[], float]:
-    """A function that trains STEPS steps, and gives the loss of the last."""
+    """Returns a function that trains STEPS steps and returns the loss of the last."""
     return lambda: [float(step()) for _ in range(STEPS)][-1]
 
 
 def _layers(generator: np.random.Generator, *widths: int) -> list[np.ndarray]:
-    """Kernels and biases."""
+    """Draws the kernels and biases of dense layers."""
     parameters = []
     for width, units in itertools.pairwise(widths):
         kernel = generator.normal(0.0, (2.0 / width) ** 0.5, [width, units])
@@ -102,7 +102,7 @@ def _layers(generator: np.random.Generator, *widths: int) -> list[np.ndarray]:
 
 
 def _perceptron(ops: Ops, parameters: Sequence[Any], x: Any) -> Any:
-    """Dense layers with ReLU between them."""
+    """Applies dense layers with ReLU between them."""
     for kernel, bias in zip(parameters[::2], parameters[1::2], strict=True):
         if kernel is not parameters[0]:
             x = ops.relu(x)
@@ -135,7 +135,7 @@ def _dlrm(scenario: Scenario, generator: np.random.Generator) -> Model:
 
 
 def _two_tower(scenario: Scenario, generator: np.random.Generator) -> Model:
-    """Each user's item, among all items of the batch."""
+    """Makes a model that finds each user's item among all items of the batch."""
     towers = [_layers(generator, scenario.dim, 128, scenario.dim) for _ in range(2)]
 
     def loss(ops: Ops) -> Loss:
@@ -152,7 +152,7 @@ def _two_tower(scenario: Scenario, generator: np.random.Generator) -> Model:
 
 
 def _sequence(scenario: Scenario, generator: np.random.Generator) -> Model:
-    """One block of causal self-attention, as in SASRec: which item comes next."""
+    """Makes a block of causal self-attention, as in SASRec: which item comes next."""
     dim, length = scenario.dim, POSITIONS
     samples = scenario.batch_size // length
     places = generator.normal(0.0, 0.02, [length, dim]).astype(np.float32)
@@ -171,7 +171,7 @@ def _sequence(scenario: Scenario, generator: np.random.Generator) -> Model:
             x = x + ops.softmax(scores) @ value
             x = (x + _perceptron(ops, parameters[4:], x))[:, :-1]
             following = items[:, 1:]
-            # The next item of another sample is none of this one.
+            # A wrong item is the next item of another sample.
             wrong = ops.concat([following[1:], following[:1]], 0)
             right = ops.softplus(-ops.sum(x * following))
             return ops.mean(right + ops.softplus(ops.sum(x * wrong)))

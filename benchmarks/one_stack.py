@@ -34,10 +34,10 @@ class Stack:
     """All tables of a scenario.
 
     Attributes:
-      devices: That share them.
-      places: By feature.
-      rows: With padding.
-      samples: Of one device's batch.
+      devices: The number of devices that share them.
+      places: The place of each feature.
+      rows: The number of rows, with padding.
+      samples: The number of samples in one device's batch.
     """
 
     devices: int
@@ -52,7 +52,7 @@ class Stack:
 
     @classmethod
     def of(cls, scenario: Scenario, devices: int) -> Stack:
-        """One table after the other, each rotated by a device further."""
+        """Stacks the tables in order, each rotated by one more device than the last."""
         shards = devices * CORES
         block = shards * _ROW_MULTIPLE
         places, row = [], 0

@@ -34,7 +34,7 @@ def add_peers(parser: argparse.ArgumentParser, default: Sequence[str]) -> None:
 
 
 def positive(text: str) -> int:
-    """A whole number of at least 1."""
+    """Parses a whole number of at least 1."""
     try:
         value = int(text)
     except ValueError:
@@ -48,7 +48,7 @@ def positive(text: str) -> int:
 def alone(folder: pathlib.Path) -> Iterator[None]:
     """Locks the folder, so that another run cannot overwrite the files.
 
-    A run may start another one of the same process. The first prints the machine.
+    A run may start other runs in its process. Only the first prints the machine.
     """
     folder = folder.resolve()
     if folder in _held:

@@ -17,15 +17,15 @@ from benchmarks.report import Run
 
 
 def read(folder: pathlib.Path, scenario: str) -> list[Run]:
-    """The runs of a scenario that are there, by optimizer."""
+    """Reads the existing runs of a scenario, in the order of optimizers."""
     files = [folder / f"{scenario}-{optimizer}.json" for optimizer in run.SLOTS]
     return [Run(**json.loads(file.read_text())) for file in files if file.exists()]
 
 
 def markdown(runs: Sequence[Run]) -> str:
-    """Milliseconds of all peers, and how many times faster ours was.
+    """Returns a table of the peers' milliseconds, and how many times faster ours was.
 
-    Ours is measured beside each peer, so that its row has the least and the most of
+    Ours is measured beside each peer, so its row gives the lowest and the highest of
     these medians.
     """
     if not runs:
@@ -56,7 +56,7 @@ def _function(column: str) -> str:
 
 
 def _theirs(peer: str, column: str, runs: Sequence[Run]) -> str:
-    """A peer's time in the first run that has it."""
+    """Returns a peer's time from the first run that has one."""
     function = _function(column)
     for one in runs:
         ratio = one.ratio(peer, function) if peer in one.peers else None
@@ -76,7 +76,7 @@ def _ours(column: str, runs: Sequence[Run]) -> str:
 def _medians(function: str, runs: Sequence[Run]) -> Iterator[float]:
     for one in runs:
         for peer, result in one.peers.items():
-            # Beside forms of ours and the copy there is no ratio to stand by.
+            # Beside these peers another form of ours was measured.
             if peer not in run.OURS_BESIDE and function in result["ours"]:
                 yield result["ours"][function]["median"]
 

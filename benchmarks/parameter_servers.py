@@ -25,14 +25,14 @@ import tpu_embedding as te
 
 
 def zipf(rng: np.random.Generator, rows: int, shape: tuple[int, ...]) -> np.ndarray:
-    """Ids of a power law with exponent 1.05, spread over the table."""
+    """Draws ids from a power law with exponent 1.05, spread over the table."""
     exponent = 1 - 1.05
     drawn = ((rows**exponent - 1) * rng.random(shape) + 1) ** (1 / exponent) - 1
     return np.minimum(drawn.astype(np.int64), rows - 1) * 2654435761 % rows
 
 
 def data_set(options: argparse.Namespace) -> tf.data.Dataset:
-    """Four batches, again and again: for each table int64 [batch, ids]."""
+    """Repeats four batches without end: for each table int64 [batch, ids]."""
     rng = np.random.default_rng(0)
     shape = (4, options.batch, options.ids)
     columns = tuple(zipf(rng, options.rows, shape) for _ in range(options.tables))
@@ -40,7 +40,7 @@ def data_set(options: argparse.Namespace) -> tf.data.Dataset:
 
 
 def our_step(options: argparse.Namespace, strategy: Any) -> Callable[[Any], tf.Tensor]:
-    """One step of te.TPUEmbedding on the next batch of an iterator."""
+    """Makes one step of te.TPUEmbedding on the next batch of an iterator."""
     optimizers = {"adagrad": te.Adagrad, "rowwise_adagrad": te.RowwiseAdagrad}
     features = tuple(
         te.FeatureConfig(
@@ -70,7 +70,7 @@ def our_step(options: argparse.Namespace, strategy: Any) -> Callable[[Any], tf.T
 def tensorflow_step(
     options: argparse.Namespace, strategy: Any
 ) -> Callable[[Any], tf.Tensor]:
-    """The same by TensorFlow's lookup and update of variables cut over the servers."""
+    """Makes the same step of TensorFlow's variables, divided over the servers."""
 
     def variables(name: str, start: Callable[..., Any]) -> list[Any]:
         shape = (options.rows, options.dim)
@@ -121,7 +121,7 @@ def tensorflow_step(
 
 
 def cpu_seconds(processes: Sequence[int]) -> float:
-    """What these processes have used, user and system, in all threads."""
+    """Returns the CPU seconds, user and system, of all threads of these processes."""
     ticks = 0
     for process in processes:
         with open(f"/proc/{process}/stat") as file:

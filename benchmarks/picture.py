@@ -31,9 +31,9 @@ def bars(
 
     Args:
       path: The file to write.
-      title: Above.
-      axis: What the numbers are.
-      rows: By what stands beside a group its bars, by what stands in the legend.
+      title: The title above the bars.
+      axis: The label of the numbers.
+      rows: The bars of each group, by the group's label and then the legend's.
     """
     if not can_draw():
         return
@@ -76,7 +76,7 @@ def curves(
     Args:
       path: The file to write.
       axes_names: What x and y are.
-      found: By what stands in the legend a curve's y by x.
+      found: The y of each curve by x, by the label of the curve in the legend.
     """
     if not can_draw():
         return

@@ -55,7 +55,7 @@ def markdown(scenario: str, results: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def ratio(result: Mapping[str, Any], function: str) -> float:
-    """How many times faster ours is, median over median."""
+    """Returns how many times faster ours is, median over median."""
     theirs, ours = (result[side][function] for side in ("milliseconds", "ours"))
     return theirs["median"] / ours["median"]
 

@@ -7,8 +7,8 @@
 - planted: the demo's model on 26 tables and clicks that depend on pairs of ids.
 
 The AUC on the test part is that of the epoch with the smallest error on the validation
-part; the norm is that of a row after the last epoch, on average. A share such as 1/10
-is that of the bytes of the rows of all tables with 100 ids or more.
+part; the norm is the mean norm of a row after the last epoch. A share such as 1/10 is
+a share of the bytes that the rows of all tables with 100 ids or more take.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from movielens import data, metrics, model  # noqa: E402
 
 BATCH = 512
 LOSS_SCALE = 16.0  # Tables learn faster; accumulators of Adagrad start at 0.1.
-LARGE = 100  # Tables with fewer ids are neither hashed nor do they grow.
+LARGE = 100  # Tables with fewer ids are neither hashed nor growing.
 MakeTable = Callable[[te.TableConfig], te.TableConfig]
 
 
 def of_dtype(dtype: str, optimizer: Any = None) -> MakeTable:
-    """Stores rows as a dtype."""
+    """Returns a function that stores the rows of a table as a dtype."""
     return lambda table: dataclasses.replace(table, dtype=dtype, optimizer=optimizer)
 
 
 def hashed(hashes: int, combine: str, share: Fraction) -> MakeTable:
-    """Hashes ids into a share of the bytes."""
+    """Returns a function that hashes a table's ids into a share of its bytes."""
 
     def make(table: te.TableConfig) -> te.TableConfig:
         if table.vocabulary_size < LARGE:
@@ -60,7 +60,7 @@ def hashed(hashes: int, combine: str, share: Fraction) -> MakeTable:
 
 
 def growing(share: Fraction) -> MakeTable:
-    """Holds the most frequent ids in a share of the rows; others have one row."""
+    """Gives the most frequent ids a share of the rows; the others share one row."""
 
     def make(table: te.TableConfig) -> te.TableConfig:
         if table.vocabulary_size < LARGE:
@@ -108,7 +108,7 @@ class Task:
 
 
 def demo() -> Task:
-    """The model of the demo."""
+    """Makes the task of the demo."""
     ratings, films = data.find(None, ROOT / "build" / "data")
 
     def batches(rows: np.ndarray, size: int) -> tf.data.Dataset:
@@ -122,7 +122,7 @@ def demo() -> Task:
 
 
 def machine() -> Task:
-    """A factorization machine: biases, and the product of a user and a film."""
+    """Makes a factorization machine: biases, and the product of a user and a film."""
 
     def make_dense_part(features: model.FeatureConfigs, mean: float) -> keras.Model:
         inputs = {
@@ -153,7 +153,7 @@ def machine() -> Task:
 
 
 def planted(count: int = 300_000, tables: int = 26, largest: int = 5000) -> Task:
-    """Clicks, as ratings of 1 and 5, of samples with one id in each table."""
+    """Makes clicks, as ratings of 1 and 5, of samples with one id in each table."""
     rng = np.random.default_rng(0)
     sizes = {
         f"ids{number:02}": int(size)
@@ -189,7 +189,7 @@ TASKS = {"demo": demo, "machine": machine, "planted": planted}
 
 
 def train(task: Task, kind: str, seed: int, epochs: int) -> tuple[float, float]:
-    """The AUC and the mean norm of a row of one run."""
+    """Trains once; returns the AUC and the mean norm of a row."""
     keras.backend.clear_session()
     keras.utils.set_random_seed(seed)
     features = {
@@ -243,7 +243,7 @@ def train(task: Task, kind: str, seed: int, epochs: int) -> tuple[float, float]:
 
 
 def differences(found: np.ndarray, first: np.ndarray) -> str:
-    """The mean, and that of the differences of pairs with its standard error."""
+    """Returns the mean, and the mean difference of pairs with its standard error."""
     pairs = found - first
     error = pairs.std(ddof=1) / math.sqrt(len(pairs)) if len(pairs) > 1 else math.nan
     return f"{found.mean():.5f}, {pairs.mean():+.5f} +- {error:.5f}"

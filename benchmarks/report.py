@@ -18,10 +18,10 @@ class Run:
     """What was measured.
 
     Attributes:
-      scenario: Its name.
-      optimizer: Its name.
-      step_bytes: What a training step has to move (Scenario.bytes_per_step).
-      distinct_rows: What a batch touches (Scenario.distinct_rows).
+      scenario: The name of the scenario.
+      optimizer: The name of the optimizer.
+      step_bytes: The bytes that a training step has to move (Scenario.bytes_per_step).
+      distinct_rows: The rows that a batch touches (Scenario.distinct_rows).
       peers: By peer its `rule`, why it is `missing` or None, its `milliseconds` and
         those of `ours` in the same turns: by function the median, min and max.
     """
@@ -38,7 +38,7 @@ class Run:
         return f"{self.scenario}-{self.optimizer}"
 
     def missed(self, peer: str, function: str) -> float | None:
-        """The aim that the ratio misses, or None."""
+        """Returns the aim that the ratio misses, or None."""
         ratio = self.ratio(peer, function)
         aim = aims.aim(self.scenario, self.optimizer, peer, function)
         return aim if ratio and aim and ratio < aim else None
@@ -52,7 +52,7 @@ class Run:
         return None
 
     def ratio(self, peer: str, function: str) -> float | None:
-        """How many times faster ours is than the peer; None where one is missing."""
+        """Returns how many times faster ours is, or None if a time is missing."""
         result = self.peers[peer]
         if function not in result["milliseconds"] or function not in result["ours"]:
             return None
@@ -93,7 +93,7 @@ def write(folder: pathlib.Path, run: Run) -> None:
 
 
 def markdown(run: Run) -> str:
-    """A row for each peer: its time and ours in the same turns, and the ratio."""
+    """Makes a row for each peer: its time and ours in the same turns, and the ratio."""
     head = ["peer", "update rule"]
     for function in FUNCTIONS:
         head += [f"{function} ms (min-max)", "ours", "times faster"]

@@ -22,7 +22,7 @@ from benchmarks import options, report
 from benchmarks.scenarios import SCENARIOS
 
 OURS = "tpu_embedding"
-OURS_BESIDE = {  # Other forms of ours, by peer.
+OURS_BESIDE = {  # The form of ours that is measured beside a peer.
     "keras_fit": "layer_fit",
     "tensorflow_tpu_host_ops": "tpu_embedding_v2",
     "jax_tpu_embedding": "tpu_embedding_v2",
@@ -34,7 +34,7 @@ OURS_BESIDE = {  # Other forms of ours, by peer.
 }
 # Peers that run in the venv of another one.
 _VENVS = {"model_fbgemm": "fbgemm", "model_torch_dense": "fbgemm"}
-# By how much losses of the same model may differ: sums in other orders.
+# How much losses of the same model may differ, because sums have other orders.
 _LOSSES_DIFFER = 1e-4
 _FEWEST_ROUNDS, _SECONDS = 3, 30.0
 PEERS = (
@@ -48,7 +48,7 @@ PEERS = (
     "tpu_embedding_bfloat16",
     "tpu_embedding_packed",
 )
-# Slots of a table's own width, by optimizer.
+# The number of slots as wide as the table, by optimizer.
 SLOTS = {"sgd": 0, "adagrad": 1, "adam": 2, "ftrl": 2, "rowwise_adagrad": 0}
 
 
@@ -60,9 +60,9 @@ class Worker:
       peer: Its name.
       missing: Why it cannot be measured, or None.
       rule: What its update computes.
-      loss: Of the model that it has trained some steps, or None.
-      seconds: By function the time of each run.
-      cold: By function that of the first run of each turn.
+      loss: The loss of its model after some steps, or None.
+      seconds: The times of all runs, by function.
+      cold: The times of the first run of each turn, by function.
     """
 
     peer: str
@@ -96,7 +96,7 @@ class Worker:
     def measure(self, function: str) -> None:
         """Runs one function some times in a row; a failure makes it `missing`."""
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # It ended: so says the answer.
+        with contextlib.suppress(BrokenPipeError):  # If it ended, the answer says so.
             self.process.stdin.write(function + "\n")
             self.process.stdin.flush()
         answer = self._answer()
@@ -129,14 +129,14 @@ class Worker:
 
 
 def python_of(peer: str) -> str:
-    """A peer with a venv of its own (`make bench-peers`) runs there."""
+    """Returns the Python of a peer's own venv (`make bench-peers`), else this one."""
     venv = _VENVS.get(peer, peer)
     own = pathlib.Path("build", "peers", venv, "bin", "python")
     return str(own) if own.exists() else sys.executable
 
 
 def beside(peer: str, scenario: str, optimizer: str, rounds: int) -> dict:
-    """A peer's rule, the reason if it is missing, its times, and ours.
+    """Returns a peer's rule, why it is missing or None, its times, and ours.
 
     Peers come one by one, each in turn with ours, A B A B: all tables of all peers
     at once would not fit into the memory of a small machine.
@@ -185,7 +185,7 @@ def take_turns(ours: Worker, theirs: Worker, rounds: int) -> None:
 
 
 def summary(worker: Worker) -> dict[str, dict[str, float]]:
-    """By function the median, least and most milliseconds."""
+    """Returns the median, least and most milliseconds of each function."""
     times = {}
     for function, seconds in (worker.seconds | worker.cold).items():
         milliseconds = sorted(1000 * value for value in seconds)
@@ -220,7 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for peer in flags.peers:
             what = (peer, flags.scenario, flags.optimizer)
             run.peers[peer] = beside(*what, flags.rounds)
-            report.write(flags.out, run)  # What is there, should the rest break off.
+            report.write(flags.out, run)  # Keeps the results if a later peer fails.
     print(report.markdown(run))
 
 

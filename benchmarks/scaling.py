@@ -5,8 +5,8 @@
 A step takes fixed + (ids * per_id + bytes * per_byte) / threads: `fixed` is what one
 thread does (Python, TensorFlow, the ends of loops), `ids` the ids of its batch, `bytes`
 what `Scenario.bytes_per_step` counts. It cannot move its bytes faster than the memory:
-at --bandwidth GB/s that is its least time. Each case is also predicted by a fit of the
-other cases alone: that error is what a prediction for a new model has.
+its least time is bytes / --bandwidth (GB/s). Each case is also predicted by a fit of
+the other cases alone, whose error is the one to expect for a new model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 from benchmarks import options
 from benchmarks.scenarios import SCENARIOS
 
-# Scenario, optimizer, its slots as wide as a row.
+# Scenario, optimizer, and the number of its slots that are as wide as a row.
 CASES = (
     *(("dlrm", "adagrad", 1), ("dlrm", "sgd", 0), ("growing", "adagrad", 1)),
     *(("one_hot", "adagrad", 1), ("small_bags", "adagrad", 1)),
@@ -50,10 +50,10 @@ class Work:
 
 
 def fit(works: Sequence[Work]) -> np.ndarray:
-    """The coefficients, none negative, with the least squared relative errors."""
+    """Fits coefficients, none negative, with the least squared relative errors."""
     rows = np.array([np.array(w.terms()) / w.seconds for w in works])
     best, least = np.zeros(3), np.inf
-    # The best of the fits of some terms: three are few enough to try all.
+    # Fit every subset of the three terms, and keep the best fit.
     for count in (1, 2, 3):
         for used in itertools.combinations(range(3), count):
             found = np.zeros(3)
@@ -65,12 +65,12 @@ def fit(works: Sequence[Work]) -> np.ndarray:
 
 
 def predict(coefficients: np.ndarray, work: Work, bandwidth: float = np.inf) -> float:
-    """Seconds of a step, at most `bandwidth` bytes moved in one."""
+    """Returns the seconds of a step that moves at most `bandwidth` bytes a second."""
     return max(float(np.dot(coefficients, work.terms())), work.moved / bandwidth)
 
 
 def left_out(works: Sequence[Work]) -> dict[str, float]:
-    """By case the largest error of its predictions by the others' fit, relative."""
+    """Returns each case's largest relative error of predictions by the others' fit."""
     errors = {}
     for name in {work.name: None for work in works}:
         coefficients = fit([work for work in works if work.name != name])
@@ -83,7 +83,7 @@ def left_out(works: Sequence[Work]) -> dict[str, float]:
 
 
 def measure(rounds: int) -> list[Work]:
-    """Every case on every number of threads, in processes of their own, in turn."""
+    """Measures each case on each number of threads, in turn, in separate processes."""
     works = []
     for scenario, optimizer, slots in CASES:
         seconds: dict[int, list[float]] = {threads: [] for threads in THREADS}
@@ -120,7 +120,7 @@ def _child(scenario: str, optimizer: str, threads: str) -> float:
 
 
 def markdown(works: Sequence[Work], cores: Sequence[int], bandwidth: float) -> str:
-    """What was fitted, its errors and its predictions."""
+    """Returns what was fitted, its errors and its predictions."""
     coefficients = fit(works)
     fixed, per_id, per_byte = coefficients
     errors = left_out(works)

@@ -21,7 +21,7 @@ _CRITEO_ROWS = (
 _MAX_ROWS = 1_000_000
 _ZIPF_EXPONENT = 1.05
 FORMS = ("int32", "int64", "ragged", "sparse")
-"""Of batches: dense ids of a dtype, or int32 in another kind of tensor."""
+"""Forms of batches: dense ids of a dtype, or int32 ids in another kind of tensor."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,12 +29,12 @@ class Scenario:
     """One workload; every feature has a table of its own, combined by `sum`.
 
     Attributes:
-      name: As the command line calls it.
+      name: The name on the command line.
       batch_size: Samples in a step.
       dim: Columns of every table.
-      rows: By feature the rows of its table.
-      ids_per_sample: By feature; the mean where the sizes of bags vary.
-      most_ids: The sizes of bags vary from 0 to this; 0 where all have one size.
+      rows: The rows of each feature's table.
+      ids_per_sample: The ids of each feature; their mean if the sizes of bags vary.
+      most_ids: The sizes of bags vary from 0 to this; 0 if all have one size.
       weighted: Whether ids have weights.
     """
 
@@ -48,11 +48,11 @@ class Scenario:
 
     @property
     def ids_per_step(self) -> int:
-        """Ids of all features in one batch, in the mean."""
+        """The mean number of ids of all features in a batch."""
         return self.batch_size * sum(self.ids_per_sample)
 
     def bytes_per_step(self, slots: int) -> int:
-        """Float bytes that a training step has to move, mean over the batches.
+        """Returns the bytes of floats that a training step moves, a mean over batches.
 
         The rows that ids name and the gradients of their samples are read once for
         each id, activations are written, and each distinct row and its slots are
@@ -64,7 +64,7 @@ class Scenario:
         return int(4 * self.dim * vectors)
 
     def distinct_rows(self) -> float:
-        """Rows that a batch touches, mean over the batches."""
+        """Returns the number of rows that a batch touches, a mean over batches."""
         return statistics.mean(
             sum(len(np.unique(ids[ids >= 0])) for ids in batch)
             for batch in self.batches(4, with_weights=True)
@@ -73,14 +73,14 @@ class Scenario:
     def batches(
         self, count: int, seed: int = 0, *, with_weights: bool = False
     ) -> list[list[np.ndarray]]:
-        """Zipf-distributed ids: for each batch, by feature, int32 [batch, ids].
+        """Draws Zipf-distributed ids: for each batch, by feature, int32 [batch, ids].
 
-        Where the sizes of bags vary, -1 follows the ids of a sample.
+        If the sizes of bags vary, -1 fills the places after the ids of a sample.
 
         Args:
           count: Number of batches.
-          seed: Of the ids.
-          with_weights: Whether the caller takes the weights, too: see `weights`.
+          seed: The seed of the ids.
+          with_weights: Whether the caller also uses weights, as `weights` gives them.
         """
         if self.weighted and not with_weights:
             raise NotImplementedError("This peer is not given weights here.")
@@ -103,14 +103,14 @@ class Scenario:
 
 
 def jagged(batch: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """All ids of a batch in one array, and the first position of each sample."""
+    """Joins all ids of a batch in one array, with the first position of each sample."""
     lengths = np.concatenate([(ids >= 0).sum(axis=1) for ids in batch])
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     return np.concatenate([ids[ids >= 0] for ids in batch]), offsets
 
 
 def weights(ids: np.ndarray) -> np.ndarray:
-    """A weight for each id, float32 in the shape of the ids."""
+    """Returns a weight for each id, float32 in the shape of the ids."""
     return 0.5 + (ids % 16).astype(np.float32) / 16
 
 
@@ -128,7 +128,7 @@ def _zipf(
 
 _CAPPED = tuple(min(rows, _MAX_ROWS) for rows in _CRITEO_ROWS)
 _ONE_HOT = (1,) * len(_CAPPED)
-# The dlrm batch's ids in one table. The largest and its slot take 13 GB.
+# Sizes of one table for all ids of dlrm; the largest and its slot take 13 GB.
 VOCABULARIES = (10_000, 100_000, 1_000_000, 2_500_000, 10_000_000, 25_000_000)
 POSITIONS = 50  # of a sequence
 # Rows of 4 KiB: dlrm's tables and slots would take 50 GB.
@@ -148,7 +148,7 @@ SCENARIOS = {
         Scenario("one_huge_table", 2048, 64, (10_000_000,), (20,)),
         # Every position of a sequence is a sample of one id, for ours and all peers.
         Scenario("sequence", 2048 * POSITIONS, 64, (1_000_000,), (1,)),
-        # What whole models need (benchmarks.models).
+        # The tables of whole models (benchmarks.models).
         Scenario("model_dlrm", 2048, 64, _CAPPED, _MULTI_HOT),
         Scenario("model_one_hot", 2048, 64, _CAPPED, _ONE_HOT),
         Scenario("model_two_tower", 2048, 64, (1_000_000, 1_000_000), (1, 1)),

@@ -40,9 +40,9 @@ class Scenario:
     """Features, ids and batch sizes of one comparison.
 
     Attributes:
-      name: As the command line calls it.
-      features: How many.
-      ids: Of each sample and feature.
+      name: The name on the command line.
+      features: The number of features.
+      ids: The number of ids of each sample in each feature.
       other: Our signature that is timed beside "sparse".
     """
 
@@ -70,7 +70,7 @@ class Peer(tf.Module):
         self.tables = list(tables)
 
     def save(self, path: str) -> None:
-        """Writes a SavedModel with a signature as our "sparse" one."""
+        """Writes a SavedModel with a signature like our "sparse" one."""
         specs = {}
         for index in range(len(self.tables)):
             for part, shape in (
@@ -107,7 +107,7 @@ class Session:
         self._signatures = loaded.signature_def
 
     def call(self, kind: str, inputs: dict[str, np.ndarray]) -> Call:
-        """A function that asks a signature for all of its outputs."""
+        """Returns a function that asks a signature for all of its outputs."""
         signature = self._signatures[kind]
         feeds = {signature.inputs[name].name: x for name, x in inputs.items()}
         fetches = [info.name for info in signature.outputs.values()]
@@ -115,7 +115,7 @@ class Session:
         return lambda: ask(*feeds.values())
 
     def num_ops(self, kind: str, inputs: dict[str, np.ndarray]) -> int:
-        """Number of ops of a call, which take most of the time of small batches."""
+        """Counts the ops of a call, which take most of the time of small batches."""
         signature, metadata = self._signatures[kind], tf.compat.v1.RunMetadata()
         self._session.run(
             [info.name for info in signature.outputs.values()],
@@ -127,7 +127,7 @@ class Session:
 
 
 def make_inputs(scenario: Scenario, batch: int) -> dict[str, dict[str, np.ndarray]]:
-    """By signature the same random ids."""
+    """Makes the same random ids for each signature."""
     generator = np.random.default_rng(0)
     inputs: dict[str, dict[str, np.ndarray]] = {"sparse": {}, "dense": {}, "ragged": {}}
     for index in range(scenario.features):
@@ -148,7 +148,7 @@ def make_inputs(scenario: Scenario, batch: int) -> dict[str, dict[str, np.ndarra
 
 
 def export(scenario: Scenario, folder: pathlib.Path) -> dict[str, Session]:
-    """The peer and ours, exported and loaded again."""
+    """Exports the peer and ours, and loads both again."""
     configs = [
         te.TableConfig(ROWS, DIM, combiner="mean", name=f"t{index}")
         for index in range(scenario.features)
@@ -166,7 +166,7 @@ def export(scenario: Scenario, folder: pathlib.Path) -> dict[str, Session]:
 
 
 def time_in_turn(calls: dict[str, Call], rounds: int) -> dict[str, float]:
-    """The median microseconds of each call."""
+    """Measures the median microseconds of each call."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         for _ in range(20):  # The first calls optimise the graph.
@@ -180,7 +180,7 @@ def time_in_turn(calls: dict[str, Call], rounds: int) -> dict[str, float]:
 
 
 def measure(scenario: Scenario, rounds: int) -> dict[int, dict[str, float]]:
-    """By batch size the microseconds of the peer, ours and our other signature."""
+    """Measures the microseconds of the peer and our two signatures, by batch size."""
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         sessions = export(scenario, pathlib.Path(folder))
@@ -198,7 +198,7 @@ def measure(scenario: Scenario, rounds: int) -> dict[int, dict[str, float]]:
 
 
 def table(scenario: Scenario, found: dict[int, dict[str, float]]) -> str:
-    """The medians, and ours as a multiple of the peer's; what misses its aim."""
+    """Returns a table of the medians, our multiples of the peer's, and missed aims."""
     title = f"{scenario.name}, {scenario.features} x {scenario.ids} ids, microseconds"
     heads = [title, *(f"batch {batch}" for batch in found)]
     lines = [heads, ["---"] * len(heads)]
@@ -215,7 +215,7 @@ def _cell(name: str, times: dict[str, float]) -> str:
 
 
 def missed(name: str, times: dict[str, float]) -> bool:
-    """Whether a row of ours takes longer than the aim allows."""
+    """Returns whether a row of ours takes longer than the aim allows."""
     return name != PEER and times[name] > aims.SERVING * times[PEER]
 
 

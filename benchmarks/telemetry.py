@@ -4,9 +4,9 @@
 
 The step is enqueue, dequeue and apply_gradients in a loop of a tf.function, without a
 dense model, so the share of telemetry is the largest possible. Each round runs 100
-steps of both; the least of all rounds counts, because whatever else the machine does
-only adds to it. `--every 1` measures what counting one update costs, a hundred times as
-exactly.
+steps of both; the fastest of all rounds counts, because other work on the machine only
+adds time. `--every 1` measures what counting one update costs, a hundred times as
+precisely.
 """
 
 from __future__ import annotations

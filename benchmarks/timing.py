@@ -20,11 +20,11 @@ def timed(function: Callable[[], Any], repeats: int = 1) -> Callable[[], float]:
 
 
 def burst(function: Callable[[], float]) -> tuple[float, list[float]]:
-    """Seconds of a first, cold run, and of four runs after two that do not count.
+    """Returns the seconds of a first, cold run, and of four runs after a second one.
 
-    When another process has had its turn, its data fill the caches, its threads still
-    spin and ours sleep: a loop that trains meets none of that. A run of over a second
-    counts at once, for the same reason.
+    After the turn of another process, its data fill the caches, its threads still spin
+    and ours sleep, which does not happen in a training loop. A first run that takes
+    over a second counts and is not repeated.
     """
     first = function()
     if first > 1:
@@ -36,9 +36,9 @@ def burst(function: Callable[[], float]) -> tuple[float, list[float]]:
 def timed_both(
     name: str, function: Callable[[], Any]
 ) -> dict[str, Callable[[], float]]:
-    """`name` gives the seconds of one run, "<name>_cpu" those of all its threads.
+    """Returns functions: `name` for a run's seconds, "<name>_cpu" for its CPU seconds.
 
-    The second says more on a machine that others use too.
+    CPU seconds say more on a machine that others use too.
     """
 
     def cpu() -> float:

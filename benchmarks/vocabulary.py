@@ -2,9 +2,9 @@
 
 python -m benchmarks.vocabulary [--most-rows 2500000] [--peers fbgemm]
 
-The dlrm batch's ids in one table, Adagrad. Each size takes turns with a table of
-BASE_ROWS, so that their ratio is of one run. Peers take turns with ours after that,
-where both fit into memory. Writes build/bench/vocabulary.{json,md,png}.
+One table has all ids of the dlrm batch and trains with Adagrad. Each size takes turns
+with a table of BASE_ROWS, so that their ratio is from one run. Then peers take turns
+with ours, if both fit into memory. Writes build/bench/vocabulary.{json,md,png}.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.scenarios import SCENARIOS, VOCABULARIES, Scenario
 
 BASE_ROWS = 100_000
 AIM = 2.0
-"""At most so many times BASE_ROWS' time for each distinct row: misses are physics."""
+"""The limit of the time per distinct row relative to BASE_ROWS; caches do miss."""
 PEERS = ("fbgemm", "torch_embedding_bag", "tensorflow_nn")
 OPTIMIZER = "adagrad"
 _SLOTS = 1
@@ -35,12 +35,12 @@ class Size:
     """The measurements of one size of the table.
 
     Attributes:
-      rows: Of the table.
-      distinct_rows: That a batch names.
+      rows: The number of rows of the table.
+      distinct_rows: The number of distinct rows that a batch names.
       missing: Why ours was not measured, or None.
-      milliseconds: Of our step: median, min and max.
-      base: Of our step on BASE_ROWS, in the same turns.
-      base_distinct_rows: That a batch names there.
+      milliseconds: The median, min and max of our step.
+      base: The same for our step on BASE_ROWS, in the same turns.
+      base_distinct_rows: The number of distinct rows that a batch names there.
       peers: By peer its `missing` or None, its `milliseconds` and those of `ours`.
     """
 
@@ -82,7 +82,7 @@ def needed(scenario: Scenario) -> int:
 
 
 def does_not_fit(scenarios: Sequence[Scenario], available: int) -> str | None:
-    """Why processes with these scenarios cannot run side by side, or None."""
+    """Says why processes with these scenarios cannot run side by side, or None."""
     total = sum(needed(scenario) for scenario in scenarios)
     if total <= available:
         return None
@@ -90,7 +90,7 @@ def does_not_fit(scenarios: Sequence[Scenario], available: int) -> str | None:
 
 
 def available_bytes() -> int:
-    """Memory that is available without swapping, according to Linux."""
+    """Returns the bytes that are available without swapping, according to Linux."""
     for line in pathlib.Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return 1024 * int(line.split()[1])
@@ -132,7 +132,7 @@ def _beside(peer: str, scenario: Scenario, rounds: int) -> dict[str, Any]:
 
 
 def markdown(sizes: Sequence[Size]) -> str:
-    """A row for each size, then what the peers came to."""
+    """Makes a row for each size, then rows with the results of the peers."""
     lines = [
         "### vocabulary",
         "",
@@ -152,9 +152,9 @@ def markdown(sizes: Sequence[Size]) -> str:
 
 
 def missed(size: Size) -> bool:
-    """Whether a row takes longer than the aim allows, on a larger table than the base.
+    """Returns whether a row of a table larger than the base misses the aim.
 
-    On a smaller one the same ids name fewer rows, each of which has more to sum.
+    On a smaller table the same ids name fewer rows, and each sums more gradients.
     """
     larger = size.rows > BASE_ROWS
     return larger and size.growth is not None and size.growth > AIM
@@ -183,7 +183,7 @@ def _peer(size: Size, peer: str) -> str:
 
 
 def draw(path: pathlib.Path, sizes: Sequence[Size]) -> None:
-    """The time for each distinct row over the size, and the aim as a line."""
+    """Draws the time for each distinct row over the size, and the aim as a line."""
     if not picture.can_draw():
         return
     import matplotlib as mpl
@@ -223,12 +223,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if rows <= flags.most_rows:
                 scenario = SCENARIOS[f"vocabulary_{rows}"]
                 sizes.append(measure(scenario, flags.peers, flags.rounds))
-                _write(flags.out, sizes)  # What is there, should the rest break off.
+                _write(flags.out, sizes)  # Keeps the results if a later size fails.
     print(markdown(sizes))
 
 
 def _most_rows(text: str) -> int:
-    """At least the smallest size."""
+    """Parses --most-rows, which is at least the smallest size."""
     value, least = options.positive(text), min(VOCABULARIES)
     if value < least:
         raise argparse.ArgumentTypeError(f"{text} is less than the smallest, {least}")

@@ -4,11 +4,11 @@
 
 `benchmarks.peers.PEER` has a RULE (what its update computes), and
 `prepare(scenario, optimizer)` that returns a dict of functions, most often "lookup"
-and "step"; each runs once and returns the seconds of one step. The worker says which
-are there, then answers each line with the name of one by the seconds of some runs and
-of a cold one before them.
+and "step"; each runs once and returns the seconds of one step. The worker lists
+these functions. For each line that names one, it answers with the seconds of some runs
+and of a cold run before them.
 A peer that trains a whole model has "loss" beside them, which is called first.
-What goes wrong is an answer too: {"missing": why}.
+An error is an answer, too: {"missing": why}.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def why(error: Exception) -> str:
-    """The reason in one line, for a table."""
+    """Returns the reason in one line, for a table."""
     lines = str(error).replace("|", "/").splitlines() or [""]
     text = lines[0][:_LONGEST]
     if isinstance(error, ImportError):

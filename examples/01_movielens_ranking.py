@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# TensorFlow reads both when it starts. oneDNN rounds differently from CPU to CPU.
+# TensorFlow reads both variables when it starts. oneDNN rounds differently per CPU.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -67,7 +67,7 @@ class Ranker:
 
     @tf.function(reduce_retracing=True)
     def predict(self, batch: data.Batch) -> tf.Tensor:
-        """The ratings that the users of a batch would give, float32 [B]."""
+        """Predicts the ratings that the users of a batch would give, float32 [B]."""
         ids, dense = self.catalogue.inputs(batch)
         self.embedding.enqueue(ids, training=False)
         inputs = {**self.embedding.dequeue(), "numbers": dense}
@@ -116,7 +116,7 @@ def parse_options(argv: Sequence[str] | None) -> Options:
 def results_on_test(
     ranker: Ranker, ratings: data.Ratings, run: training.Run
 ) -> dict[str, float]:
-    """Numbers for metrics.json; only this function uses the test part."""
+    """Returns the numbers for metrics.json; only this function uses the test part."""
     test = ratings.split.test
     found = ranker.evaluate(ratings, test)
     baseline = metrics.biases_alone(ratings, ratings.split.rest, test)
@@ -132,7 +132,7 @@ def results_on_test(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Trains, evaluates, exports, recommends."""
+    """Trains and evaluates the model, exports it, and recommends films."""
     options = parse_options(argv)
     keras.utils.set_random_seed(options.seed)
     tf.config.experimental.enable_op_determinism()

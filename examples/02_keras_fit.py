@@ -31,7 +31,7 @@ def make_model(sizes: dict[str, int], mean_rating: float) -> Any:
 
 
 def main() -> None:
-    """Trains, evaluates, saves and exports."""
+    """Trains, evaluates, saves and exports the model."""
     parser = argparse.ArgumentParser(description="Trains a recommender with Keras.")
     parser.add_argument("--out", type=Path, default=BUILD / "keras_fit")
     parser.add_argument("--quick", action="store_true", help="two epochs only")

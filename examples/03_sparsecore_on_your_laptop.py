@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-# TensorFlow reads both when it starts. oneDNN rounds differently from CPU to CPU.
+# TensorFlow reads both variables when it starts. oneDNN rounds differently per CPU.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -36,7 +36,7 @@ from tpu_embedding.testing import SoftwareTPUStrategy
 
 BUILD = Path(__file__).resolve().parents[1] / "build"
 REPLICAS = 2
-BATCH = 256  # For each replica.
+BATCH = 256  # The samples of each replica.
 # The largest number of ids that one SparseCore may request from another.
 MANY = 4096
 
@@ -75,7 +75,7 @@ class Ranker:
         activations, preserved = self.embedding(ids)
         with tf.GradientTape() as tape:
             tape.watch(activations)
-            # Without dropout, whose random numbers differ from strategy to strategy.
+            # There is no dropout, because its random numbers depend on the strategy.
             inputs = {**activations, "numbers": dense}
             predicted = self.dense_part(inputs, training=False)
             error = tf.reduce_sum((predicted - batch["rating"]) ** 2)
@@ -99,7 +99,7 @@ class Ranker:
             print(f"epoch {epoch + 1}: training RMSE {np.mean(losses) ** 0.5:.4f}")
 
     def evaluate(self, ratings: data.Ratings, rows: np.ndarray) -> metrics.Evaluation:
-        """Evaluates predictions; looks up with TensorFlow's ops."""
+        """Evaluates predictions, with lookups by TensorFlow's ops."""
         plain = {
             name: te.FeatureConfig(feature.table, name=name)
             for name, feature in self.features.items()
@@ -115,7 +115,7 @@ class Ranker:
 
 
 def batches_of(ratings: data.Ratings, epoch: int) -> tf.data.Dataset:
-    """The training part in the order of this epoch, in whole batches."""
+    """Returns the training part in the order of this epoch, in whole batches."""
     rows = np.random.default_rng((1, epoch)).permutation(ratings.split.train)
     whole = len(rows) // (REPLICAS * BATCH) * REPLICAS * BATCH
     dataset = ratings.batches(rows[:whole], BATCH)
@@ -123,7 +123,7 @@ def batches_of(ratings: data.Ratings, epoch: int) -> tf.data.Dataset:
 
 
 def limits_of(sizes: Iterable[str], limit: int) -> te.SparseCoreEmbeddingConfig:
-    """Limits for two stacks: the biases, and all other tables.
+    """Returns limits for two stacks: the biases, and all other tables.
 
     A stack's name joins the names of its tables.
     """
@@ -158,7 +158,7 @@ def count_dropped(
 
 
 def main() -> None:
-    """Trains on both engines, compares, and exceeds the limits."""
+    """Trains on both engines, compares the metrics, and exceeds the limits."""
     parser = argparse.ArgumentParser(description="Trains on SparseCores in software.")
     parser.add_argument("--out", type=Path, default=BUILD / "sparse_core")
     parser.add_argument("--quick", action="store_true", help="one epoch only")

@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-# As in example 01, which writes the checkpoint.
+# These are the settings of example 01, which writes the checkpoint.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -47,10 +47,10 @@ class Result:
     """One exported model.
 
     Attributes:
-      storage: How its tables are kept.
-      table_bytes: Of all tables.
-      quality: Of its answers.
-      milliseconds: By batch size the median time of an answer.
+      storage: The form in which its tables are stored.
+      table_bytes: The size of all tables.
+      quality: The metrics of its answers.
+      milliseconds: The median time of an answer, by batch size.
     """
 
     storage: str
@@ -80,7 +80,7 @@ def parse_options(argv: Sequence[str] | None) -> Options:
 
 
 def best_checkpoint(options: Options) -> str:
-    """The best checkpoint of example 01; runs the example if there is none."""
+    """Returns the best checkpoint of example 01; runs the example if there is none."""
     found = tf.train.latest_checkpoint(str(options.demo / "checkpoints" / "best"))
     if found is not None:
         return found
@@ -95,7 +95,7 @@ def best_checkpoint(options: Options) -> str:
 def restore(
     catalogue: data.Catalogue, checkpoint: str
 ) -> tuple[te.TPUEmbeddingForServing, serving.Recommender]:
-    """The model of example 01, without the optimizers' slots."""
+    """Restores the model of example 01, without the optimizers' slots."""
     features = model.make_feature_config(catalogue.vocabulary_sizes)
     for config in features.values():  # Without an optimizer there are no slots.
         features[config.name] = dataclasses.replace(
@@ -111,13 +111,13 @@ def restore(
 
 
 def predict(served: Any, ratings: data.Ratings) -> np.ndarray:
-    """The answers of a loaded model for the test ratings."""
+    """Returns the answers of a loaded model for the test ratings."""
     batches = ratings.batches(ratings.split.test, 4096)
     return np.concatenate([serving.ask_pairs(served, batch) for batch in batches])
 
 
 def time_all(asks: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
-    """Median milliseconds of each call; calls take turns, because load varies."""
+    """Returns the median milliseconds of each call; calls alternate, as load varies."""
     seconds: list[list[float]] = [[] for _ in asks]
     for _ in range(rounds + 1):  # The first round warms up.
         for ask, own in zip(asks, seconds, strict=True):
@@ -130,7 +130,7 @@ def time_all(asks: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
 def measure(
     models: dict[str, Any], ratings: data.Ratings, rounds: int
 ) -> dict[str, dict[int, float]]:
-    """Milliseconds of an answer, by storage and batch size."""
+    """Measures the milliseconds of an answer, by storage and batch size."""
     times: dict[str, dict[int, float]] = {storage: {} for storage in models}
     for size in BATCHES:
         batch = next(iter(ratings.batches(ratings.split.test[:size], size)))
@@ -145,7 +145,7 @@ def measure(
 
 
 def table(results: Sequence[Result]) -> str:
-    """The results side by side."""
+    """Returns a table with a line for each model."""
     heads = "".join(f"{f'batch {size}':>12}" for size in BATCHES)
     lines = [f"{'tables':8}{'bytes':>10}{'size':>8}{'RMSE':>9}{'AUC':>9}{heads}"]
     for result in results:
@@ -159,7 +159,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def plot(results: Sequence[Result], path: Path) -> None:
-    """Size against AUC, a point for each model."""
+    """Plots size against AUC, with a point for each model."""
     mpl.use("Agg")
     import matplotlib.pyplot as plt  # After the choice of the backend.
 
@@ -180,7 +180,7 @@ def plot(results: Sequence[Result], path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Exports, loads, queries, compares."""
+    """Exports the models, loads and queries them, and compares the results."""
     options = parse_options(argv)
     ratings, catalogue = data.find(options.data, BUILD / "data")
     embedding, recommender = restore(catalogue, best_checkpoint(options))

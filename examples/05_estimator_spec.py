@@ -21,7 +21,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
-# TensorFlow reads both when it starts. oneDNN rounds differently from CPU to CPU.
+# TensorFlow reads both variables when it starts. oneDNN rounds differently per CPU.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -50,7 +50,7 @@ spec = interop.EmbeddingConfigSpec(
 
 
 def model_fn(features: Any, labels: Any, mode: str) -> estimator.TPUEstimatorSpec:
-    """A logistic regression over products of the three activations."""
+    """Builds a logistic regression over products of the three activations."""
     joined = estimator.dense_features(features, tpu_columns)
     score = tf.compat.v1.get_variable("scale", initializer=1.0) * agreement(joined)
     predictions = {"probability": tf.sigmoid(score)}
@@ -68,18 +68,18 @@ def model_fn(features: Any, labels: Any, mode: str) -> estimator.TPUEstimatorSpe
 
 
 def agreement(joined: tf.Tensor) -> tf.Tensor:
-    """One score for each row of [ad, read, shown], the order of the columns' names."""
+    """Returns a score per row of [ad, read, shown], the order of the columns' names."""
     ad, read, shown = tf.split(joined, 3, axis=1)
     return tf.reduce_sum(read * shown + ad * shown, axis=1)
 
 
 def metric_fn(labels: tf.Tensor, score: tf.Tensor) -> dict[str, Any]:
-    """The fraction of visits that are predicted correctly."""
+    """Computes the fraction of visits that are predicted correctly."""
     return {"accuracy": tf.compat.v1.metrics.accuracy(labels, score > 0)}
 
 
 def visits(count: int, seed: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Synthetic visits: features [count, 1] and labels [count]."""
+    """Makes synthetic visits: features [count, 1] and labels [count]."""
     tastes = np.random.default_rng(0)
     articles = tastes.normal(size=(ARTICLES, 3))
     advertisements = tastes.normal(size=(ADVERTISEMENTS, 3))
@@ -92,7 +92,7 @@ def visits(count: int, seed: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
 
 
 def input_fn_of(data: Any) -> Callable[[dict[str, Any]], tf.data.Dataset]:
-    """An input_fn that repeats the visits."""
+    """Returns an input_fn that repeats the visits."""
 
     def input_fn(params: dict[str, Any]) -> tf.data.Dataset:
         dataset = tf.data.Dataset.from_tensor_slices(data).repeat()
@@ -102,7 +102,7 @@ def input_fn_of(data: Any) -> Callable[[dict[str, Any]], tf.data.Dataset]:
 
 
 def train(out: str, steps: int, data: Any, held_back: Any) -> Any:
-    """The documented example: a TPUEstimator with the spec."""
+    """Trains the documented example: a TPUEstimator with the spec."""
     trained = estimator.TPUEstimator(
         model_fn=model_fn,
         model_dir=out,

@@ -2,20 +2,20 @@
 
     python examples/06_many_machines.py [--processes 2] [--parameter-servers] [--kill]
 
-Starts the processes of a tf.distribute.MultiWorkerMirroredStrategy on this machine, as
-a cluster would start them on several, and trains on a part of each batch in each. Then
-trains on whole batches in one process, and compares: the tables of two processes have
-the same bits. With --kill one process is killed in the middle; all start again from the
-last checkpoint and reach the same tables.
+The example starts the processes of a tf.distribute.MultiWorkerMirroredStrategy on this
+machine, as a cluster would on several; each process trains on a part of each batch.
+Then it trains on whole batches in one process, and compares: two processes have tables
+with the same bits as one. With --kill one process is killed in the middle; all start
+again from the last checkpoint and reach the same tables.
 
-`worker` is the program of one process; what it needs beyond the single-process program
-is marked.
+`worker` is the program of one process; comments mark what it needs beyond the program
+for a single process.
 
 With --parameter-servers the tables are on two servers, and each process trains on
 batches of its own as fast as it can: `coordinator` is the program. The order of the
 updates is not that of one process, so the tables differ; both predict about as well.
-With --kill a worker is killed and started again; each batch is applied once all the
-same. `python -m tpu_embedding server` is all that servers and workers run.
+With --kill a worker is killed and started again, and each batch is still applied once.
+Servers and workers run only `python -m tpu_embedding server`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from movielens import data, model
 import tpu_embedding as te
 
 BUILD = Path(__file__).resolve().parents[1] / "build"
-BATCH = 256  # of a process
+BATCH = 256  # The samples of a process.
 STEPS_PER_CHECKPOINT = 10
 KILLED_AT = 15  # The step after which --kill ends process 1.
 SERVERS = 2
@@ -87,7 +87,7 @@ def parse_options(argv: Sequence[str] | None) -> Options:
 
 
 class Trainer:
-    """The model, and one step over the parts of a batch that this process has."""
+    """The model, and training steps on the parts of a batch that this process gets."""
 
     def __init__(self, options: Options, strategy: tf.distribute.Strategy) -> None:
         ratings, self.catalogue = data.find(options.data, BUILD / "data")
@@ -97,7 +97,7 @@ class Trainer:
         with strategy.scope():
             self.embedding = te.TPUEmbedding(features, te.Adagrad(0.05))
             self.embedding.build()
-        # Servers keep the dense weights, too; else every process has them.
+        # Servers also keep the dense weights; without them every process has a copy.
         with strategy.scope() if options.parameter_servers else nullcontext():
             self.dense_part = model.make_dense_part(features, ratings.mean())
         train = np.random.default_rng(1).permutation(ratings.split.train)
@@ -105,14 +105,14 @@ class Trainer:
         self.ratings = ratings
 
     def batch(self, step: int, part: int, parts: int) -> data.Batch:
-        """Part `part` of the batch of a step."""
+        """Returns part `part` of the batch of a step."""
         size = BATCH * parts
         first = step * size % (len(self.rows) - size) + part * BATCH
         rows = self.rows[first : first + BATCH]
         return next(iter(self.ratings.batches(rows, BATCH)))
 
     def gradients(self, activations: Any, batch: data.Batch) -> Any:
-        """Gradients of the loss by activations and by dense weights."""
+        """Returns the gradients of the loss by activations and by dense weights."""
         dense = self.catalogue.inputs(batch)[1]
         weights = self.dense_part.trainable_variables
         with tf.GradientTape() as tape:
@@ -129,17 +129,17 @@ class Trainer:
 
     @tf.function(reduce_retracing=True)
     def train_part(self, batch: data.Batch) -> None:
-        """One step of one process."""
+        """Trains one step on the part of a batch that this process gets."""
         self.embedding.enqueue(self.catalogue.inputs(batch)[0])
         of_activations, of_weights = self.gradients(self.embedding.dequeue(), batch)
         self.embedding.apply_gradients(of_activations)
-        # Beyond a single process: the sum of the dense gradients of all.
+        # Beyond a single process: sum the dense gradients of all processes.
         context = tf.distribute.get_replica_context()
         self.apply(context.all_reduce(tf.distribute.ReduceOp.SUM, of_weights))
 
     @tf.function(reduce_retracing=True)
     def train_alone(self, batch: data.Batch) -> None:
-        """One step of one process, or of a worker with parameter servers."""
+        """Trains one step in one process, or in a worker with parameter servers."""
         self.embedding.enqueue(self.catalogue.inputs(batch)[0])
         of_activations, of_weights = self.gradients(self.embedding.dequeue(), batch)
         self.embedding.apply_gradients(of_activations)
@@ -147,7 +147,7 @@ class Trainer:
 
     @tf.function(reduce_retracing=True)
     def errors(self, batch: data.Batch) -> tf.Tensor:
-        """Squared errors of the predictions."""
+        """Returns the squared errors of the predictions."""
         ids, dense = self.catalogue.inputs(batch)
         self.embedding.enqueue(ids, training=False)
         activations = self.embedding.dequeue()
@@ -155,13 +155,13 @@ class Trainer:
         return (predicted - batch["rating"]) ** 2
 
     def error(self) -> float:
-        """Root of the mean squared error on the test ratings."""
+        """Returns the root of the mean squared error on the test ratings."""
         batches = self.ratings.batches(self.ratings.split.test, 4096)
         return float(np.sqrt(np.concatenate([self.errors(b) for b in batches]).mean()))
 
     @tf.function(reduce_retracing=True)
     def train_whole(self, parts: list[data.Batch]) -> None:
-        """The same step of all parts in one process."""
+        """Trains one step in one process on all parts of a batch."""
         ids = [self.catalogue.inputs(part)[0] for part in parts]
         self.embedding.enqueue({name: _join([i[name] for i in ids]) for name in ids[0]})
         activations = self.embedding.dequeue()
@@ -183,7 +183,7 @@ def _join(parts: Sequence[Any]) -> Any:
 
 
 def worker(options: Options) -> None:
-    """The program of one process; TF_CONFIG says which."""
+    """Runs one process of the job, which TF_CONFIG describes."""
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     rank = strategy.cluster_resolver.task_id
     trainer = Trainer(options, strategy)
@@ -209,7 +209,7 @@ def worker(options: Options) -> None:
 
 
 def coordinator(options: Options) -> None:
-    """The program of the coordinator of parameter servers; TF_CONFIG has the others."""
+    """Runs the coordinator of parameter servers; TF_CONFIG lists the other tasks."""
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
     strategy = tf.distribute.ParameterServerStrategy(resolver)
     workers = te.ClusterCoordinator(strategy)
@@ -235,7 +235,7 @@ def run_servers(options: Options, argv: Sequence[str]) -> int:
             chief = [f"127.0.0.1:{bound.getsockname()[1]}"]
         task = {"type": "chief", "index": 0}
         config = {"cluster": {**job.cluster, "chief": chief}, "task": task}
-        # TensorFlow logs whatever it tells a worker that is gone.
+        # TensorFlow logs each message that it sends to a worker that is gone.
         quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_CONFIG": json.dumps(config)}
         process = subprocess.Popen(
             [sys.executable, __file__, *argv, "--worker"], env={**os.environ, **quiet}
@@ -252,7 +252,7 @@ def run_servers(options: Options, argv: Sequence[str]) -> int:
 
 
 def compare_servers(options: Options) -> None:
-    """Trains in one process on the batches that the workers had."""
+    """Trains in one process on the workers' batches, and compares the tables."""
     trainer = Trainer(options, tf.distribute.get_strategy())
     for step in range(options.steps):
         for part in range(options.processes):
@@ -265,12 +265,12 @@ def compare_servers(options: Options) -> None:
 
 
 def dense_variables(trainer: Trainer) -> list[Any]:
-    """The dense weights."""
+    """Returns the dense weights."""
     return list(trainer.dense_part.variables)
 
 
 def latest_step(out: Path) -> int:
-    """The step of the last whole checkpoint, or 0."""
+    """Returns the step of the last complete checkpoint, or 0."""
     found = [int(path.stem.split("-")[1]) for path in out.glob("tables-*.index")]
     return max(found, default=0)
 
@@ -335,8 +335,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for table, variable in trainer.embedding.embedding_tables.items():
         own, theirs = variable.numpy(), stored[table.name].parameters.numpy()
         print(f"{table.name}: largest difference {float(np.abs(own - theirs).max())}")
-        # Two dense gradients have one sum. The sum of more may be rounded in another
-        # order: by one bit for each further process and step.
+        # The sum of two dense gradients does not depend on their order. That of more
+        # does, and may differ by one bit for each further process and step.
         bits = options.steps * (options.processes - 2)
         np.testing.assert_allclose(theirs, own, rtol=0, atol=bits * 2.0**-24)
     print(f"{options.processes} processes and one process have the same tables.")

@@ -101,7 +101,7 @@ def make_model(train: tf.data.Dataset) -> keras.Model:
 
 
 def most_alike(model: Any, film: str, count: int) -> list[str]:
-    """The films whose rows in the table point in the most similar directions."""
+    """Returns the films whose rows point in the directions most similar to a film's."""
     (table,) = (
         variable.numpy()
         for config, variable in model.get_layer("tables").embedding_tables.items()
@@ -114,7 +114,7 @@ def most_alike(model: Any, film: str, count: int) -> list[str]:
 
 
 def main() -> None:
-    """Writes the file, trains, looks at a table, saves, exports and asks."""
+    """Writes the file, trains a model, inspects a table, saves, exports and queries."""
     parser = argparse.ArgumentParser(description="From strings to a served model.")
     parser.add_argument("--out", type=Path, default=BUILD / "strings")
     parser.add_argument("--quick", action="store_true", help="five epochs only")

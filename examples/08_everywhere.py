@@ -6,9 +6,9 @@
 differs, and with it the engine: this package's kernels, TensorFlow's ops, two replicas
 that share their tables, or an emulated TPU of two devices (of TPU v4, with its
 embedding engine; of TPU v6e, with SparseCores). `workers:2` starts two processes, which
-divide the tables and each batch. `parameter-servers:2`, the last of the places, has the
-tables on two servers and one worker, all within this process: a coordinator schedules
-the step. The largest difference between the tables after training is a few roundings of
+divide the tables and each batch. `parameter-servers:2`, which runs last, has the tables
+on two servers and one worker, all within this process: a coordinator schedules the
+step. The largest difference between the tables after training is a few roundings of
 float32.
 """
 
@@ -25,7 +25,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# TensorFlow reads both when it starts. oneDNN rounds differently from CPU to CPU.
+# TensorFlow reads both variables when it starts. oneDNN rounds differently per CPU.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -49,7 +49,7 @@ class Place:
         self.strategy = strategy
 
     def distribute(self, samples: tf.data.Dataset) -> Iterator[Any]:
-        """Batches of all replicas."""
+        """Returns an iterator over the batches of all replicas."""
         on_host = tf.distribute.InputOptions(experimental_fetch_to_device=False)
         return iter(self.strategy.experimental_distribute_dataset(samples, on_host))
 
@@ -65,7 +65,7 @@ class ParameterServers(Place):
         addresses = free_addresses(number + 1)
         jobs = {"ps": addresses[1:], "worker": addresses[:1]}
         cluster = tf.train.ClusterSpec(jobs)
-        # All share the threads of this process, and each waits for others.
+        # All tasks share the threads of this process, and each waits for others.
         config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=16)
         self.servers = [
             tf.distribute.Server(cluster, job, task, config=config)
@@ -79,7 +79,7 @@ class ParameterServers(Place):
         self.coordinator = te.ClusterCoordinator(self.strategy)
 
     def distribute(self, samples: tf.data.Dataset) -> Iterator[Any]:
-        """Batches, which travel with each step."""
+        """Returns an iterator over batches, which are sent with each step."""
         return iter(samples)
 
     def run(self, step: Callable[..., Any], *arguments: Any) -> Any:
@@ -116,7 +116,7 @@ def train(
 
 
 def feature_config() -> dict[str, te.FeatureConfig]:
-    """Films that a user has seen, and the user."""
+    """Returns two features: the films that a user has seen, and the user."""
 
     def uniform(shape: Any, dtype: Any) -> tf.Tensor:
         return tf.random.stateless_uniform(shape, [1, 2], -0.5, 0.5, dtype)
@@ -127,7 +127,7 @@ def feature_config() -> dict[str, te.FeatureConfig]:
 
 
 def make_samples() -> tf.data.Dataset:
-    """Batches of ids and ratings, the same in each run."""
+    """Makes batches of ids and ratings, the same in each run."""
     random = np.random.default_rng(0)
     ids = {
         "seen": random.integers(FILMS, size=[10 * BATCH, 3]),
@@ -140,14 +140,14 @@ def make_samples() -> tf.data.Dataset:
 
 @contextlib.contextmanager
 def cpu_engine(name: str) -> Iterator[Place]:
-    """The default strategy, and the engine that the environment asks for."""
+    """Yields the default strategy, with the environment set to the engine `name`."""
     os.environ["TPU_EMBEDDING_ENGINE"] = name
     yield Place(tf.distribute.get_strategy())
     del os.environ["TPU_EMBEDDING_ENGINE"]
 
 
 def mirrored(devices: int) -> tf.distribute.Strategy:
-    """Replicas on logical CPU devices."""
+    """Makes a strategy with replicas on logical CPU devices."""
     return tf.distribute.MirroredStrategy([f"CPU:{d}" for d in range(devices)])
 
 
@@ -158,7 +158,7 @@ def find_place(text: str) -> contextlib.AbstractContextManager[Place]:
         "host": lambda _: cpu_engine("host"),
         "portable": lambda _: cpu_engine("portable"),
         "mirrored": lambda n: contextlib.nullcontext(Place(mirrored(n))),
-        # One process of several: TF_CONFIG has the others.
+        # This is one process of several: TF_CONFIG lists the others.
         "worker": lambda _: contextlib.nullcontext(
             Place(tf.distribute.MultiWorkerMirroredStrategy())
         ),
@@ -172,7 +172,7 @@ def find_place(text: str) -> contextlib.AbstractContextManager[Place]:
 
 
 def free_addresses(number: int) -> list[str]:
-    """Addresses of this machine that nobody listens to."""
+    """Returns addresses of this machine that no process listens to."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
     addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
     for each in sockets:
@@ -204,7 +204,7 @@ def train_in_workers(number: int, steps: int, folder: str) -> None:
 
 
 def main() -> None:
-    """Trains in every place that was asked for, and compares."""
+    """Trains in every place that --on lists, and compares the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--on", nargs="+", default=PLACES, help=" ".join(PLACES))
     parser.add_argument("--quick", action="store_true", help="Three steps, for tests.")

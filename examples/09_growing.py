@@ -1,14 +1,14 @@
-"""Tables that grow and forget: ratings are trained on as they come.
+"""Tables that grow and forget: a model trains on ratings in the order of time.
 
     python examples/09_growing.py [--users 200] [--films 1000]
 
-The example reads MovieLens-100K in the order of time, and nobody tells the model which
-users and films there are. Tables of te.GrowingVocabulary give them rows as they come,
-and evict users that were not seen for long, and films that were seen least. Beside
-them stand tables of fixed size, as much memory, in which an id has the row of its hash.
-Every rating is predicted before it is trained on. The example writes growing.json and
-growing.png into --out: rows, what was admitted and evicted, and the AUC of both models
-over time.
+The example reads MovieLens-100K in the order of time, and the model does not know in
+advance which users and films exist. Tables of te.GrowingVocabulary give them rows when
+they appear, and evict users that were not seen for long and films that were seen least.
+A second model has tables of fixed size and as much memory, where an id has the row of
+its hash. Every rating is predicted before it is trained on. The example writes
+growing.json and growing.png into --out: the number of rows, of admitted and of evicted
+ids, and the AUC of both models over time.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ import tpu_embedding as te
 BUILD = Path(__file__).resolve().parents[1] / "build"
 DIM = 17  # The last column is the bias.
 BATCH = 50
-WINDOW = 5000  # Ratings of one AUC.
+WINDOW = 5000  # The number of ratings for one value of the AUC.
 MODELS = ("growing", "hashed")
-ROW_BYTES = 4 * DIM * 2  # With Adagrad's slot.
-ID_BYTES = 56  # Of a growing table for each row: the map, the id, hits and last update.
+ROW_BYTES = 4 * DIM * 2  # This includes Adagrad's slot.
+ID_BYTES = 56  # Per row of a growing table: the map, the id, hits and last update.
 
 
 class Options(argparse.Namespace):
@@ -64,7 +64,7 @@ def parse_options(argv: Sequence[str] | None) -> Options:
 
 
 def score(activations: dict[str, tf.Tensor]) -> tf.Tensor:
-    """The log-odds [B] that the user likes the film; everything in it is in tables."""
+    """Returns the log-odds [B] that the user likes the film, from table rows alone."""
     user, item = activations["user"], activations["item"]
     dot = tf.reduce_sum(user[:, :-1] * item[:, :-1], axis=1)
     return dot + user[:, -1] + item[:, -1]
@@ -74,7 +74,7 @@ class Model:
     """Two tables that train on ratings."""
 
     def __init__(self, users: Any, films: Any) -> None:
-        """Takes what stands in the place of `vocabulary_size`."""
+        """Makes two tables; `users` and `films` are their `vocabulary_size`."""
         small = tf.keras.initializers.RandomNormal(stddev=0.1)
         self.tables = {
             name: te.TableConfig(vocabulary, DIM, small, name=name)
@@ -84,19 +84,19 @@ class Model:
         self.embedding = te.TPUEmbedding(features, te.Adagrad(0.1))
 
     def ids(self, table: str, strings: np.ndarray) -> tf.Tensor:
-        """Numbers of ids that are strings: any int64, or the row of a hash."""
+        """Hashes string ids to any int64, or to the rows of a table of fixed size."""
         size = self.tables[table].vocabulary_size
         buckets = size if isinstance(size, int) else 2**63 - 1
         return tf.strings.to_hash_bucket_fast(strings, buckets)
 
     def train(self, batch: Ratings) -> np.ndarray:
-        """Trains on a batch; what the model said of it before."""
+        """Trains on a batch; returns the scores from before the step."""
         user, item = self.ids("user", batch.user), self.ids("item", batch.item)
         features = {"user": user, "item": item}
         return stream.train(self.embedding, features, batch.rating, score)
 
     def counts(self) -> dict[str, int]:
-        """Of growing tables: rows that have an id, and ids since the beginning."""
+        """Counts rows with an id, and ids admitted and evicted, in growing tables."""
         found = self.embedding.vocabularies.values()
         return {
             "rows": sum(len(table.ids) for table in found),
@@ -106,7 +106,7 @@ class Model:
 
 
 def run(ratings: Ratings, options: Options) -> dict[str, Any]:
-    """Trains both models; their AUC and counts over the ratings."""
+    """Trains both models; returns their AUC and counts over the ratings."""
     last = 3 * WINDOW if options.quick else len(ratings.rating)
     budgets = (options.users, options.films)
     same_memory = [rows * (ROW_BYTES + ID_BYTES) // ROW_BYTES for rows in budgets]
@@ -135,7 +135,7 @@ def run(ratings: Ratings, options: Options) -> dict[str, Any]:
 
 
 def plot(results: dict[str, Any], paths: Sequence[Path]) -> None:
-    """Rows and their changes, and the AUC of both models, over the ratings."""
+    """Plots rows and their changes, and the AUC of both models, over the ratings."""
     mpl.use("Agg")
     import matplotlib.pyplot as plt  # After the choice of the backend.
 
@@ -158,7 +158,7 @@ def plot(results: dict[str, Any], paths: Sequence[Path]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs and draws."""
+    """Trains both models, and prints, writes and plots the results."""
     options = parse_options(argv)
     shutil.rmtree(options.out, ignore_errors=True)
     options.out.mkdir(parents=True)

@@ -1,12 +1,12 @@
-"""A served model that follows its trainer: how much does freshness give?
+"""A served model that follows its trainer: how much does freshness help?
 
     python examples/10_online.py [--publish 200]
 
 The example trains on MovieLens-100K in the order of time. It exports a model after the
 first fifth of the ratings; a second process loads it and answers. From then on every
 rating is predicted before it is trained on, by three models: the live one, the one of
-the second process, which gets a delta after every --publish ratings, and the one that
-was exported, as it stayed. It writes online.json and online.png into --out: the AUC of
+the second process, which gets a delta after every --publish ratings, and the
+exported one, unchanged. It writes online.json and online.png into --out: the AUC of
 the three over time.
 """
 
@@ -36,7 +36,7 @@ import tpu_embedding as te
 BUILD = Path(__file__).resolve().parents[1] / "build"
 DIM = 16
 BATCH = 50
-WINDOW = 5000  # Ratings of one AUC.
+WINDOW = 5000  # The number of ratings for one value of the AUC.
 MODELS = ("live", "deltas", "frozen")
 
 
@@ -61,7 +61,7 @@ def parse_options(argv: Sequence[str] | None) -> Options:
 
 
 def score(activations: dict[str, tf.Tensor]) -> tf.Tensor:
-    """The log-odds [B] that the user likes the film; everything in it is in tables."""
+    """Returns the log-odds [B] that the user likes the film, from table rows alone."""
     dot = tf.reduce_sum(activations["user"] * activations["item"], axis=1)
     return dot + activations["user_bias"][:, 0] + activations["item_bias"][:, 0]
 
@@ -81,7 +81,7 @@ class Trainer:
         self.embedding = te.TPUEmbedding(features, te.Adagrad(0.1))
 
     def step(self, batch: Ratings) -> np.ndarray:
-        """Trains on a batch; what the model said of it before."""
+        """Trains on a batch; returns the scores from before the step."""
         features = {
             name: tf.constant(batch.user if name.startswith("user") else batch.item)
             for name in ("user", "item", "user_bias", "item_bias")
@@ -89,13 +89,13 @@ class Trainer:
         return stream.train(self.embedding, features, batch.rating, score)
 
     def train(self, ratings: Ratings) -> np.ndarray:
-        """Trains on ratings in their order; what the model said before each batch."""
+        """Trains on ratings in order; returns the scores from before each batch."""
         starts = range(0, len(ratings.user), BATCH)
         return np.concatenate([self.step(ratings[s : s + BATCH]) for s in starts])
 
 
 def ask(model: Any, ratings: Ratings) -> np.ndarray:
-    """The scores of a served model."""
+    """Returns the scores of a served model."""
     answer = model.signatures["dense"](
         user=tf.constant(ratings.user),
         user_bias=tf.constant(ratings.user),
@@ -106,7 +106,7 @@ def ask(model: Any, ratings: Ratings) -> np.ndarray:
 
 
 def serve(base: str, connection: Connection) -> None:
-    """The second process: applies deltas, and answers."""
+    """Runs the second process, which applies deltas and answers requests."""
     model = tf.saved_model.load(base)
     while (request := connection.recv()) is not None:
         if isinstance(request, Ratings):
@@ -116,13 +116,13 @@ def serve(base: str, connection: Connection) -> None:
 
 
 def request(connection: Connection, message: Any) -> Any:
-    """Asks the second process."""
+    """Sends a message to the second process, and returns its answer."""
     connection.send(message)
     return connection.recv()
 
 
 def run(ratings: Ratings, options: Options) -> dict[str, Any]:
-    """Trains, publishes and asks; the scores of each model, and the deltas."""
+    """Trains, publishes and asks; returns each model's AUC and the deltas' sizes."""
     first = len(ratings.user) // 5
     last = first + 4 * WINDOW if options.quick else len(ratings.user)
     trainer = Trainer(int(ratings.user.max()) + 1, int(ratings.item.max()) + 1)
@@ -146,7 +146,7 @@ def run(ratings: Ratings, options: Options) -> dict[str, Any]:
         writer.export_delta(delta)
         assert request(here, str(delta)) == writer.sequence
         sizes.append(delta.stat().st_size)
-    # The second process now says what a new export of the trainer would.
+    # The second process now answers as a new export of the trainer would.
     te.serving.export(trainer.embedding, options.out / "last", score)
     new = ask(tf.saved_model.load(str(options.out / "last")), some)
     np.testing.assert_array_equal(request(here, some), new)
@@ -172,7 +172,7 @@ def _windows(values: np.ndarray) -> list[np.ndarray]:
 
 
 def plot(results: dict[str, Any], paths: Sequence[Path]) -> None:
-    """The AUC of each model over the ratings."""
+    """Plots the AUC of each model over the ratings."""
     mpl.use("Agg")
     import matplotlib.pyplot as plt  # After the choice of the backend.
 
@@ -189,7 +189,7 @@ def plot(results: dict[str, Any], paths: Sequence[Path]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs and draws."""
+    """Trains and serves the models, and prints, writes and plots the results."""
     options = parse_options(argv)
     shutil.rmtree(options.out, ignore_errors=True)
     options.out.mkdir(parents=True)

@@ -33,17 +33,17 @@ PUBLIC_PACKAGES = (
     "tpu_embedding.estimator",
 )
 
-# Methods of its classes that Keras or this package calls; a user calls the others.
+# Methods of its classes that Keras or this package calls; users call all others.
 KERAS = PUBLIC_PACKAGES[1]
 KERAS_CALLS = (
     r"^(add_weight|core_of_model|make_tables|__call__|quantized_call|compute_\w+|on_\w+"
     r"|(get_(build_)?|(build_)?from_)config|(save|load)_own_variables)$"
 )
-# Its `__all__` is a part of the outermost package's.
+# The `__all__` of this package is a part of the outermost package's.
 OPTIMIZERS = "tpu_embedding.optimizers"
-# The class with the options of all of them; the docstring of each names it.
+# The class with the options of all optimizers; the docstring of each names it.
 OPTIONS = "tpu_embedding.optimizers.base.Optimizer"
-# What a name of the outermost package is for; its optimizers are those of OPTIMIZERS.
+# The tasks of the outermost package's names; its optimizers are those of OPTIMIZERS.
 TASKS = {
     "Configuration": (
         "TableConfig",
@@ -76,13 +76,13 @@ TASKS = {
 
 
 def source_of(module: str) -> pathlib.Path:
-    """The file of a module or a package."""
+    """Returns the file of a module or a package."""
     path = ROOT.joinpath(*module.split("."))
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
 def public_names(package: str) -> list[str]:
-    """The `__all__` of a package, read from its source."""
+    """Reads the `__all__` of a package from its source."""
     path = source_of(package)
     names = []
     for node in ast.parse(path.read_text()).body:
@@ -99,7 +99,7 @@ def public_names(package: str) -> list[str]:
 
 
 def tasks() -> dict[str, list[str]]:
-    """All public names by what they are for, each as it is imported."""
+    """Returns all public names by task, each as it is imported."""
     outermost, _, *others = PUBLIC_PACKAGES
     found = {KERAS: [f"{KERAS}.{name}" for name in public_names(KERAS)]}
     for task, names in TASKS.items():
@@ -112,7 +112,7 @@ def tasks() -> dict[str, list[str]]:
 
 
 def summary(name: str) -> str:
-    """The first sentence of the docstring of a public name or package."""
+    """Returns the first sentence of the docstring of a public name or package."""
     if name in PUBLIC_PACKAGES:
         tree = ast.parse(source_of(name).read_text())
         return (ast.get_docstring(tree) or "").split("\n\n")[0]
@@ -135,7 +135,7 @@ def summary(name: str) -> str:
 
 
 def reference_index() -> str:
-    """The page of all public names, by task."""
+    """Makes the page of all public names, by task."""
     lines = ["# API", "", "`te` is `tpu_embedding`. Each name has a page.", ""]
     for task, names in tasks().items():
         package = task in PUBLIC_PACKAGES
@@ -161,9 +161,9 @@ def reference_index() -> str:
 
 
 def reference_page(name: str, *, members: bool) -> str:
-    """The API page of a public name."""
+    """Makes the API page of a public name."""
     package, _, own = name.rpartition(".")
-    # A function that is called as its module is found in the module.
+    # A function with the same name as its module is found in the module.
     module = ROOT.joinpath(*package.split("."), f"{own}.py")
     lines = [
         "---",
@@ -208,7 +208,7 @@ def write_sources() -> None:
 
 
 def site_options() -> dict[str, str]:
-    """What mkdocs.yml takes from the environment: the version, and a repository."""
+    """Returns the variables that mkdocs.yml reads: the version, and a repository."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     command = ["git", "remote", "get-url", "origin"]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -21,18 +21,18 @@ import time
 import zipfile
 
 MINORS = ("2.18", "2.19", "2.20", "2.21", "2.22")
-# The distribution of TensorFlow for each processor. The compiler is that of Debian,
-# which cross-compiles where the processor is another.
+# The distribution of TensorFlow for each processor. The compiler is Debian's,
+# which cross-compiles for a processor other than this machine's.
 MACHINES = {"x86_64": "tensorflow-cpu", "aarch64": "tensorflow"}
-# The oldest systems on which TensorFlow's own libraries run, and what wheels of
-# TensorFlow say of theirs.
+# The oldest systems on which TensorFlow's libraries run, and the platforms that the
+# wheels of TensorFlow name.
 PLATFORM = "manylinux_2_27"
 TENSORFLOW_PLATFORMS = (PLATFORM, "manylinux_2_17", "manylinux2014")
 LIBRARIES = (
     "tpu_embedding/ops/_tpu_embedding_ops.so",
     "tpu_embedding/testing/_software_tpu.so",
 )
-# TensorFlow brings these two, and loads them before.
+# TensorFlow brings these two libraries, and loads them before ours.
 TENSORFLOW_LIBRARIES = ("libtensorflow_framework.so.2", "libtensorflow_cc.so.2")
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "wheel"
@@ -40,10 +40,10 @@ DIST = ROOT / "dist"
 
 
 def run(log: pathlib.Path, *command: str | pathlib.Path, **environment: str) -> str:
-    """Runs a command, writes what it prints to `log`, and returns that.
+    """Runs a command, writes its output to `log`, and returns the output.
 
     Raises:
-      SystemExit: If it fails, with its last lines.
+      SystemExit: If the command fails; the text ends with its last lines.
     """
     done = subprocess.run(
         list(map(str, command)),
@@ -186,7 +186,7 @@ def audit(python: pathlib.Path, wheel: pathlib.Path, machine: str) -> pathlib.Pa
 
 
 def megabytes(path: pathlib.Path) -> str:
-    """The size of a file as text."""
+    """Returns the size of a file as text."""
     return f"{path.stat().st_size / 1e6:.1f} MB"
 
 

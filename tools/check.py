@@ -2,21 +2,21 @@
 
     make check
 
-Changed is what differs from the commit where this branch left `origin/main` (from HEAD
-where there is no `origin/main`), with what is not committed yet. First run the tests
-that changed, then those of the package and the tools, then those of pages. The tests of
+A file has changed if it differs from the commit where this branch left `origin/main`
+(from HEAD if there is no `origin/main`), committed or not. The tests that changed run
+first, then those of the package and the tools, then those of pages. The tests of
 a changed file are, the closest first:
 
-1. the file itself, where it is a test, and the tests that import it, where it is a
-   helper of tests;
+1. the file itself, if it is a test, and the tests that import it, if it is a helper
+   of tests;
 2. `test_<name>*.py` of a module or a C++ file with that name;
 3. the tests that import the module by its full name;
 4. the tests in the folder of its package (`TEST_FOLDERS`);
 5. for C++ the programs of tests/cc and one training test.
 
-Of what did not change itself only the first tier runs. What is not reached within
-`--seconds` is named and left to `make test`; it is a failure if a changed test is among
-it, or all tests of a changed file.
+Unchanged tests run only if they are in the first tier. Tests that are not reached in
+`--seconds` are named and left to `make test`; the check fails if they include a changed
+test, or all tests of a changed file.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ TEST_FOLDERS = {
     "examples": "tests/test_examples.py",
     "benchmarks": "tests/test_benchmark",
 }
-# What runs tests that need a process of their own; `make test-peers` runs the others.
+# What runs tests that need their own process; for "" that is `make test-peers`.
 RUN_BY = {"tests/tf_keras/": "tests/test_tf_keras.py", "tests/peers/": ""}
 ALWAYS = ("tests/test_public.py", "tests/test_repository.py")
-# After all others, where the package has changed.
+# These tests run after all others, if the package has changed.
 OF_PACKAGE = ("tests/test_documented_loops.py",)
 OF_DOCUMENTATION = ("tests/test_documentation.py",)
 OF_CPP = ("tests/test_cc.py", "tests/test_library.py", "tests/test_embedding.py")
@@ -63,7 +63,7 @@ SECONDS = 100.0
 
 
 def git(*arguments: str) -> list[str]:
-    """The lines that a git command prints; none where it fails."""
+    """Returns the lines that a git command prints, or none if it fails."""
     command = ["git", "-c", "safe.directory=*", *arguments]
     done = subprocess.run(
         command, cwd=ROOT, text=True, capture_output=True, check=False
@@ -72,7 +72,7 @@ def git(*arguments: str) -> list[str]:
 
 
 def changed_files() -> list[str]:
-    """Paths that differ from the base, and untracked ones."""
+    """Returns paths that differ from the base, and untracked ones."""
     base = git("merge-base", "HEAD", "origin/main") or ["HEAD"]
     names = git("diff", "--name-only", base[0])
     names += git("ls-files", "--others", "--exclude-standard")
@@ -80,13 +80,13 @@ def changed_files() -> list[str]:
 
 
 def test_files() -> dict[str, str]:
-    """Path -> source of all test modules and their helpers."""
+    """Reads all test modules and their helpers: path -> source."""
     paths = sorted((ROOT / "tests").rglob("*.py"))
     return {str(path.relative_to(ROOT)): path.read_text() for path in paths}
 
 
 def imports(source: str) -> set[str]:
-    """The full names that a module imports: modules, and what it takes from them."""
+    """Returns the full names that a module imports: modules, and names from them."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -98,7 +98,7 @@ def imports(source: str) -> set[str]:
 
 
 def tests_importing(module: str, sources: dict[str, str]) -> list[str]:
-    """The tests that name a module in an import."""
+    """Returns the tests that name a module in an import."""
     return [
         name
         for name, text in sources.items()
@@ -107,7 +107,7 @@ def tests_importing(module: str, sources: dict[str, str]) -> list[str]:
 
 
 def runnable(name: str) -> str | None:
-    """The test module that runs a file of tests, or ""; None if it has no tests."""
+    """Returns the module that runs a test file, or ""; None if it has no tests."""
     if not pathlib.PurePath(name).name.startswith("test_"):
         return None
     return next((by for place, by in RUN_BY.items() if name.startswith(place)), name)
@@ -142,7 +142,7 @@ def tests_of(name: str, sources: dict[str, str]) -> Iterator[str]:
 
 
 def selected_tests(changed: list[str]) -> dict[str, list[str]]:
-    """Of each changed file the tests to run, the closest first; in order of files."""
+    """Returns each changed file's tests, the closest first; test files come first."""
     sources = test_files()
 
     def place(name: str) -> int:
@@ -155,7 +155,7 @@ def selected_tests(changed: list[str]) -> dict[str, list[str]]:
 
 
 def in_turn(selected: dict[str, list[str]]) -> list[str]:
-    """All tests, each once: changed ones, then the closest of each file, and so on."""
+    """Orders all tests, each once: changed ones, then the closest of each file, etc."""
     changed = [name for tests in selected for name in tests if name in selected]
     by_rank = itertools.zip_longest(*selected.values())
     found = [*changed, *(name for rank in by_rank for name in rank if name), *ALWAYS]
@@ -181,7 +181,7 @@ class Budget:
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
-        """Leaves out the later tiers of what did not change."""
+        """Leaves out the later tiers of files that did not change."""
         left_out = [
             item
             for item in items
@@ -193,7 +193,7 @@ class Budget:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
-        """Passes a test over, by returning True, when the time is up."""
+        """Skips a test, by returning True, if the time is up."""
         in_time = time.monotonic() < self._end
         (self.reached if in_time else self.left).add(item.nodeid.partition("::")[0])
         return None if in_time else True

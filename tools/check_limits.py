@@ -1,10 +1,10 @@
 """Compares te.plan with libtpu around the limits of a TPU: a part of `make check-tpu`.
 
-Random configurations need what a TPU has, to within 2 %: of the memory of a device,
-which tables, activations or the copies of pipelining fill, of one table or slot, or of
-the memory of a SparseCore for distinct ids. A plan that fits must compile. What
-compiles and does not fit is counted: the plan is stricter there than the compiler. Runs
-in the environment of check_tpu.py.
+Random configurations come within 2 % of a limit: of the memory of a device, which
+tables, activations or the copies of pipelining fill, of the size of a table or slot, or
+of the memory of a SparseCore for distinct ids. A plan that fits must compile. A program
+that compiles although the plan does not fit is counted: there the plan is stricter than
+the compiler. Runs in the environment of check_tpu.py.
 
     make check-tpu CHECK='--limits --seed 3 --count 40'
 """
@@ -38,12 +38,12 @@ TOPOLOGIES = (
     "v6e:8x8",
 )
 DIMS = (1, 8, 12, 16, 32, 64, 100, 128, 256, 512)
-# Around the limits of ids, which are those of every width, wider programs compile for
+# The limits of ids do not depend on the width, and near them wider programs compile for
 # minutes.
 NARROW = DIMS[:3]
-# Of the limit.
+# The least and most that a configuration needs, as shares of the limit.
 NEAR = (0.98, 1.02)
-ATTEMPTS = 4  # To reach it by scaling a batch.
+ATTEMPTS = 4  # Attempts to reach the limit by scaling a batch.
 COUNTED = "counted: "
 
 
@@ -53,10 +53,10 @@ class Draw:
 
     Attributes:
       rng: The source of random numbers.
-      topology: A topology.
-      generation: Its generation.
-      devices: Its devices.
-      near: How much of the limit it needs.
+      topology: The name of a topology.
+      generation: The TPU generation of the topology.
+      devices: The number of devices of the topology.
+      near: The share of the limit that the configuration needs.
     """
 
     rng: Any
@@ -71,12 +71,12 @@ class Draw:
         return self.generation.sparse_cores_per_device * self.devices
 
     def samples(self, most: int = 12) -> int:
-        """Samples of a device: of each of its SparseCores 8 to 2 ** most."""
+        """Draws a device's samples: for each SparseCore 8 to 2 ** (most - 1)."""
         count = 2 ** self.rng.integers(3, most)
         return int(self.generation.sparse_cores_per_device * count)
 
     def table(self, rows: int, dim: int, name: str = "t", rule: Any = None) -> Any:
-        """A table with a random combiner, and a random rule if none is given."""
+        """Makes a table with a random combiner, and a random rule if none is given."""
         import tpu_embedding as te
 
         rules = [te.SGD(0.1), te.Adagrad(0.1), te.Adam(0.1), te.FTRL(0.1)]
@@ -89,7 +89,7 @@ class Draw:
         )
 
     def fill(self, make: Callable[[int], check_tpu.Case], most: int) -> check_tpu.Case:
-        """Of make(1) to make(most) the one whose plan is near a device's memory."""
+        """Makes the case, up to number `most`, whose plan is near a device's memory."""
 
         def needed(number: int) -> int:
             return make(number).planned(self.topology).peak_bytes
@@ -100,7 +100,7 @@ class Draw:
     def filled_by_tables(
         self, count: int, combiner: Any = None, **options: Any
     ) -> check_tpu.Case:
-        """Tables without stacks, of as many rows as there is memory."""
+        """Makes tables without stacks, with as many rows as fit into the memory."""
         from tpu_embedding.layout.plan import MAX_ROWS
 
         memory = self.generation.hbm_bytes * self.devices
@@ -121,24 +121,24 @@ class Draw:
 
 
 def _row_bytes(dim: int) -> int:
-    """Of a row on SparseCores, which pad it."""
+    """Returns the bytes of a row on SparseCores, which pad it."""
     return 4 * -(-dim // 8) * 8
 
 
 def tables(draw: Draw) -> check_tpu.Case:
-    """Tables fill the memory."""
+    """Makes tables that fill the memory."""
     return draw.filled_by_tables(int(draw.rng.integers(8, 12)))
 
 
 def minibatching(draw: Draw) -> check_tpu.Case:
-    """The same, with minibatches."""
+    """Makes tables that fill the memory, with minibatches."""
     return draw.filled_by_tables(
         int(draw.rng.integers(8, 12)), config={"minibatching": True}
     )
 
 
 def custom_combiner(draw: Draw) -> check_tpu.Case:
-    """Tables and what their CustomCombiners get fill the memory."""
+    """Fills the memory with tables and the inputs of their CustomCombiners."""
     import tensorflow as tf
 
     import tpu_embedding as te
@@ -150,7 +150,7 @@ def custom_combiner(draw: Draw) -> check_tpu.Case:
 
 
 def activations(draw: Draw, **options: Any) -> check_tpu.Case:
-    """Tables have a part of the memory, and a large batch the rest."""
+    """Fills a part of the memory with tables, and the rest with a large batch."""
     from tpu_embedding.layout.plan import MAX_ROWS
 
     rng, generation = draw.rng, draw.generation
@@ -179,12 +179,12 @@ def activations(draw: Draw, **options: Any) -> check_tpu.Case:
 
 
 def pipelined(draw: Draw) -> check_tpu.Case:
-    """The same, and the update of the step before."""
+    """Makes `activations` with pipelining, which keeps the previous step's update."""
     return activations(draw, **check_tpu.PIPELINED)
 
 
 def tensor(draw: Draw) -> check_tpu.Case:
-    """One table has what SparseCores support of one."""
+    """Makes one table near the largest size that SparseCores support."""
     import tpu_embedding as te
     from tpu_embedding import tpu_generations
     from tpu_embedding.layout.plan import MAX_ROWS
@@ -201,7 +201,7 @@ def tensor(draw: Draw) -> check_tpu.Case:
 
 
 def distinct_ids(draw: Draw) -> check_tpu.Case:
-    """The limits of a partition fill the memory of a SparseCore."""
+    """Sets limits of a partition that fill the memory of a SparseCore."""
     rng, generation, cores = draw.rng, draw.generation, draw.cores
     ids = int(generation.max_unique_ids(cores) * rng.choice([1, 2, 16, 40]))
     unique = int(draw.near * generation.max_unique_ids(cores, ids)) // 8 * 8
@@ -216,7 +216,7 @@ def distinct_ids(draw: Draw) -> check_tpu.Case:
 
 
 def custom_optimizer(draw: Draw) -> check_tpu.Case:
-    """The batch gives a CustomOptimizer, or CustomCombiner, its limits."""
+    """Makes a batch near the limits of a CustomOptimizer or a CustomCombiner."""
     import tensorflow as tf
 
     import tpu_embedding as te
@@ -235,7 +235,7 @@ def custom_optimizer(draw: Draw) -> check_tpu.Case:
 
 
 def _descend(gradient: Any, row: Any, _: Any, rate: Any, __: Any) -> Any:
-    """The rule of SGD."""
+    """Applies the rule of SGD."""
     return row - rate * gradient
 
 
@@ -273,9 +273,9 @@ class Result:
 
     Attributes:
       place: The plan.
-      error: Of the compiler, or "".
+      error: The error of the compiler, or "".
       used: Bytes of a device that the compiler's program needs, or 0.
-      temporary: Of these, temporaries of a program that compiles.
+      temporary: The part of these for temporaries, if the program compiles.
     """
 
     place: Any
@@ -285,11 +285,11 @@ class Result:
 
     @classmethod
     def of(cls, case: check_tpu.Case, topology: str) -> Result:
-        """Plans and compiles."""
+        """Plans and compiles a case."""
         from tpu_embedding.layout import limits
         from tpu_embedding.testing import tpu_compiler
 
-        # Without the errors at construction, which are those of the plan.
+        # Skip the errors at construction, which are those of the plan.
         with mock.patch.object(limits, "raise_first"):
             facts = tpu_compiler.check(case.build, topology)
         error, temporary = facts.get("error", ""), facts.get("temp_bytes", 0)
@@ -323,7 +323,7 @@ class Result:
 
 
 def results(seed: int, number: int) -> Iterator[Result]:
-    """Yields a configuration, and where it is scaled those on the way to the limit."""
+    """Yields the result of a configuration; if it is scaled, one for each attempt."""
     kind, draw, case = random_case(seed, number)
     for _ in range(ATTEMPTS if kind in SCALED else 1):
         result = Result.of(case, draw.topology)
@@ -349,7 +349,7 @@ def tell(seed: int, number: int, result: Result) -> None:
 
 
 def ended(seed: int, number: int, code: int) -> None:
-    """Tells of a configuration with which libtpu ended its process."""
+    """Reports a configuration with which libtpu ended its process."""
     _, draw, case = random_case(seed, number)
     error = f"libtpu ended its process, {signal.Signals(-code).name}"
     tell(seed, number, Result(case.planned(draw.topology), error, 0, 0))
@@ -392,7 +392,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _lines(arguments: list[str]) -> tuple[int, list[str]]:
-    """The code of a run of this tool, and what it says to count; prints the others."""
+    """Runs this tool; returns its exit code and lines to count, and prints the rest."""
     command = [sys.executable, __file__, *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         counted = []

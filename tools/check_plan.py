@@ -82,7 +82,7 @@ def train(features: Any, samples: int, valency: int, steps: int) -> None:
 
 
 def job_features(index: int) -> Any:
-    """The features of a job."""
+    """Returns the features of a job."""
     _, _, normal = JOBS[index]
     initializer = tf.random.normal if normal else None
     return {
@@ -121,7 +121,7 @@ def run_process(index: int) -> None:
 
 
 def measure_processes(index: int) -> list[int]:
-    """The memory of each process of a synchronous job."""
+    """Measures the memory of each process of a synchronous job."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(JOBS[index][0])]
     hosts = [f"127.0.0.1:{own.getsockname()[1]}" for own in sockets]
     for own in sockets:
@@ -157,7 +157,7 @@ def run_servers(index: int) -> None:
 
 
 def measure_servers(index: int) -> list[int]:
-    """The memory of each server, of a coordinator in a process of its own."""
+    """Measures each server's memory, with a coordinator in a process of its own."""
     found = subprocess.run(
         [sys.executable, __file__, "--servers", str(index)],
         env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},

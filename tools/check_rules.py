@@ -20,12 +20,12 @@ import tpu_embedding as te
 from tpu_embedding.testing import tpu_compiler
 
 ROWS, DIM, STEPS = 64, 8, 3
-LIMIT = 3e-7  # Of the largest value that an array has had.
+LIMIT = 3e-7  # Relative to the largest value that an array had.
 RATE = 0.3
 
 
 def optimizers() -> dict[str, Any]:
-    """17 configurations of the optimizers of SparseCores."""
+    """Returns 17 configurations of the optimizers of SparseCores."""
     strong: dict[str, Any] = {
         "l1_regularization_strength": 0.05,
         "l2_regularization_strength": 0.02,
@@ -60,7 +60,7 @@ def optimizers() -> dict[str, Any]:
 
 
 def lowered_rule(optimizer: Any) -> str:
-    """The StableHLO of TensorFlow's rule for one row."""
+    """Returns the StableHLO of TensorFlow's rule for one row."""
     op = optimizer.sparse_core_op
     raw = getattr(
         tf.raw_ops, f"XlaSparseDenseMatmulGradWith{op.name}AndStaticBufferSize"
@@ -134,9 +134,9 @@ def compiled_rule(text: str) -> Callable[..., list[np.ndarray]]:
 
 
 def difference(optimizer: Any) -> float:
-    """The largest difference after any step, over the largest value of its array.
+    """Returns the largest difference after any step, over its array's largest value.
 
-    A clipped table was larger before: the largest value is that of all steps.
+    The largest value is that of all steps, because clipping makes a table smaller.
     """
     rng = np.random.default_rng(0)
     start = rng.normal(0, 0.3, (ROWS, DIM)).astype(np.float32)

@@ -30,7 +30,7 @@ OBJECTS = f"build/temp.linux-x86_64-cpython-{sys.version_info[0]}{sys.version_in
 
 
 def table(optimizer: Any = None, name: str = "t", **options: Any) -> Any:
-    """A table of 10,000 rows of 16 columns."""
+    """Makes a table of 10,000 rows of 16 columns."""
     import tpu_embedding as te
 
     options = {"combiner": "mean", "dim": 16, "vocabulary_size": 10_000, **options}
@@ -42,8 +42,8 @@ class Case:
     """A training step of tables.
 
     Attributes:
-      tables: Each has a feature.
-      kind: "dense", "ragged" or "sparse", of each feature.
+      tables: The tables, each with one feature.
+      kind: The kind of each feature, "dense", "ragged" or "sparse".
       shape: `output_shape` of each feature.
       queued: Whether TPUEmbedding's queue feeds it.
       enqueues: Whether the step enqueues, too.
@@ -60,7 +60,7 @@ class Case:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def features(self) -> dict[str, Any]:
-        """The feature configuration."""
+        """Returns the feature configuration."""
         import tpu_embedding as te
 
         return {
@@ -105,13 +105,13 @@ class Case:
         return step, [] if self.queued and not self.enqueues else specs
 
     def sparse_core(self) -> Any:
-        """The limits."""
+        """Returns the configuration of SparseCores, with the limits."""
         import tpu_embedding as te
 
         return te.SparseCoreEmbeddingConfig(**self.config)
 
     def planned(self, topology: str) -> Any:
-        """The placement that `te.plan` gives."""
+        """Returns the placement that `te.plan` gives."""
         import tpu_embedding as te
 
         option = "pipeline_execution_with_tensor_core"
@@ -131,7 +131,7 @@ class Case:
 
 
 def option_cases() -> dict[str, Case]:
-    """16 options of the engine."""
+    """Returns the cases of 16 options of the engine."""
     import tpu_embedding as te
 
     ftrl = te.FTRL(
@@ -175,7 +175,7 @@ PIPELINED = {"pipeline_execution_with_tensor_core": True}
 
 
 def constant_rate() -> Any:
-    """A learning rate that the step computes."""
+    """Returns a learning rate that the step computes."""
     import tensorflow as tf
 
     return tf.constant(0.1)
@@ -214,7 +214,7 @@ def custom_cases() -> dict[str, Case]:
 
 
 def queued_cases() -> dict[str, Case]:
-    """TPUEmbedding: a queue on the host feeds the step."""
+    """Returns the cases of TPUEmbedding, whose queue on the host feeds the step."""
     import tpu_embedding as te
 
     tables = [table(te.Adam(0.1)), table(te.FTRL(0.1), "u", dim=40)]
@@ -232,7 +232,7 @@ def queued_cases() -> dict[str, Case]:
 
 
 def keras_step(strategy: Any) -> Any:
-    """The training step of a Keras model."""
+    """Makes the training step of a Keras model."""
     import keras
     import tensorflow as tf
 
@@ -272,7 +272,7 @@ def keras_step(strategy: Any) -> Any:
 
 
 def v0(strategy: Any) -> Any:
-    """A lookup of TPUEmbeddingV0."""
+    """Makes a lookup of TPUEmbeddingV0."""
     import tensorflow as tf
 
     import tpu_embedding as te
@@ -287,7 +287,7 @@ def v0(strategy: Any) -> Any:
 
 
 def cases_of(topology: str) -> dict[str, Any]:
-    """The programs for a topology: name -> a Case, or a builder of a step."""
+    """Returns a topology's programs: name -> a Case, or a builder of a step."""
     from tpu_embedding import tpu_generations
 
     generation, _ = tpu_generations.topology(topology)
@@ -347,7 +347,7 @@ def main() -> int:
     beside = os.path.dirname(os.path.abspath(__file__))
 
     def compare(name: str, *arguments: str) -> bool:
-        """Whether another check of this environment fails."""
+        """Returns whether another check of this environment fails."""
         command = [python, os.path.join(beside, name), *arguments]
         return subprocess.run(command, env=environment, check=False).returncode != 0
 

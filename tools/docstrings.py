@@ -1,4 +1,4 @@
-"""Extensions of griffe: docstrings as the API reference shows them."""
+"""An extension of griffe that prepares docstrings for the API reference."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class FenceExamples(griffe.Extension):
 
 
 def fenced(text: str) -> str:
-    """A docstring whose doctests, up to an empty line, are in fences."""
+    """Puts each doctest of a docstring, up to an empty line, into fences."""
     lines: list[str] = []
     indent = None  # Of the doctest that the line is in.
     for line in [*text.splitlines(), ""]:

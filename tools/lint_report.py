@@ -51,7 +51,7 @@ WORDS = {
     r"\b([Ww]hoever|[Ww]ho calls)\b": "the caller",
     r"\b(quanti|regulari|seriali)s(?!t)|\bbehaviour": "American spelling",
 }
-# What docstrings of functions begin with, except these nouns.
+# Docstrings of functions begin with such a verb, and not with these nouns.
 VERB = re.compile(r"See |[A-Z][a-z]+s\b(?!')")
 NOUNS = re.compile(
     r"(Activations|Arrays|As|Bars|Batches|Bytes|Facts|Gradients|Ids|Lines|Names|Numbers"

@@ -24,7 +24,7 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PACKAGE = "tpu_embedding"
 SMALL_MODULE_LINES = 120
-# CONTRIBUTING.md has the reason of an aim that is missed.
+# CONTRIBUTING.md gives the reason for each aim that is missed.
 AIMS = {
     "Python lines": "42,500",
     "Python files": "170",
@@ -45,7 +45,7 @@ AIMS = {
     "calls in one Keras forward pass": "below 70",
     "calls in one checkpoint.save": "below 100",
 }
-# The folders of what computes, and the text that each file with a mechanism has.
+# The folders of code that computes, and the pattern of files with each mechanism.
 COMPUTING = ("engines", "layout", "tables", "ops")
 MECHANISMS = {
     "queues of batches": r"^class (?!NestQueue|.*ABC)\w*(Queues?|Ring)\b",
@@ -72,7 +72,7 @@ GROWTH_ROOMS = re.compile(rf"^{PACKAGE}\.(tables|layout|config|vocabulary)\b")
 
 
 def modules(root: pathlib.Path) -> dict[str, str]:
-    """The package's modules: dotted name -> source."""
+    """Reads the package's modules: dotted name -> source."""
     found = {}
     for path in sorted((root / PACKAGE).rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
@@ -87,7 +87,7 @@ def is_for_type_checkers(node: ast.stmt) -> bool:
 
 
 def imported_modules(source: str, known: Mapping[str, str]) -> set[str]:
-    """The modules of the package that a module imports, also within functions.
+    """Returns the package's modules that a module imports, also within functions.
 
     Imports for type checkers alone do not count.
     """
@@ -105,7 +105,7 @@ def imported_modules(source: str, known: Mapping[str, str]) -> set[str]:
 
 
 def import_graph(sources: Mapping[str, str]) -> dict[str, set[str]]:
-    """For each module the modules that it imports."""
+    """Returns for each module the modules that it imports."""
     return {
         name: imported_modules(source, sources) - {name}
         for name, source in sources.items()
@@ -115,7 +115,7 @@ def import_graph(sources: Mapping[str, str]) -> dict[str, set[str]]:
 def small_with_one_importer(
     sources: Mapping[str, str], graph: Mapping[str, set[str]]
 ) -> list[str]:
-    """Modules that might go into the only module that imports them."""
+    """Finds modules that might move into the only module that imports them."""
     found = []
     for name, source in sources.items():
         importers = [n for n, imports in graph.items() if name in imports]
@@ -127,7 +127,7 @@ def small_with_one_importer(
 
 
 def longest_chain(graph: Mapping[str, set[str]]) -> list[str]:
-    """The longest chain of modules each of which imports the next.
+    """Finds the longest chain of modules, each of which imports the next.
 
     The package's own name does not count as a link: commands import it when they run.
     """
@@ -141,7 +141,7 @@ def longest_chain(graph: Mapping[str, set[str]]) -> list[str]:
 
 
 def error_functions(sources: Mapping[str, str]) -> list[str]:
-    """Functions that are declared to return an exception."""
+    """Finds functions that are declared to return an exception."""
     return [
         f"{name}.{node.name}"
         for name, source in sources.items()
@@ -152,7 +152,7 @@ def error_functions(sources: Mapping[str, str]) -> list[str]:
 
 
 def engine_methods(source: str) -> list[str]:
-    """Public methods of the abstract classes of the engines, and of subclasses."""
+    """Finds public methods of the engines' abstract classes and their subclasses."""
     abstract, found = {"abc.ABC"}, []
     for node in ast.parse(source).body:
         if isinstance(node, ast.ClassDef) and abstract & set(
@@ -168,7 +168,7 @@ def engine_methods(source: str) -> list[str]:
 
 
 def lines_of_ops(root: pathlib.Path, pattern: str) -> int:
-    """How often a pattern is found where our ops are declared."""
+    """Counts the matches of a pattern where our ops are declared."""
     return sum(
         len(re.findall(pattern, path.read_text(), re.MULTILINE))
         for path in (root / PACKAGE / "ops").rglob("kernels/**/*.cc")
@@ -176,7 +176,7 @@ def lines_of_ops(root: pathlib.Path, pattern: str) -> int:
 
 
 def files_with(root: pathlib.Path, pattern: str) -> list[str]:
-    """The files of the engines and what is below them in which a pattern is found."""
+    """Returns the files in the folders COMPUTING in which a pattern is found."""
     return [
         str(path.relative_to(root))
         for folder in COMPUTING
@@ -187,9 +187,9 @@ def files_with(root: pathlib.Path, pattern: str) -> list[str]:
 
 
 def cpu_engines(sources: Mapping[str, str]) -> list[str]:
-    """The classes with the `lookup` of an engine, without those of TPUs.
+    """Finds the classes with an engine's `lookup`, without those for TPUs.
 
-    A subclass that only says where the tables are has the step of its base class.
+    A subclass that only says where the tables are inherits the step of its base class.
     """
     others = re.compile(r"\.(tpu_v2_v4|sparse_core|base)\b")
     return [
@@ -203,7 +203,7 @@ def cpu_engines(sources: Mapping[str, str]) -> list[str]:
 
 
 def calls_of(root: pathlib.Path, function: Callable[[], Any]) -> list[str]:
-    """The functions of the package that a call passes through, in order."""
+    """Lists the functions of the package that a call passes through, in order."""
     folder = f"{root / PACKAGE}/"
     found = []
 
@@ -256,7 +256,7 @@ def running_counts(root: pathlib.Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def lines_with(sources: Mapping[str, str], pattern: str) -> list[str]:
-    """The lines of modules in which a pattern is found."""
+    """Returns the lines of modules in which a pattern is found."""
     return [
         f"{name}: {line.strip()}"
         for name, source in sources.items()
@@ -266,7 +266,7 @@ def lines_with(sources: Mapping[str, str], pattern: str) -> list[str]:
 
 
 def static_counts(root: pathlib.Path) -> Iterator[tuple[str, int | list[str]]]:
-    """Counts that need no run of the package."""
+    """Yields the counts that need no run of the package."""
     sources = modules(root)
     graph = import_graph(sources)
     yield "Python lines", sum(len(text.splitlines()) for text in sources.values())

@@ -26,7 +26,7 @@ from typing import Any
 
 TPU = pathlib.Path("tensorflow/python/tpu")
 SPMD = "tests/tpu_embedding_v2_mp_strategy_test.py"
-# Engine and number of devices, and the files for it.
+# The engine and number of devices, and the files that run there.
 RUNS = {
     "v4:2": ("tests/*_test.py",),
     # Several cores of a chip for one replica: a chip of v4 is one device.
@@ -142,7 +142,7 @@ def replace(on: str) -> None:
         create_devices(int(devices), f"--on {on}")  # Before a test starts TensorFlow.
 
     def strategy(resolver: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """A new system for each test, as initializing the TPU gives."""
+        """Makes a new system for each test, as initializing the TPU does."""
         if kind == "host":
             return drop_in.TPUStrategy(resolver, *args, **kwargs)
         from tpu_embedding.testing import SoftwareTPUStrategy
@@ -155,7 +155,7 @@ def replace(on: str) -> None:
     python = "tensorflow.python"
 
     def function(*args: Any, jit_compile: Any = None, **kwargs: Any) -> Any:
-        """A TPU compiles its programs itself; XLA for CPUs has no TPU ops."""
+        """Drops jit_compile: a TPU compiles anyway, and XLA for CPUs has no TPU ops."""
         del jit_compile
         return tf.function(*args, **kwargs)
 
@@ -272,7 +272,7 @@ class _DeclaredShapes:
 
 
 class _FirstValues:
-    """What makes the first values of all tables, which a test replaces."""
+    """The function for the initial values of all tables, which a test replaces."""
 
     def __get__(self, embedding: Any, owner: Any = None) -> Any:
         return _FirstValues
@@ -283,7 +283,7 @@ class _FirstValues:
 
 
 class _Comparable:
-    """Equal to lists of shapes."""
+    """Shapes that are equal to lists of shapes."""
 
     def __init__(self, shapes: Any) -> None:
         self._shapes = shapes

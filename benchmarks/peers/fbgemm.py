@@ -29,7 +29,7 @@ _OPTIMIZERS = {
 def bags_of(
     scenario: Scenario, optimizer: str
 ) -> SplitTableBatchedEmbeddingBagsCodegen:
-    """A table for each feature."""
+    """Makes a table for each feature."""
     if optimizer not in _OPTIMIZERS:
         raise NotImplementedError(f"fbgemm_gpu refuses {optimizer} on the CPU.")
     return SplitTableBatchedEmbeddingBagsCodegen(
@@ -64,6 +64,6 @@ def prepare(scenario: Scenario, optimizer: str) -> dict[str, Callable[[], float]
 
 
 def tensors(batch: list[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
-    """All ids in one tensor, and the first position of each sample."""
+    """Joins all ids in one tensor, with the first position of each sample."""
     indices, offsets = jagged(batch)
     return torch.from_numpy(indices).long(), torch.from_numpy(offsets).long()

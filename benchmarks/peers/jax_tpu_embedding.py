@@ -1,4 +1,4 @@
-"""The preprocessor of jax-tpu-embedding, with limits that its own statistics name."""
+"""The preprocessor of jax-tpu-embedding, with limits from its own statistics."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _run(batch: Any, specs: list[Any], devices: int, *, dropping: bool = False) 
 
 
 def _fit(specs: list[Any], batches: list[Any], devices: int) -> None:
-    """Makes limits and buffers what the fullest of the batches needs."""
+    """Sets limits and buffers to what the fullest of the batches needs."""
     seen = [_run(batch, specs, devices, dropping=True)[1] for batch in batches]
     kinds = [
         "max_ids_per_partition",

@@ -18,15 +18,15 @@ class Job:
     """A job of several processes on this machine.
 
     Attributes:
-      system: Which peer.
+      system: The peer to run.
       optimizer: "sgd", "adagrad" or "rowwise_adagrad".
-      wire: "float32" or "bfloat16", what values travel as.
-      placement: As te.DistributedOptions has it.
+      wire: The dtype in which values travel, "float32" or "bfloat16".
+      placement: The `placement` of te.DistributedOptions.
       scenario: The tables, and the samples of a process.
-      spread: Tables have so many times the rows of the scenario, and of each `spread`
-        rows one has an ID.
-      addresses: Of the processes.
-      steps: How many are timed.
+      spread: Tables have `spread` times the rows of the scenario, and one of each
+        `spread` rows has an ID.
+      addresses: The addresses of the processes.
+      steps: The number of timed steps.
       rank: Index of this process.
     """
 
@@ -42,7 +42,7 @@ class Job:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Job:
-        """From the JSON of `dataclasses.asdict`."""
+        """Makes a job from the JSON of `dataclasses.asdict`."""
         scenario = fields.pop("scenario")
         for name in ("rows", "ids_per_sample"):
             scenario[name] = tuple(scenario[name])
@@ -50,26 +50,26 @@ class Job:
 
     @property
     def threads(self) -> int:
-        """For each process its part of this machine."""
+        """The threads of each process, which share this machine's CPUs equally."""
         return max(1, (os.cpu_count() or 1) // len(self.addresses))
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Of the tables."""
+        """The number of rows of each table."""
         return tuple(rows * self.spread for rows in self.scenario.rows)
 
     def batches(self) -> list[list[np.ndarray]]:
-        """Three batches of this process: by table int32 [batch, ids]."""
+        """Returns three batches of this process: by table int32 [batch, ids]."""
         batches = self.scenario.batches(3, seed=self.rank)
         return [[self._spread(ids) for ids in batch] for batch in batches]
 
     def _spread(self, ids: np.ndarray) -> np.ndarray:
-        """IDs of the larger table; multiples alone may all be of one process."""
+        """Maps IDs to the larger table; one process might own all exact multiples."""
         spread = np.int32(self.spread)
         return ids * spread + ids % spread
 
     def set_tf_config(self) -> None:
-        """For MultiWorkerMirroredStrategy."""
+        """Sets TF_CONFIG for MultiWorkerMirroredStrategy."""
         os.environ["TF_CONFIG"] = json.dumps(
             {
                 "cluster": {"worker": self.addresses},
@@ -85,7 +85,7 @@ class Running:
     Attributes:
       step: Trains one step, from its number.
       barrier: Waits for the other processes.
-      bytes_sent: So far by this process, or None if the system does not count them.
+      bytes_sent: Returns the bytes sent by this process so far, or None if unknown.
     """
 
     step: Callable[[int], None]

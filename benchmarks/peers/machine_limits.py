@@ -24,7 +24,7 @@ BYTES = 1 << 29  # Read and written by one copy, all threads together.
 
 
 def prepare(scenario: Scenario, optimizer: str) -> dict[str, Callable[[], float]]:
-    """Makes the buffers, and tables of ones where bags have one size."""
+    """Makes the buffers, and tables of ones if bags have one size."""
     del optimizer
     threads = len(os.sched_getaffinity(0))
     pairs = [(_buffer(threads), _buffer(threads)) for _ in range(threads)]
@@ -42,7 +42,7 @@ def prepare(scenario: Scenario, optimizer: str) -> dict[str, Callable[[], float]
 
 
 def _gathers(scenario: Scenario, threads: int) -> list[Callable[[int], None]]:
-    """By batch what a thread runs: the sums of its part of each feature's samples."""
+    """Returns for each batch a function in which a thread sums its samples' rows."""
     tables = [np.ones([rows, scenario.dim], np.float32) for rows in scenario.rows]
     sums = np.empty([len(tables), scenario.batch_size, scenario.dim], np.float32)
 

@@ -18,7 +18,7 @@ def prepare(scenario: Scenario, optimizer: str) -> dict[str, Callable[[], float]
     """Makes the model."""
     del optimizer
     shape = [scenario.batch_size, scenario.dim]
-    # Variables: TensorFlow would compute with constants before the step.
+    # Use variables: TensorFlow would compute with constants before the step.
     given = [tf.Variable(tf.constant(models.first_rows(*shape))) for _ in scenario.rows]
 
     total = tf.Variable(tf.zeros([]))
@@ -27,7 +27,7 @@ def prepare(scenario: Scenario, optimizer: str) -> dict[str, Callable[[], float]
         return [activations.read_value() for activations in given]
 
     def use(gradients: Sequence[tf.Tensor]) -> None:
-        # Or TensorFlow would not compute them.
+        # Without a use TensorFlow would not compute them.
         total.assign_add(tf.add_n([tf.reduce_sum(each) for each in gradients]))
 
     return {"step": timed(step_of(scenario, look_up, use))}

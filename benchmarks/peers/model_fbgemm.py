@@ -49,7 +49,7 @@ def prepare(scenario: Scenario, optimizer: str) -> dict[str, Callable[[], float]
 def step_of(
     scenario: Scenario, look_up: Callable[[], Sequence[torch.Tensor]]
 ) -> Callable[[], torch.Tensor]:
-    """A step of the scenario's model, which returns its loss."""
+    """Returns a step of the scenario's model, which returns its loss."""
     model = models.model_of(scenario)
     loss_of = model.loss(_OPS)
     parameters = [torch.from_numpy(v).requires_grad_() for v in model.parameters]

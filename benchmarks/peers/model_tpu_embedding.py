@@ -62,7 +62,7 @@ def step_of(
     look_up: Callable[[], Sequence[tf.Tensor]],
     apply_gradients: Callable[[Sequence[tf.Tensor]], Any],
 ) -> Callable[[], tf.Tensor]:
-    """A step of the scenario's model, which returns its loss."""
+    """Returns a step of the scenario's model, which returns its loss."""
     model = models.model_of(scenario)
     loss_of = model.loss(_OPS)
     parameters = [tf.Variable(tf.constant(v)) for v in model.parameters]

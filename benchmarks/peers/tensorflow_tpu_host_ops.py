@@ -47,7 +47,7 @@ def prepare(scenario: Scenario, optimizer: str) -> dict[str, Callable[[], float]
 def step(
     scenario: Scenario, stack: one_stack.Stack, batches: list[list[np.ndarray]]
 ) -> Callable[[], Any]:
-    """The result of the last op for the next batch."""
+    """Returns a function that gives the last op's result for the next batch."""
     weights = [tf.ones(scenario.batch_size * k) for k in scenario.ids_per_sample]
     splits = [
         tf.constant(np.arange(scenario.batch_size + 1) * k, tf.int32)

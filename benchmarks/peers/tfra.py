@@ -26,7 +26,7 @@ _OPTIMIZERS = {
 
 
 def prepare(scenario: Scenario, optimizer: str) -> dict[str, Callable[[], float]]:
-    """Makes the tables, of rows for the ids that occur, and traces the steps."""
+    """Makes tables with rows for the ids that occur, and traces the steps."""
     if optimizer not in _OPTIMIZERS:
         raise NotImplementedError(f"The tables take no {optimizer} here.")
     layers = [
@@ -64,5 +64,5 @@ def prepare(scenario: Scenario, optimizer: str) -> dict[str, Callable[[], float]
         rule.apply_gradients(zip(gradients, variables, strict=True))
 
     for _ in batches:
-        step()  # After these no id of them is new.
+        step()  # After these steps no id of the batches is new.
     return {"step": timed(step), "lookup": timed(lookup)}

@@ -51,7 +51,7 @@ def prepare(scenario: Scenario, optimizer: str) -> dict[str, Callable[[], float]
 
 
 def _inputs(scenario: Scenario, ids: np.ndarray) -> list[torch.Tensor | None]:
-    """What a bag takes: ids of one size, or ids, offsets and weights."""
+    """Returns the inputs of a bag: ids of one size, or ids, offsets and weights."""
     if not scenario.most_ids:
         return [torch.from_numpy(ids).long()]
     indices, offsets = jagged([ids])

@@ -28,7 +28,7 @@ OPTIMIZERS = {
 def features(
     scenario: Scenario, dtype: str = "float32", initializer: Any = None
 ) -> list[te.FeatureConfig]:
-    """A feature with a table of its own for each of the scenario."""
+    """Makes a feature with a table of its own for each feature of the scenario."""
     options = {"initializer": initializer, "combiner": "sum", "dtype": dtype}
     return [
         te.FeatureConfig(te.TableConfig(rows, scenario.dim, **options))
@@ -45,8 +45,8 @@ def prepare(
 ) -> dict[str, Callable[[], float]]:
     """Makes the tables, stored as `dtype`, and traces the steps.
 
-    The batches have a form of `scenarios.FORMS`; by default they are dense where bags
-    have one size, else ragged.
+    The batches have a form of `scenarios.FORMS`; by default they are dense if bags
+    have one size, otherwise ragged.
     """
     library.load()  # Without it the portable engine would be measured.
     embedding = te.TPUEmbedding(
@@ -74,7 +74,7 @@ def prepare(
 def _feed(
     scenario: Scenario, batches: list[list[np.ndarray]], form: str | None
 ) -> Callable[[], Any]:
-    """Batches of a form, and the weights of ragged ones."""
+    """Feeds batches of a form, and the weights of ragged ones."""
     if form == "ragged" or (scenario.most_ids and form is None):
         return feed.ragged(batches, weighted=scenario.weighted)
     if form == "int64":

@@ -15,7 +15,7 @@ from benchmarks.timing import timed
 from tpu_embedding.ops import library
 
 RULE = "as ours, rows for the ids that occur; step_new: a tenth of them new"
-_NEW = 10  # In step_new one id of so many is new.
+_NEW = 10  # In step_new, one of this many ids is new.
 
 
 def prepare(scenario: Scenario, optimizer: str) -> dict[str, Callable[[], float]]:
@@ -51,7 +51,7 @@ def prepare(scenario: Scenario, optimizer: str) -> dict[str, Callable[[], float]
         return embedding.dequeue()
 
     for _ in batches:
-        step()  # After these no id of them is new.
+        step()  # After these steps no id of the batches is new.
     return {"step": timed(step), "lookup": timed(lookup), "step_new": timed(step_new)}
 
 

@@ -23,7 +23,7 @@ def prepare(
     optimizer: str,
     form: Callable[[Any], Any] = lambda features: features,
 ) -> dict[str, Callable[[], float]]:
-    """Makes the tables; `form` gives each batch, made before, its form."""
+    """Makes the tables; `form` converts each batch beforehand."""
     library.load()  # Without it the portable engine would be measured.
     embedding = te.TPUEmbedding(
         tpu_embedding.features(scenario), tpu_embedding.OPTIMIZERS[optimizer]

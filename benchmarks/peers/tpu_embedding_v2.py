@@ -18,8 +18,8 @@ from tpu_embedding.testing import SoftwareTPUStrategy
 
 RULE = "TPUEmbeddingV2.preprocess_features: ids checked, one op for all tables"
 
-# Preprocessing knows no widths. Narrow tables come into one stack, as the peers' do,
-# and take little memory.
+# Preprocessing does not depend on widths. Narrow tables go into one stack, as the
+# peers' do, and take little memory.
 _DIM = 8
 
 
@@ -38,7 +38,7 @@ def prepare(scenario: Scenario, optimizer: str) -> dict[str, Callable[[], float]
 
 
 def embedding(scenario: Scenario, devices: int) -> te.TPUEmbeddingV2:
-    """Tables of narrow rows in one stack, without limits."""
+    """Makes an embedding of narrow tables in one stack, without limits."""
     features = [
         te.FeatureConfig(
             te.TableConfig(rows, _DIM, combiner="sum", name=f"t{i:03}"),
@@ -65,5 +65,5 @@ def embedding(scenario: Scenario, devices: int) -> te.TPUEmbeddingV2:
 def step(
     of: te.TPUEmbeddingV2, next_batch: Callable[[], list[tf.Tensor]]
 ) -> Callable[[], Any]:
-    """The result of preprocess_features for the next batch."""
+    """Returns a function that runs preprocess_features on the next batch."""
     return tf.function(lambda: of.preprocess_features(next_batch()), autograph=False)

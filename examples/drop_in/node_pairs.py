@@ -3,8 +3,8 @@
     pip install tensorflow-recommenders==0.7.7 tf_keras==2.21.*
     python -m tpu_embedding run --on mirrored:2 examples/drop_in/node_pairs.py
 
-The shape of google-research's graph_embedding: two features of one table, a distance, a
-loop of one's own under TPUStrategy. Prints the losses of the first and last step.
+Like google-research's graph_embedding, it has two features of one table, a distance and
+a custom training loop under TPUStrategy. Prints the losses of the first and last step.
 """
 
 import numpy as np

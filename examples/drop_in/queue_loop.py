@@ -1,8 +1,8 @@
-"""A program for TPU v4 as TensorFlow documents them: train, evaluate, serve.
+"""A program for TPU v4 in the form that TensorFlow documents: train, evaluate, serve.
 
     python -m tpu_embedding run --on v4:2 examples/drop_in/queue_loop.py
 
-Everything in it is a name of TensorFlow. Prints the loss of the last step, and a sum of
+It uses only names of TensorFlow. Prints the loss of the last step, and a sum of
 served vectors.
 """
 

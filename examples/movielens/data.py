@@ -20,8 +20,8 @@ from movielens import source
 from movielens.source import Table
 
 SPLIT_SEED = 7
-TEST_SHARE = 0.20  # Of all ratings.
-VALIDATION_SHARE = 0.05  # Of the rest.
+TEST_SHARE = 0.20  # The share of all ratings.
+VALIDATION_SHARE = 0.05  # The share of the other ratings.
 MAX_RECENT = 30
 
 Features = dict[str, tf.Tensor | tf.RaggedTensor]
@@ -30,7 +30,7 @@ Batch = dict[str, Any]  # "user", "item" and, if known, "rating": [B]; "recent":
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Split:
-    """Numbers of ratings, int64; the three parts are disjoint."""
+    """The positions of the ratings of each part, int64; the parts are disjoint."""
 
     train: np.ndarray
     validation: np.ndarray
@@ -53,11 +53,11 @@ class Ratings:
     split: Split
 
     def mean(self) -> float:
-        """The mean rating of the training part."""
+        """Returns the mean rating of the training part."""
         return float(self.rating[self.split.train].mean())
 
     def batches(self, rows: np.ndarray, size: int) -> tf.data.Dataset:
-        """The ratings of these rows, in this order, as dicts of `size` each."""
+        """Returns the ratings of these rows, in this order, as dicts of `size` each."""
 
         def gather(batch: tf.Tensor) -> Batch:
             columns = ("user", "item", "rating", "recent")
@@ -81,7 +81,7 @@ class Catalogue:
     vocabulary_sizes: dict[str, int]  # A feature's name -> how many ids it has.
 
     def inputs(self, batch: Batch) -> tuple[Features, tf.Tensor]:
-        """The model's inputs for B pairs of a user and a film.
+        """Makes the model's inputs for B pairs of a user and a film.
 
         Args:
           batch: int64 "user" [B], "item" [B], "recent" [B, (films)].
@@ -99,7 +99,7 @@ class Catalogue:
         return features, tf.concat(dense, axis=1)
 
     def all_films(self, user: tf.Tensor | int, recent: tf.Tensor) -> Batch:
-        """Pairs of all films with a user, int64 [], and `recent`, int64 [(films)]."""
+        """Pairs all films with a user, int64 [], and `recent`, int64 [(films)]."""
         films = tf.range(len(self.titles), dtype=tf.int64)
         each = tf.ones_like(films)
         repeated = tf.tile(recent, tf.shape(films))
@@ -111,14 +111,14 @@ class Catalogue:
         }
 
     def ids_per_rating(self, ratings: Ratings) -> np.ndarray:
-        """Number of ids that all features look up for each rating, int64 [N]."""
+        """Counts the ids that all features look up for each rating, int64 [N]."""
         single = len(self.vocabulary_sizes) - 2
         genres = tf.gather(self.genres.row_lengths(), ratings.item)
         return (single + genres + ratings.recent.row_lengths()).numpy()
 
 
 def find(folder: Path | None, cache: Path) -> tuple[Ratings, Catalogue]:
-    """The data from a folder with ml-100k.*, or downloaded into the cache."""
+    """Reads the data from a folder with ml-100k.*, or downloads it into the cache."""
     print(source.NOTICE)
     if folder is not None:
         return load(functools.partial(source.read_folder, folder))
@@ -154,7 +154,7 @@ def _split(count: int) -> Split:
 def _recent_items(
     user: np.ndarray, item: np.ndarray, when: np.ndarray, train: np.ndarray
 ) -> tuple[tf.RaggedTensor, tf.RaggedTensor]:
-    """For each rating the films its user rated before; for each user the last ones.
+    """Lists the films rated before each rating by its user, and each user's last ones.
 
     Only ratings of the training part count, and never the rating itself.
     """
@@ -206,7 +206,7 @@ def _catalogue(
 
 
 def _numbers(values: Sequence[str]) -> np.ndarray:
-    """The values as numbers; others become the median."""
+    """Converts values to numbers; those that are not numbers become the median."""
     numbers = np.array([float(v) if v.isdigit() else np.nan for v in values])
     return np.where(np.isnan(numbers), np.nanmedian(numbers), numbers)
 

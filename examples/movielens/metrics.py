@@ -8,7 +8,7 @@ import numpy as np
 
 from movielens.data import Ratings
 
-LIKED = 4.0  # A rating from here on counts as positive for the AUC.
+LIKED = 4.0  # Ratings of at least this count as positive for the AUC.
 _SHRINK_USER, _SHRINK_ITEM = 5.0, 3.0
 
 
@@ -29,7 +29,7 @@ def evaluate(predicted: np.ndarray, rating: np.ndarray) -> Evaluation:
 
 
 def rmse(predicted: np.ndarray, rating: np.ndarray) -> float:
-    """Root of the mean squared error; predictions are cut to 1..5 first.
+    """Computes the root of the mean squared error, with predictions clipped to 1..5.
 
     >>> rmse(np.array([7.0, 1.0]), np.array([5.0, 2.0])) ** 2
     0.5000000000000001
@@ -39,14 +39,14 @@ def rmse(predicted: np.ndarray, rating: np.ndarray) -> float:
 
 
 def auc(predicted: np.ndarray, rating: np.ndarray) -> float:
-    """The fraction of pairs in which a liked film is predicted above another one.
+    """Returns the fraction of pairs in which a liked film is predicted above another.
 
     >>> auc(np.array([2.0, 3.0, 3.0]), np.array([1.0, 3.0, 5.0]))
     0.75
     """
     liked = rating >= LIKED
     _, group, sizes = np.unique(predicted, return_inverse=True, return_counts=True)
-    rank = (np.cumsum(sizes) - (sizes - 1) / 2)[group]  # From 1; ties share theirs.
+    rank = (np.cumsum(sizes) - (sizes - 1) / 2)[group]  # From 1; ties share a rank.
     positive, negative = int(liked.sum()), int((~liked).sum())
     wins = rank[liked].sum() - positive * (positive + 1) / 2
     return float(wins / (positive * negative))

@@ -1,8 +1,8 @@
 """A ranking model like DLRM: its embedding tables, and its dense model in Keras.
 
 Naumov et al. (2019), Deep Learning Recommendation Model for Personalization and
-Recommendation Systems, https://arxiv.org/abs/1906.00091. Added to it: a bias of each
-user and each film, as tables of dim 1.
+Recommendation Systems, https://arxiv.org/abs/1906.00091. This model adds a bias for
+each user and each film, as tables of dim 1.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import tensorflow as tf
 
 import tpu_embedding as te
 
-DIM = 64  # So wide that int8, with four bytes for each row, is about a quarter.
+DIM = 64  # Wide enough that int8 rows, with four bytes more, take about a quarter.
 NUM_DENSE = 3
 DROPOUT = 0.2
 
-Symbolic = Any  # A tensor of Keras that has no value yet.
+Symbolic = Any  # A Keras tensor that has no value yet.
 
 FeatureConfigs = dict[str, te.FeatureConfig]
 
@@ -28,11 +28,11 @@ FeatureConfigs = dict[str, te.FeatureConfig]
 def make_feature_config(
     vocabulary_sizes: Mapping[str, int], batch_size: int | None = None
 ) -> FeatureConfigs:
-    """Features by name, each with its own table.
+    """Makes features by name, each with its own table.
 
     Args:
       vocabulary_sizes: Number of ids of each feature, by name.
-      batch_size: Batch size of a replica, for TPUs, which need it beforehand.
+      batch_size: Batch size of a replica, which TPUs need to know in advance.
     """
     shape = None if batch_size is None else [batch_size]
     return {
@@ -50,14 +50,14 @@ def _make_table(name: str, size: int) -> te.TableConfig:
 
 
 def make_dense_part(features: FeatureConfigs, mean_rating: float) -> keras.Model:
-    """The dense model.
+    """Makes the dense model.
 
     rating = user bias + item bias + top([vectors, dots of all pairs of vectors]),
     where the vectors are the activations of all other features and bottom(dense).
 
     Args:
       features: The names of the activations and their dims.
-      mean_rating: Where the top part's own bias starts.
+      mean_rating: The initial value of the top part's own bias.
 
     Returns:
       A model of one dict of inputs, float32: the activations [B, dim] by name, and
@@ -87,7 +87,7 @@ def _dense_layers(x: Symbolic, sizes: Sequence[int]) -> Symbolic:
 
 
 def _dots_of_pairs(vectors: Sequence[Symbolic]) -> Symbolic:
-    """[B, dim] each -> [B, pairs]."""
+    """Computes the dot products of all pairs: [B, dim] each -> [B, pairs]."""
     count = len(vectors)
     stacked = keras.ops.stack(vectors, axis=1)
     dots = keras.ops.matmul(stacked, keras.ops.transpose(stacked, [0, 2, 1]))

@@ -2,7 +2,7 @@
 
     python query_saved_model.py FOLDER < request.json > response.json
 
-The request is {"user": 0, "recent": [...]}, with numbers of films as in the data; the
+The request is {"user": 0, "recent": [...]}, with the film numbers of the data; the
 response is {"rating": [...]} over all films.
 """
 
@@ -12,7 +12,7 @@ import json
 import sys
 from typing import Any
 
-# The model must not need the package, so that importing it is made impossible.
+# The model must not need the package, so this line makes importing it impossible.
 sys.modules["tpu_embedding"] = None  # pyright: ignore[reportArgumentType]
 
 import tensorflow as tf  # noqa: E402 - see above.

@@ -45,14 +45,14 @@ def plot(progress: Progress, ratings: Ratings, path: Path) -> None:
 def recommendations(
     user: int, predicted: np.ndarray, ratings: Ratings, catalogue: Catalogue
 ) -> str:
-    """A table of ten films that the user would rate highest.
+    """Makes a table of the ten films that the user would rate highest.
 
     Films that the user rated in the training and validation parts are left out. Those
     of the test part count as unknown, and the user's true rating is shown beside them.
     Films with few ratings are left out, too: their predictions are mostly chance.
 
     Args:
-      user: From 0.
+      user: The number of the user, from 0.
       predicted: float32 [I], the user's ratings as the model sees them.
       ratings: All ratings.
       catalogue: Titles and genres.

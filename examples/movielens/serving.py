@@ -30,12 +30,12 @@ class Recommender:
     def __call__(
         self, activations: Mapping[str, tf.Tensor], dense: Mapping[str, tf.Tensor]
     ) -> dict[str, tf.Tensor]:
-        """The rating of each pair of a user and a film, float32 [B]."""
+        """Predicts the rating of each pair of a user and a film, float32 [B]."""
         rating = self.dense_part({**activations, **dense}, training=False)
         return {"rating": rating}
 
     def pairs(self) -> te.serving.Signature:
-        """Asks for B pairs: "user" [B], "item" [B] and "recent", ragged [B, (films)].
+        """Makes a signature of pairs: "user", "item" [B]; "recent" ragged [B, (films)].
 
         The graph looks all other inputs of the model up in the catalogue.
         """
@@ -53,7 +53,7 @@ class Recommender:
         )
 
     def all_films(self) -> te.serving.Signature:
-        """Asks for all films: "user" [] and "recent" [(films)]."""
+        """Returns a signature for all films: "user" [] and "recent" [(films)]."""
 
         def read(inputs: dict[str, tf.Tensor]) -> te.serving.Request:
             return self._request(self.catalogue.all_films(**inputs))
@@ -91,7 +91,7 @@ def export(
 
 
 def ask_pairs(served: Any, batch: Mapping[str, Any]) -> tf.Tensor:
-    """The ratings of a batch by the signature "pairs" of a loaded model."""
+    """Asks the signature "pairs" of a loaded model for the ratings of a batch."""
     recent = batch["recent"]
     answer = served(
         user=batch["user"],

@@ -41,7 +41,7 @@ def download(cache: Path) -> Path:
     pattern = PACKAGE.replace("==", "-") + "-*.whl"
     if not any(cache.glob(pattern)):
         cache.mkdir(parents=True, exist_ok=True)
-        # Into a folder of its own first: half a file never looks like a whole one.
+        # pip writes into another folder first, so that no partial file looks complete.
         with tempfile.TemporaryDirectory(dir=cache) as folder:
             _pip_download(Path(folder), cache)
             for wheel in Path(folder).glob(pattern):

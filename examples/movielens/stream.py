@@ -23,11 +23,11 @@ class Ratings:
     rating: np.ndarray  # float32 [N], 1 to 5
 
     def __getitem__(self, part: slice) -> Ratings:
-        """Some of them."""
+        """Returns a part of the ratings."""
         return Ratings(self.user[part], self.item[part], self.rating[part])
 
     def numbered(self) -> Ratings:
-        """The same with numbers from 0 on, int64, as ids."""
+        """Returns the same ratings with int64 numbers from 0 as ids."""
         user, item = (
             np.unique(ids, return_inverse=True)[1].astype(np.int64)
             for ids in (self.user, self.item)
@@ -36,7 +36,7 @@ class Ratings:
 
 
 def find(folder: Path | None, cache: Path) -> Ratings:
-    """The ratings from a folder with ml-100k.*, or downloaded into the cache."""
+    """Reads ratings from a folder with ml-100k.*, or downloads them into the cache."""
     print(source.NOTICE)
     if folder is None:
         table = source.read_wheel(source.download(cache), "inter")
@@ -53,7 +53,7 @@ def train(
     ratings: np.ndarray,
     score: Callable[[Any], tf.Tensor],
 ) -> np.ndarray:
-    """Trains on a batch; the scores of the model before."""
+    """Trains on a batch; returns the scores from before the step."""
     embedding.enqueue(features)
     liked = tf.constant(ratings >= metrics.LIKED, tf.float32)
     activations = embedding.dequeue()

@@ -74,8 +74,8 @@ class Progress(tf.Module):
     def __init__(self, schedule: Schedule) -> None:
         super().__init__()
         self.epoch = tf.Variable(0, dtype=tf.int64)  # Epochs done.
-        self.step = tf.Variable(0, dtype=tf.int64)  # Steps done in the next one.
-        self.squares = tf.Variable(0.0, dtype=tf.float64)  # Their errors, summed.
+        self.step = tf.Variable(0, dtype=tf.int64)  # Steps done in the current epoch.
+        self.squares = tf.Variable(0.0, dtype=tf.float64)  # Their squared errors' sum.
         self.seconds = tf.Variable(0.0, dtype=tf.float64)
         zeros = tf.zeros([schedule.epochs], tf.float64)
         self.train_rmse = tf.Variable(zeros)
@@ -122,13 +122,13 @@ class Run:
         _restore(self._best)
 
     def ids_trained(self) -> int:
-        """Number of ids that all steps so far looked up."""
+        """Counts the ids that all steps so far looked up."""
         in_epochs = self.progress.epoch * self._ids[self._ratings.split.train].sum()
         in_steps = self._ids[self._order()[: self._ratings_done()]].sum()
         return int(in_epochs) + int(in_steps)
 
     def _order(self) -> np.ndarray:
-        """The training part as this epoch orders it, also after a resume."""
+        """Returns the training part in this epoch's order, the same after a resume."""
         rng = np.random.default_rng((self._schedule.seed, int(self.progress.epoch)))
         return rng.permutation(self._ratings.split.train)
 
