@@ -2,7 +2,7 @@
 
 A machine is a subclass of `RandomHistory`. It draws a configuration and makes both
 sides of it; each method of `chances` makes a call on both and compares. `run` makes
-calls, which an error shows; `fuzz` makes many histories, and `main` a program of them.
+calls and shows them in an error; `fuzz` makes many histories, and `main` a program.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Random jobs, of which the plan's bytes are compared with those that they allocate.
+"""Random jobs, whose planned bytes are compared with those that they allocate.
 
 PYTHONPATH=.:tests .venv/bin/python -m planned_jobs 400
 """

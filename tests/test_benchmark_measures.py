@@ -1,4 +1,4 @@
-"""The benchmarks of other things than steps, with tiny tables."""
+"""The benchmarks that measure other things than steps, with tiny tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bit for bit what Google's TPU build of TensorFlow makes of the same batches.
+"""Batches give the same bits as in Google's TPU build of TensorFlow.
 
 tests/golden/README.md says where the files come from. CSR_ORACLE_DIR and
 LIMITS_ORACLE_DIR name other folders of files of the same form.

@@ -1,4 +1,4 @@
-"""The same bits for a dim that the kernels know as for any other.
+"""A dim that the kernels know gives the same bits as any other dim.
 
 A column of a table does not depend on those beside it. So the columns of a table whose
 dim is compiled as a constant (ops/cc/core/dims.h) are held against the same columns of

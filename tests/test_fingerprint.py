@@ -1,4 +1,4 @@
-"""What processes compare of initializers is of the program, not of the process."""
+"""Fingerprints of initializers depend on the program, not on the process."""
 
 from __future__ import annotations
 

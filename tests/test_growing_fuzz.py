@@ -1,7 +1,7 @@
 """Random updates of growing tables with admission and eviction, beside a reference.
 
-A static table has the numbers: before an update the rows that it creates get their
-first values. So all bits must be equal.
+A static table holds the expected values: before an update, the rows that it creates
+get their first values. So all bits must be equal.
 """
 
 from __future__ import annotations

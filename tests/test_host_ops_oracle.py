@@ -1,6 +1,6 @@
 """TensorFlow's own host ops for SparseCores, on the software TPU's kernels.
 
-Every step of the golden files, where test_csr_oracle.py compares the end only.
+Compares every step of the golden files; test_csr_oracle.py compares only the end.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Programs in the shape of those of Keras's documentation, unchanged, by rows."""
+"""Programs like those of Keras's documentation train by rows, unchanged."""
 
 from __future__ import annotations
 

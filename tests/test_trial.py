@@ -1,4 +1,4 @@
-"""`run --keras` and `try`: scripts for Keras, unchanged, by rows."""
+"""`run --keras` and `try`: unchanged scripts for Keras train by rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-// What the fuzz targets share: a problem is read out of bytes that may be any.
+// What the fuzz targets share: they read a problem out of arbitrary bytes.
 
 #ifndef TPU_EMBEDDING_TESTS_CC_FUZZ_H_
 #define TPU_EMBEDDING_TESTS_CC_FUZZ_H_

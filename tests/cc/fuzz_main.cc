@@ -1,5 +1,5 @@
 // A small mutation fuzzer: bytes are changed at random, under a seed, for as
-// long as it is asked to, and those that were of use are changed again.
+// long as it is asked to, and inputs that were useful are changed again.
 //
 //   fuzz [--seconds 5] [--seed 1]
 //

@@ -1,6 +1,6 @@
 """How much memory tables, their saves and restores take.
 
-In a process of its own, for the peak of a process never falls. At full size:
+Each runs in its own process, because the peak of a process never falls. Full size:
 
     PYTHONPATH=tests python tests/checkpoint/test_memory.py /some/folder/model 2048
 """

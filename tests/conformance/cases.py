@@ -18,12 +18,12 @@ EPSILON = 2.0**-24  # The unit roundoff of float32.
 # One update has at most 16 roundings after its gradient is summed (FTRL: two sums,
 # two powers of up to 4 units each, six products and quotients).
 UPDATE_ROUNDINGS = 16
-# A gain has two (the divisor and the quotient), its product with a value a third.
+# A gain has two roundings (divisor and quotient), its product with a value a third.
 GAIN_ROUNDINGS = 3
 
 
 def tolerance(terms: int, scale: float, steps: int = 0) -> float:
-    """How far float32 may be from the reference, absolutely.
+    """Returns how far float32 may be from the reference, absolutely.
 
     A float32 sum of `terms` products is off by at most (terms - 1 + roundings of a
     product) * EPSILON times the sum of their magnitudes (Higham, Accuracy and
@@ -42,7 +42,7 @@ def tolerance(terms: int, scale: float, steps: int = 0) -> float:
 
 
 def assert_close(actual: Any, expected: Any, bound: float, what: str) -> None:
-    """`actual` is float32, of the shape of `expected`, and at most `bound` off."""
+    """Asserts `actual` to be float32, shaped as `expected`, and at most `bound` off."""
     actual = np.asarray(actual)
     assert actual.dtype == np.float32, what
     assert actual.shape == expected.shape, what
@@ -59,7 +59,7 @@ def named_values(rows: int, dim: int) -> np.ndarray:
 
 
 def drawn_rows(rows: int) -> np.ndarray:
-    """The ids that inputs draw from: the first, the last, not all between."""
+    """Returns the ids that inputs draw from: the first, the last, most between."""
     return np.setdiff1d(np.arange(rows), [1, rows // 2])
 
 
@@ -81,7 +81,7 @@ class Input:
     def draw(
         self, rng: np.random.Generator, rows: int, dtype: tf.DType = tf.int64
     ) -> Any:
-        """Ids with duplicates, an empty sample and a full one where there can be."""
+        """Draws ids with duplicates and, where possible, empty and full samples."""
         ids = rng.choice(drawn_rows(rows), self.shape)
         ids.flat[0], ids.flat[-1] = 0, rows - 1
         if ids.shape[-1] > 1 and ids.ndim > 1:
@@ -137,14 +137,14 @@ def values_of(value: Any) -> np.ndarray:
 
 
 def with_values(value: Any, values: Any) -> Any:
-    """A tensor of the layout of `value`, whose row_splits or indices it shares."""
+    """Makes a tensor of the layout of `value`, with its row_splits or indices."""
     if isinstance(value, tf.Tensor):
         return tf.convert_to_tensor(values)
     return value.with_values(tf.convert_to_tensor(values))
 
 
 def samples_of(value: Any) -> list[slice]:
-    """Where each sample that is no sequence has its entries in `values_of`, flat."""
+    """Returns where `values_of` has each sample's entries; not for sequences."""
     if isinstance(value, tf.RaggedTensor):
         splits = value.row_splits.numpy()
     elif isinstance(value, tf.SparseTensor):

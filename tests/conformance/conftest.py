@@ -18,7 +18,7 @@ STRATEGIES = {
 
 @pytest.fixture(params=ENGINES, autouse=True)
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every test of this folder runs on every engine that the package has."""
+    """Repeats every test of this folder on every engine that the package has."""
     monkeypatch.setenv(distribution.ENGINE_VARIABLE, request.param)
     return request.param
 

@@ -28,7 +28,7 @@ SEED = 2**40 + 5
 
 
 class RoundedTwin(Twin):
-    """A twin whose tables are bfloat16; `seeds` are those not from a name."""
+    """A twin whose tables are bfloat16; `seeds` are those that no name gives."""
 
     def __init__(self, *arguments: Any, seeds: Mapping[str, int], **more: Any) -> None:
         super().__init__(*arguments, **more)
@@ -39,7 +39,7 @@ class RoundedTwin(Twin):
         self._decided: list[bool] = []
 
     def step(self, rng: np.random.Generator, batch: Batch, without: Any = ()) -> None:
-        """As `Twin.step`; then checks the tables and takes their values over."""
+        """Does `Twin.step`, then checks the tables and takes their values over."""
         step = self._steps
         super().step(rng, batch, without)
         after = self._values()
@@ -47,7 +47,7 @@ class RoundedTwin(Twin):
             exact = self.reference.tables[name]
             for row, actual in enumerate(values):
                 if np.array_equal(exact[row], self._before[name][row]):
-                    # Of no entry: rounding changes no row that stays the same.
+                    # Rounding changes no row that the update left as it was.
                     np.testing.assert_array_equal(actual, exact[row])
                 else:
                     self._check_row((name, step, row), exact[row], actual)
@@ -72,7 +72,7 @@ class RoundedTwin(Twin):
 
     def check_slots(self) -> None:
         """Compares all slots, which are float32."""
-        # Else hardly anything would have been compared.
+        # Otherwise hardly any value was compared exactly.
         assert np.mean(self._decided) > 0.9
         for name, config in self.configs.items():
             actual = self.embedding.variables[config]
@@ -89,7 +89,7 @@ class RoundedTwin(Twin):
 
 
 def rounded_twin(dims: tuple[int, ...], optimizer: Any, **more: Any) -> RoundedTwin:
-    """A table of each width, looked up twice."""
+    """Makes a table of each width, looked up twice."""
     tables = {f"dim{dim}": Table(rows=9, dim=dim, dtype="bfloat16") for dim in dims}
     features = {}
     for name in tables:

@@ -1,4 +1,4 @@
-"""TPUEmbeddingV2 against the NumPy reference: the same twin in other clothes.
+"""TPUEmbeddingV2 against the NumPy reference, with the same twin.
 
 What surrounds a rule is TPUEmbedding's own code, whose suites vary it further.
 """

@@ -52,7 +52,7 @@ def test_rule(case: Any, options: Any, combiner: str, rng: np.random.Generator) 
     twin.run(rng, 2, without=[name for name in twin.features if "weighted" in name])
 
 
-# What surrounds a rule knows no rule: each takes three of its options in turn.
+# These options do not depend on the rule: each rule takes three of them in turn.
 @pytest.mark.parametrize(
     ("case", "common"),
     [
@@ -65,7 +65,7 @@ def test_rule(case: Any, options: Any, combiner: str, rng: np.random.Generator) 
 def test_clipping_and_decay(
     case: Any, common: dict[str, Any], rng: np.random.Generator
 ) -> None:
-    # What surrounds a rule knows no combiner and no kind of input: one of each does.
+    # These options depend on no combiner and no kind of input: one of each suffices.
     optimizer = case.cls(learning_rate=RATE, **common, **case.options[-1])
     kind = cases.INPUT_BY_NAME["ragged"]
     twin = Twin(

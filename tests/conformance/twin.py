@@ -1,4 +1,4 @@
-"""One embedding twice, TPUEmbedding and the NumPy reference, held together."""
+"""Trains one embedding twice, with TPUEmbedding and with the NumPy reference."""
 
 from __future__ import annotations
 
@@ -280,7 +280,7 @@ class Twin:
         for name, feature in self.features.items():
             parts = self.strategy.experimental_local_results(actual[name])
             assert len(parts) == self.replicas
-            # After updates the table brings an error of its own.
+            # After updates the table already has an error.
             terms = feature.input.shape[-1]
             for replica, part in enumerate(parts):
                 table = self.reference._tables[feature.table]

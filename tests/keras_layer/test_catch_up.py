@@ -1,4 +1,4 @@
-"""`te.keras.RowSparseOptimizer`: rows that wait have the numbers of dense gradients.
+"""`te.keras.RowSparseOptimizer`: rows that wait match training with dense gradients.
 
 `tests/test_tf_keras.py` runs this file with tf_keras, too.
 """

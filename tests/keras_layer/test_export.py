@@ -1,4 +1,4 @@
-"""Exported graphs hold stock TensorFlow ops only, and the numbers of the model."""
+"""Exported graphs hold only TensorFlow ops, and compute what the model does."""
 
 from __future__ import annotations
 

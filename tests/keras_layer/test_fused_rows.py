@@ -1,7 +1,7 @@
 """The op that updates the rows of all tables of Keras in a step.
 
-`tests/test_tf_keras.py` runs this file with tf_keras, too. That the op has the numbers
-of a slow reference is tested with those of TensorFlow's ops, in `test_row_sparse.py`.
+`tests/test_tf_keras.py` runs this file with tf_keras, too. `test_row_sparse.py`
+compares the op, like TensorFlow's ops, with a slow reference.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The models that the documentation of the TFRS layer prints, edited, do train.
+"""Models from the documentation of the TFRS layer train after the edits.
 
 The edits are those of docs/from_tfrs.md and no others.
 """

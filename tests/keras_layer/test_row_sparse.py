@@ -1,6 +1,6 @@
 """`te.keras.RowSparseOptimizer`, lazy: the rule of Keras, once for each touched row.
 
-`test_catch_up.py` has the numbers without `lazy`.
+`test_catch_up.py` tests the numbers without `lazy`.
 
 `tests/test_tf_keras.py` runs this file with tf_keras, too.
 """

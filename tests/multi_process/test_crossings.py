@@ -1,4 +1,4 @@
-"""Promises of jobs that meet each other: refused steps, pipelining, checkpoints."""
+"""Promises of jobs in combination: refused steps, pipelining, checkpoints."""
 
 from __future__ import annotations
 

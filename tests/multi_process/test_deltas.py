@@ -1,4 +1,4 @@
-"""Deltas of a job are those of one process, byte by byte."""
+"""Deltas of a job equal those of one process, byte by byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints and exports of tables on servers are those of one machine."""
+"""Checkpoints and exports of tables on servers equal those of one machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deltas of tables on servers are those of one machine, byte by byte."""
+"""Deltas of tables on servers equal those of one machine, byte by byte."""
 
 from __future__ import annotations
 

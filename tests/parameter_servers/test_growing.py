@@ -1,4 +1,4 @@
-"""Growing tables on servers have the bits, ids and counts of one process."""
+"""Growing tables on servers have the same bits, ids and counts as in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables on servers have the bits of one process."""
+"""Tables on servers have the same bits as tables of one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs for deepctr, TFRS and keras-hub, unchanged, by rows."""
+"""Programs for deepctr, TFRS and keras-hub train by rows, unchanged."""
 
 from __future__ import annotations
 

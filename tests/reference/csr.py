@@ -1,4 +1,4 @@
-"""The partitioned CSR of one stacked table, read slowly from docs/formats.md.
+"""The partitioned CSR of one stacked table, in a slow version of docs/formats.md.
 
 `entries` reproduces the float32 arithmetic of Google's ops: weights of an id that
 follows itself are added first, then multiplied by the reciprocal of the divisor.
@@ -39,7 +39,7 @@ class Stack:
 
 
 def factor(weights: np.ndarray, combiner: str) -> np.float32:
-    """What the weights of a sample are multiplied with."""
+    """Returns what the weights of a sample are multiplied by."""
     if combiner == "sum":
         return F32(1)
     total = F32(0)
@@ -79,7 +79,7 @@ def entries(feature: Feature, stack: Stack) -> list[list[tuple[int, int, np.floa
 def sort(
     lists: Sequence[Sequence[tuple[int, int, np.float32]]], stack: Stack
 ) -> list[tuple[int, int, int, np.float32]]:
-    """The (shard, token, sample, gain) of one SparseCore, sorted and merged."""
+    """Sorts and merges the (shard, token, sample, gain) of one SparseCore."""
     per_core = stack.samples // stack.sparse_cores_per_device
     flat = [
         (row % stack.num_shards, row // stack.num_shards, sample % per_core, gain)

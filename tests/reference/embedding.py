@@ -21,12 +21,12 @@ class Table:
     """A table as section 3 knows it.
 
     Attributes:
-      values: [V, D], what it starts as.
+      values: The initial values, [V, D].
       optimizer: The class's name, or None.
       hyper: The optimizer's arguments. `learning_rate` is among them: a number, or
-        a callable of nothing or of the number of updates already applied.
+        a callable of no argument or of the number of updates already applied.
       combiner: "sum", "mean" or "sqrtn".
-      quantization: Section 6, or None.
+      quantization: The quantization of section 6, or None.
       invalid_ids: "error", "drop" or "mod".
     """
 
@@ -49,14 +49,14 @@ class Feature:
 
 @dataclasses.dataclass
 class _Update:
-    """What a step does to the tables, settled when its gradients come."""
+    """The changes that a step makes to tables, fixed when its gradients arrive."""
 
     gradient_rows: dict[str, dict[int, np.ndarray]]  # [table][row]
     rates: dict[str, float]
 
 
 class ReferenceEmbedding:
-    """TPUEmbedding on paper.
+    """TPUEmbedding as the sections define it.
 
     Features, weights and gradients are given as [replica][feature]: TensorFlow
     tensors of the three kinds, such weights or None, and arrays or None.
@@ -84,13 +84,13 @@ class ReferenceEmbedding:
 
     @property
     def tables(self) -> dict[str, np.ndarray]:
-        """The tables, float64, after what is pending."""
+        """The tables, float64, after a pending update."""
         self.flush()
         return self._tables
 
     @property
     def slots(self) -> dict[str, dict[str, np.ndarray]]:
-        """The slots of each table, float64, after what is pending."""
+        """The slots of each table, float64, after a pending update."""
         self.flush()
         return self._slots
 
@@ -109,7 +109,7 @@ class ReferenceEmbedding:
         weights: Sequence[Sequence[Any]] | None,
         gradients: Sequence[Sequence[Any]],
     ) -> Activations:
-        """A training step: `forward`, then `backward`."""
+        """Trains one step: `forward`, then `backward`."""
         activations = self.forward(features, weights)
         self.backward(gradients)
         return activations
@@ -122,7 +122,7 @@ class ReferenceEmbedding:
         """The activations of a training step, float64 [*output_shape, D] each."""
         self._forward = self._samples(features, weights)
         activations = self._activations(self._forward)
-        self.flush()  # When pipelined, the step before: this one did not see it.
+        self.flush()  # If pipelined, applies the step before, unseen by this one.
         return activations
 
     def backward(self, gradients: Sequence[Sequence[Any]]) -> None:
@@ -155,12 +155,12 @@ class ReferenceEmbedding:
         self._pending = None
 
     def state(self) -> Any:
-        """A copy of tables, slots and the number of updates, after what is pending."""
+        """Copies tables, slots and the number of updates, after a pending update."""
         self.flush()
         return copy.deepcopy((self._tables, self._slots, self._num_updates))
 
     def restore(self, state: Any) -> None:
-        """Takes what `state` returned; what is pending comes before."""
+        """Takes over what `state` returned, and drops a pending update."""
         self._pending = None
         self._tables, self._slots, self._num_updates = copy.deepcopy(state)
 
@@ -202,7 +202,7 @@ class ReferenceEmbedding:
     def _gradient_rows(
         self, gradients: Sequence[Sequence[Any]]
     ) -> dict[str, dict[int, np.ndarray]]:
-        """G, by table and touched row: over replicas, features, samples, entries."""
+        """Sums G by table and touched row over replicas, features, samples, entries."""
         rows: dict[str, dict[int, np.ndarray]] = {name: {} for name in self._configs}
         for replica, replica_gradients in zip(self._forward, gradients, strict=True):
             for spec, samples, gradient in zip(
@@ -233,7 +233,7 @@ class ReferenceEmbedding:
 
     def _rates(self) -> dict[str, float]:
         """The learning rate of each table that has an optimizer."""
-        evaluated: dict[int, float] = {}  # Each callable once per step.
+        evaluated: dict[int, float] = {}  # Calls each callable once per step.
         rates = {}
         for name, config in self._configs.items():
             if config.optimizer is None:

@@ -1,4 +1,4 @@
-"""Growing tables: which id has which row, on paper."""
+"""A slow reference for growing tables: which id has which row."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ SHARED_ID = 0x7465647261687365
 
 
 class FullError(ValueError):
-    """An update needs more rows than can be had."""
+    """An update needs more rows than are available."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """As te.GrowingVocabulary, with all numbers given."""
+    """The options of te.GrowingVocabulary, with all numbers given."""
 
     max_rows: int
     min_count: int = 1
@@ -39,10 +39,10 @@ class Row:
 
 @dataclasses.dataclass
 class Lookup:
-    """A lookup, for an update or not.
+    """A lookup of a training step or of an evaluation.
 
     Attributes:
-      ids: Of all entries, in order.
+      ids: The ids of all entries, in order.
       given: What each id without a row read: "zeros", its "first" values, or the
         "shared" row.
     """
@@ -56,9 +56,9 @@ class Update:
     """What one update does.
 
     Attributes:
-      created: (row, id) whose first values a row gets, in order.
-      rows: For each lookup the row that each entry trains; None: its gradients are
-        dropped.
+      created: In order, each (row, id) where the row gets the id's first values.
+      rows: For each lookup the row that each entry trains, or None if its gradients
+        are dropped.
     """
 
     created: list[tuple[int, int]]
@@ -69,7 +69,7 @@ class Vocabulary:
     """The ids of one table.
 
     Attributes:
-      rows: By number the rows that have an id.
+      rows: The rows that have an id, by their numbers.
       num_rows: How many rows were ever used.
       counts: unknown, admitted, refused, evicted.
     """
@@ -85,7 +85,7 @@ class Vocabulary:
         self._candidates: collections.deque[list] = collections.deque(
             maxlen=options.max_candidates
         )
-        self._cursor = 0  # Where the search for old rows goes on.
+        self._cursor = 0  # Where the search for old rows continues.
 
     @property
     def _has_shared(self) -> bool:
@@ -102,7 +102,7 @@ class Vocabulary:
     def look_up(
         self, ids: Sequence[int], *, training: bool, awaited: Sequence[Lookup] = ()
     ) -> Lookup:
-        """What a lookup of ids in order gives; updates of the `awaited` will come."""
+        """Looks up ids in order; the updates of `awaited` lookups are still to come."""
         opts = self.options
         unknown = [i for i in dict.fromkeys(ids) if self.row_of(i) is None]
         declared = {"initializer": "first", "shared_row": "shared"}.get(
@@ -119,9 +119,9 @@ class Vocabulary:
         return Lookup([*ids], given)
 
     def read(self, lookup: Lookup, id_: int) -> int | str:
-        """What an entry of a lookup reads now: a row, or as in `Lookup.given`.
+        """Returns what an entry of a lookup reads now: a row, or as in `Lookup.given`.
 
-        "shared": the first values of the row that is shared, which is not there yet.
+        "shared": the first values of the shared row, which does not exist yet.
         """
         given = lookup.given.get(id_)
         if given == "shared" and self.num_rows:
@@ -133,7 +133,7 @@ class Vocabulary:
         return row
 
     def _promised(self, lookups: Iterable[Lookup]) -> set[int]:
-        """The ids that these lookups expect to get rows, and have none."""
+        """Returns the ids that have no row and get one in updates of these lookups."""
         if self.options.when_full == "error" or self.options.min_count > 1:
             return set()
         return {
@@ -149,7 +149,7 @@ class Vocabulary:
         """Counts the entries of an update, admits and evicts.
 
         Args:
-          lookups: By replica the lookups whose gradients it applies.
+          lookups: The lookups whose gradients it applies, in the order of replicas.
           awaited: Other lookups whose updates will come.
 
         Raises:
@@ -201,7 +201,7 @@ class Vocabulary:
         return Update(created, [self._trained(lookup) for lookup in lookups])
 
     def _trained(self, lookup: Lookup) -> list[int | None]:
-        """The row that each entry trains: what it has read."""
+        """Returns the row that each entry trains, which is the row that it read."""
         rows: list[int | None] = []
         for id_ in lookup.ids:
             given = lookup.given.get(id_, "first")
@@ -253,7 +253,7 @@ class Vocabulary:
             self._evict_first(held)
 
     def evict(self, awaited: Iterable[int] = ()) -> int:
-        """Evicts at once, but no `awaited` ids; the number of rows."""
+        """Evicts at once, but no `awaited` ids; returns the number of evicted rows."""
         before, held = len(self.rows), {self.row_of(i) for i in awaited}
         if self.options.eviction == "age":
             self._search(0, held)
@@ -295,7 +295,7 @@ def _mix(word: int) -> int:
 
 
 def uniforms(seed: int, id_: int, dim: int) -> list[float]:
-    """The numbers in (0, 1) that the first values of an id are made of."""
+    """Returns the numbers in (0, 1) from which the first values of an id are made."""
     row = _mix(_mix(seed) ^ id_ & MASK)
     words = [_mix(row + d * 0x9E3779B97F4A7C15 & MASK) for d in range(dim)]
     return [((word >> 11) + 0.5) / 2**53 for word in words]

@@ -13,6 +13,6 @@ def mixed(word: int) -> int:
 
 
 def row(number: int, num_rows: int, salt: int, k: int) -> int:
-    """The row of hash k of an id, a signed 64-bit integer."""
+    """Returns the row of hash k of an id, a signed 64-bit integer."""
     key = mixed((mixed(salt) + k) % _WORD)
     return ((mixed((number % _WORD) ^ key) >> 32) * num_rows) >> 32

@@ -1,4 +1,4 @@
-"""Section 15: rows of 8 bits, as arrays of all rows that one update changes."""
+"""Section 15: rows of 8 bits, computed for all rows of an update at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ WORD = np.uint32(0xFFFFFFFF)
 
 
 def random_bits(seed: int, step: int, rows: np.ndarray, dim: int) -> np.ndarray:
-    """`rounding.random_bits` of all columns of rows, int64 [n, dim]."""
+    """Computes `rounding.random_bits` of all columns of rows, int64 [n, dim]."""
     columns = np.arange(dim)
     blocks = columns // 64 * 8 + columns // 2 % 8
     key = (seed % 2**32, seed // 2**32, step % 2**32, step // 2**32)
@@ -21,7 +21,7 @@ def random_bits(seed: int, step: int, rows: np.ndarray, dim: int) -> np.ndarray:
 
 
 def _threefry(block: np.ndarray, row: np.ndarray, key: tuple[int, ...]) -> np.ndarray:
-    """uint32 [4, n, blocks]; see `rounding.threefry`."""
+    """Computes `rounding.threefry` for arrays: uint32 [4, n, blocks]."""
     last = 0x1BD11BDA ^ key[0] ^ key[1] ^ key[2] ^ key[3]
     keys = [np.uint32(k) for k in (*key, last)]
     zero = np.zeros(np.broadcast_shapes(block.shape, row.shape), np.uint32)
@@ -41,7 +41,7 @@ def _threefry(block: np.ndarray, row: np.ndarray, key: tuple[int, ...]) -> np.nd
 
 
 def values_of(codes: np.ndarray, grids: np.ndarray) -> np.ndarray:
-    """What the rows read as, float32 [n, D]."""
+    """Returns the values that the rows are read as, float32 [n, D]."""
     scale, offset = (grids.astype(np.float32)[:, k : k + 1] for k in (0, 1))
     return (codes.astype(np.float32) - np.float32(127.5)) * scale + offset
 
@@ -49,7 +49,7 @@ def values_of(codes: np.ndarray, grids: np.ndarray) -> np.ndarray:
 def exported_grid(
     low: np.ndarray, high: np.ndarray, bfloat16: np.dtype
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The scale and offset, float32 [n, 1], that an export of int8 gives to rows.
+    """Returns scale and offset, float32 [n, 1], that an int8 export gives to rows.
 
     The offset is the bfloat16 nearest to the middle; the scale covers both ends also
     after it was rounded to bfloat16.
@@ -65,7 +65,7 @@ def exported_grid(
 def store(
     x: np.ndarray, grids: np.ndarray, rows: np.ndarray, seed: int, step: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Codes [n, D], and scales and offsets [n, 2], of rows that became x."""
+    """Returns codes [n, D], and scales and offsets [n, 2], of rows that became x."""
     dtype = grids.dtype
     x = np.where(np.abs(x) < np.finfo(np.float32).tiny, np.float32(0), x)
     low, high = x.min(1, keepdims=True), x.max(1, keepdims=True)

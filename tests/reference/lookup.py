@@ -22,7 +22,7 @@ class Samples:
 
     Attributes:
       entries: For each sample its (id, weight) pairs, in input order.
-      shape: Of the activations, less D; its product is the number of samples.
+      shape: The activations' shape without D; its product is the number of samples.
       cut: Entries past the end of a sequence. They are not looked up, but an
         invalid id among them is still an error.
     """
@@ -34,7 +34,7 @@ class Samples:
 
 @dataclasses.dataclass
 class Quantization:
-    """Section 6."""
+    """The arguments of quantization, as in section 6."""
 
     num_buckets: int
     lower: float
@@ -47,7 +47,7 @@ def samples_of(
     max_sequence_length: int = 0,
     output_shape: tuple[int | None, ...] | None = None,
 ) -> Samples:
-    """`to_samples` for a TensorFlow tensor of any of the three kinds."""
+    """Calls `to_samples` for a TensorFlow tensor of any of the three kinds."""
     if hasattr(value, "row_splits"):
         kind, ids, structure = "ragged", value.values, np.asarray(value.row_splits)
     elif hasattr(value, "dense_shape"):
@@ -74,7 +74,7 @@ def to_samples(
     max_sequence_length: int = 0,
     output_shape: tuple[int | None, ...] | None = None,
 ) -> Samples:
-    """Section 2.
+    """Converts an input to samples, as in section 2.
 
     Args:
       kind: "dense", "sparse" or "ragged".
@@ -83,7 +83,7 @@ def to_samples(
         row_splits for ragged.
       weights: As `ids`, or None for ones.
       max_sequence_length: L, 0 for a feature that is no sequence.
-      output_shape: As declared; None where nothing is, and for an open axis.
+      output_shape: The declared shape, or None; an open axis is None.
 
     Raises:
       ValueError: If the shapes do not fit.
@@ -158,7 +158,7 @@ def _positions(rows: list, length: int, shape: tuple[int, ...]) -> Samples:
 
 
 def _fill(rows: list, output_shape: tuple[int | None, ...]) -> Samples:
-    """Ragged rows laid out over a declared shape of any number of axes."""
+    """Lays out ragged rows over a declared shape of any number of axes."""
     known = math.prod(size for size in output_shape if size is not None)
     num_open = sum(size is None for size in output_shape)
     shape = tuple(
@@ -182,7 +182,7 @@ def _fits(shape: tuple[int, ...], declared: tuple[int | None, ...]) -> bool:
 def resolve_ids(
     samples: Samples, vocabulary_size: int, invalid_ids: str = "error"
 ) -> list[list[Entry]]:
-    """Section 5: the entries of each sample with ids in [0, V).
+    """Returns the entries of each sample with ids in [0, V), as in section 5.
 
     Raises:
       InvalidIdError: If `invalid_ids` is "error" and an id is outside.
@@ -205,7 +205,7 @@ def resolve_ids(
 
 
 def gains(weights: list[float], combiner: str) -> list[float]:
-    """Section 1: the gain of each entry of one sample."""
+    """Returns the gain of each entry of one sample, as in section 1."""
     if combiner == "sum":
         return list(weights)
     if combiner == "mean":
@@ -218,7 +218,7 @@ def gains(weights: list[float], combiner: str) -> list[float]:
 
 
 def quantize(x: np.ndarray, quantization: Quantization | None) -> np.ndarray:
-    """Section 6."""
+    """Quantizes as in section 6."""
     if quantization is None:
         return x
     lower, upper = quantization.lower, quantization.upper

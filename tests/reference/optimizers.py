@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-# The arguments of each optimizer and their defaults, less those that change no
+# The arguments of each optimizer and their defaults, without those that change no
 # number. A learning rate is given for each step.
 _COMMON: dict[str, Any] = {
     "clip_weight_min": None,
@@ -71,10 +71,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def complete(name: str, hyper: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments of an optimizer; numbers are rounded to float32.
+    """Completes an optimizer's arguments, with numbers rounded to float32.
 
-    `learning_rate` may be among them and is left as it is; arguments that change
-    no number here may be too and are left out.
+    A `learning_rate` among them is left as it is; arguments that change no number
+    here are left out.
     """
     neutral = {
         "learning_rate",
@@ -95,7 +95,7 @@ def complete(name: str, hyper: Mapping[str, Any]) -> dict[str, Any]:
 def initial_slots(
     name: str, hyper: Mapping[str, Any], shape: tuple[int, int]
 ) -> dict[str, np.ndarray]:
-    """The slots of a new table of `shape`, float64."""
+    """Returns the slots of a new table of `shape`, float64."""
     arguments = complete(name, hyper)
     if name == "RowwiseAdagrad":
         shape = (shape[0], 1)
@@ -114,7 +114,7 @@ def apply(
     rate: float,
     dtype: type[np.floating] = np.float64,
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """One update: clip, decay, rule, clip, for each touched row.
+    """Applies one update: clip, decay, rule, clip, for each touched row.
 
     Args:
       name: The class of the optimizer.
@@ -123,7 +123,7 @@ def apply(
       slots: By name, [V, D], or [V, 1] for RowwiseAdagrad.
       gradient_rows: For each touched row its summed gradient [D].
       rate: The learning rate.
-      dtype: Of the arithmetic; float32 overflows where the engines do.
+      dtype: The dtype of the arithmetic; float32 overflows where the engines do.
 
     Returns:
       The new table and the new slots.
@@ -183,7 +183,7 @@ def _decay(arguments: dict[str, Any], row: np.ndarray, rate: float) -> np.ndarra
 
 
 def _one_minus(share: float) -> float:
-    """Formed in float32 from a float32 share, as section 4 says."""
+    """Computes 1 - share in float32 from a float32 share, as section 4 says."""
     return float(np.float32(1) - np.float32(share))
 
 
@@ -245,7 +245,7 @@ def _ftrl_step(h: dict, g: float, state: tuple, lr: float) -> tuple:
 
 
 def _ftrl_step_times_rate(h: dict, g: float, state: tuple, lr: float) -> tuple:
-    """The same with linear, and every term that goes into it, times lr."""
+    """Does `_ftrl_step` with linear, and every term that goes into it, times lr."""
     t, a, linear = state
     q = -h["learning_rate_power"]
     l1, l2 = h["l1_regularization_strength"], h["l2_regularization_strength"]

@@ -18,7 +18,7 @@ ROTATIONS = (
 
 @functools.cache  # Eight columns share a block.
 def threefry(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
-    """Threefry4x32-20 (Salmon et al., "Parallel random numbers", SC 2011)."""
+    """Computes Threefry4x32-20 (Salmon et al., "Parallel random numbers", SC 2011)."""
     keys = [*key, 0x1BD11BDA ^ key[0] ^ key[1] ^ key[2] ^ key[3]]
     x = [(word + k) % WORD for word, k in zip(counter, key, strict=True)]
     for number in range(1, 6):
@@ -34,7 +34,7 @@ def threefry(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def random_bits(seed: int, step: int, row: int, column: int) -> int:
-    """The 16 bits of one element."""
+    """Returns the 16 random bits of one element."""
     block = column // 64 * 8 + column // 2 % 8
     key = (seed % WORD, seed // WORD, step % WORD, step // WORD)
     word = threefry((block, row, 0, 0), key)[column // 16 % 4]
@@ -42,12 +42,12 @@ def random_bits(seed: int, step: int, row: int, column: int) -> int:
 
 
 def seed_of(name: str) -> int:
-    """The seed of a table that was given none."""
+    """Returns the seed of a table for which none was given."""
     return zlib.crc32(name.encode())
 
 
 def round_value(value: np.float32, random: int) -> np.float32:
-    """One of the two bfloat16 around a float32, as a float32."""
+    """Returns one of the two bfloat16 around a float32, as a float32."""
     if np.isnan(value) or np.isinf(value):
         return value
     bits = int(np.abs(value).view(np.uint32)) + random
@@ -56,7 +56,7 @@ def round_value(value: np.float32, random: int) -> np.float32:
 
 
 def round_row(values: np.ndarray, seed: int, step: int, row: int) -> np.ndarray:
-    """A row after an update, float32 [D] of values that a bfloat16 can hold."""
+    """Rounds a row after an update, to float32 [D] that bfloat16 can hold."""
     return np.array(
         [
             round_value(value, random_bits(seed, step, row, column))
@@ -67,7 +67,7 @@ def round_row(values: np.ndarray, seed: int, step: int, row: int) -> np.ndarray:
 
 
 def nearest(values: np.ndarray) -> np.ndarray:
-    """The nearest bfloat16 of each, ties to even: what initial values become."""
+    """Rounds each to the nearest bfloat16, ties to even, as initial values are."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     odd = bits >> np.uint32(16) & np.uint32(1)
     bits = (bits + np.uint32(0x7FFF) + odd) & np.uint32(0xFFFF0000)

@@ -1,4 +1,4 @@
-"""Figures of docs/verification.md that follow from the tests are those of the tests."""
+"""Figures of docs/verification.md that follow from the tests agree with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory an export takes above what the tables and slots have.
+"""How much memory an export takes beyond that of the tables and slots.
 
 At full size:
 

@@ -1,7 +1,7 @@
 """An outside check: TensorFlow's own TPUEmbeddingV2 trains on these kernels.
 
-That class was written for the hardware by people who had it. What it needs of
-TPUStrategy is stood in for: the check of the strategy's class, the names of devices,
+That class was written for the hardware by people who had it. Stand-ins replace
+what it needs of TPUStrategy: the check of the strategy's class, the names of devices,
 outside compilation, and sharded variables, which are mirrored ones here whose
 components differ. What its enqueue would do, for which tensorflow-cpu has no kernels,
 `partitioned` does. All else, from the stacking of tables and the order of samples to

@@ -1,7 +1,7 @@
 """An outside check: TensorFlow's own TPUEmbedding trains on the software engine.
 
-That class was written for TPU v2 to v4 by people who had them. What it needs of
-TPUStrategy is stood in for: the check of the strategy's class. All else is
+That class was written for TPU v2 to v4 by people who had them. Stand-ins replace what
+it needs of TPUStrategy: the check of the strategy's class. All else is
 TensorFlow's: the configuration, the arguments of the ops, the loading of tables.
 """
 

@@ -1,4 +1,4 @@
-"""An embedding whose rule and combiner are functions, and the same on paper."""
+"""An embedding whose rule and combiner are functions, and its NumPy reference."""
 
 from __future__ import annotations
 

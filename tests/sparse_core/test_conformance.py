@@ -1,4 +1,4 @@
-"""SparseCores = the NumPy reference = the host engine."""
+"""SparseCores, the NumPy reference and the host engine agree."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Rules and combiners that are functions of the user's, on every engine.
+"""Rules and combiners that are user functions, on every engine.
 
-No op of TensorFlow's makes the positions of entries in their samples
+No TensorFlow op makes the positions of entries in their samples
 (`sorted_pos_ids`), which a CustomCombiner needs, so that there is no oracle for them:
 they are checked here by what the combiner makes of them, and in test_preprocessing.py.
 """

@@ -1,4 +1,4 @@
-"""Functions of the user's that cannot be used, and arguments that are none."""
+"""User functions that cannot be used, and arguments that are no functions."""
 
 from __future__ import annotations
 

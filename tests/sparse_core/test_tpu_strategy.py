@@ -1,7 +1,7 @@
 """The program that TPUStrategy would compile: traced here, without a TPU.
 
-A TPUStrategy needs no TPU to be created, nor to trace. Only the variables, which would
-be on TPUs, are stood in for.
+A TPUStrategy needs no TPU to be created, nor to trace. Stand-ins replace only the
+variables, which would be on TPUs.
 """
 
 from __future__ import annotations

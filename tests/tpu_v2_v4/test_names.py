@@ -1,6 +1,6 @@
 """Names pair enqueue, dequeue and apply_gradients; what is missing is said.
 
-On the software TPU, which does with names what a TPU's compiler does.
+Runs on the software TPU, which treats names as a TPU's compiler does.
 """
 
 from __future__ import annotations
