@@ -172,7 +172,7 @@ def _config(path: str) -> dict[str, Any]:
 
 
 def _named(path: str, datasets: list[tuple[str, _Dataset]]) -> None:
-    """Names tf_keras's tables after their layers, which the files only number."""
+    """Gives tf_keras's tables the names of layers, which the files only number."""
     tables = {
         int((match[1] or "_0")[1:]): item
         for name, item in datasets

@@ -400,7 +400,7 @@ class _Growth:
         return [name for name in wanted if name in self.target.parts]
 
     def parts(self) -> list[dict[str, np.ndarray]]:
-        """Checks everything; returns the future content of the parts here.
+        """Checks everything, and returns what the parts here will contain.
 
         Raises:
           ValueError: If the table does not fit, or its stored arrays do not agree.

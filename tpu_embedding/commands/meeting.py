@@ -106,7 +106,7 @@ class Meeting:
         self._form(came)
 
     def _form(self, came: list[tuple[str, Ports]]) -> None:
-        """Numbers the tasks of all hosts, this host's first, and tells the others."""
+        """Assigns numbers to all hosts' tasks, this host's first; tells the others."""
         self.cluster = {
             kind: [f"{host}:{port}" for host, ports in came for port in ports[kind]]
             for kind in _KINDS

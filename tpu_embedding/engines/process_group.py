@@ -32,7 +32,7 @@ _CALL = contextvars.ContextVar("_CALL", default="")
 
 @contextlib.contextmanager
 def calling(name: str) -> Iterator[None]:
-    """Names the user's call, for exchanges within it that have no name themselves."""
+    """Sets the name of the user's call for exchanges in it that have no name."""
     token = _CALL.set(_CALL.get() or name)
     try:
         yield

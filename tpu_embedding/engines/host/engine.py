@@ -112,8 +112,9 @@ class HostEngine(Engine, StepQueue):
     Either the tables are whole, as one part in this process, or a transport leads to
     the owners of their parts. Data then travels to or from the owners three times in
     each step: IDs when a batch is prepared or queued, rows or activations in the
-    lookup, and gradients of samples in the update. See ops/cc/core/routing.h. The queue of batches
-    is in the resource of this process's part; that of a job has routed batches.
+    lookup, and gradients of samples in the update. See ops/cc/core/routing.h. The queue
+    of batches is in the resource of this process's part; that of a job has routed
+    batches.
 
     Attributes:
       pipelined: Whether an update stays pending until the lookups of the next step.

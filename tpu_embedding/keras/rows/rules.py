@@ -152,8 +152,8 @@ class _Rule(NamedTuple):
       weight: Returns c_s of `optimizers/idle.py` for an optimizer and a step's rate.
       note: Returns, for the same arguments, another number that the rule needs.
       names: The names of slots in checkpoints, where a class of this package has them.
-      make: Makes the rule of the kernels, of a callable learning rate and `options` by
-        name; None if they lack it.
+      make: Makes the rule of the kernels from a callable learning rate and `options`
+        by name; None if they lack it.
       options: Options of the class that are numbers.
       unset: Options that the kernels do not have, so that they must not be set.
       casts: Whether tf.cast forms the factors of slots, which rounds them to float32.
