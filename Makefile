@@ -1,5 +1,5 @@
-# `make help` lists the targets to begin with, `make help-all` all of them. After `##`
-# stand the group of a target and what it does.
+# `make help` lists the targets to begin with, `make help-all` all of them. The text
+# after `##` gives the group of a target and what it does.
 #
 # You need python3 (3.11 to 3.13) with venv, g++ and make. Installed packages go into
 # .venv, built files into build. pip reads its usual settings.
@@ -151,7 +151,7 @@ build/peers/%/installed.stamp: benchmarks/peers/requirements/%.txt
 
 PEER_TESTS := build/peers/tests
 
-test-peers: ## long tests: test the tf_keras layer, also beside tensorflow-recommenders, and deltas by TensorFlow Serving's API
+test-peers: ## long tests: test the tf_keras layer, also beside tensorflow-recommenders and with its tests, and deltas by TensorFlow Serving's API
 	$(PYTHON) -m venv --clear $(PEER_TESTS)
 	$(PEER_TESTS)/bin/python -m pip --disable-pip-version-check --quiet install \
 	    setuptools wheel --requirement tests/peers/requirements-tfrs.txt

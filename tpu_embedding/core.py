@@ -107,7 +107,7 @@ class Core(EngineTables):
         self._without_optimizer = [t.name for t in plan.tables if t.optimizer is None]
         self.engine: Engine | None = None
         self.telemetry: Any = None  # The te.Telemetry that counts.
-        self.delta_writers: dict[str, Any] = {}  # Of te.serving, by consumer.
+        self.delta_writers: dict[str, Any] = {}  # Those of te.serving, by consumer.
 
     def lay_out(self) -> Layout | None:
         """Lays out stacks, if the engine stores them or the class hands them out."""

@@ -35,7 +35,7 @@ def argument_type(argument: str, value: object, allowed: str) -> TypeError:
 
 
 def argument_int(argument: str, value: object, smallest: int) -> ValueError:
-    """Makes a ValueError, like TensorFlow, for a size that is not an int or too low."""
+    """Makes an error like TensorFlow's for a size that is not an int >= `smallest`."""
     return ValueError(
         f"Argument `{argument}` must be an int >= {smallest}. Received: {value!r} "
         f"of type {type_name(value)}. Convert other kinds of integers with int(...)."

@@ -179,7 +179,7 @@ class ClusterCoordinator(_Base):
         ]
 
     def _require_answers(self, tasks: str = "") -> None:
-        """Raises UnavailableError if a task does not answer; `tasks` is a prefix."""
+        """Raises UnavailableError if a task with the name prefix `tasks` is silent."""
         for watch in self._watches:
             silent = watch.silent_for()
             if silent > self._timeout and watch.task.startswith(tasks):

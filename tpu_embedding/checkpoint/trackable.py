@@ -38,9 +38,9 @@ from tpu_embedding.vocabulary import Hashing
 class RestoresLayouts(tf.__internal__.tracking.Trackable):
     """An object into which tf.train.Checkpoint restores whole and stacked tables.
 
-    TensorFlow pairs the children of an object with those in the checkpoint by name. But
-    if only one of them holds stacks, and the other whole tables, the names differ: then
-    this class copies the tables as `checkpoint.restore` does.
+    TensorFlow pairs the children of an object with those in the checkpoint by name. If
+    the object has whole tables and the checkpoint stacks, or the reverse, the names
+    differ: then this class copies the tables as `checkpoint.restore` does.
 
     Other modules of this package see the object through its `core`.
     """

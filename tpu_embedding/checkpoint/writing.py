@@ -39,7 +39,7 @@ except ImportError:  # Windows
 # A folder beside the files being written, emptied first. Users must not use the name.
 SCRATCH = ".tpu_embedding_unfinished"
 _MIN_PART_BYTES = 16 << 20
-_MAX_PARTS = 128  # Of large checkpoints: each part becomes a file.
+_MAX_PARTS = 128  # The most files of a large checkpoint: one for each part.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)  # some network file systems
 
 

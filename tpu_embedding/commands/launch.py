@@ -106,7 +106,7 @@ class _Options:
         return address
 
     def tasks(self, start: int) -> dict[str, int]:
-        """Returns this host's numbers of tasks by kind, in start `start`, from 1."""
+        """Returns how many tasks of each kind this host has in a start (1, 2, ...)."""
         processes = self._processes[min(start, len(self._processes)) - 1]
         chiefs = int(self.servers > 0)
         return {"chief": chiefs, "ps": self.servers, "worker": processes}

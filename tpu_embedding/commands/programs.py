@@ -93,7 +93,7 @@ def _path_of_module(name: str) -> pathlib.Path:
 
 
 def status_of(program: Callable[[], Any]) -> int:
-    """Runs what `prepare` returned; prints an error as Python does, and returns 1."""
+    """Runs what `prepare` returned; returns 0, or prints its error and returns 1."""
     try:
         program()
     except Exception as error:

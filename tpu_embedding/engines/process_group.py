@@ -87,7 +87,7 @@ class Channel:
         # The first exchange of each outermost function.
         self._first_places: weakref.WeakKeyDictionary[Any, _Place]
         self._first_places = weakref.WeakKeyDictionary()
-        self._newest_place = _Place("enqueue", "step")  # The newest enqueue of these.
+        self._newest_place = _Place("enqueue", "step")  # The newest one that enqueues.
         # The exchanges of each graph in the lane "enqueue", by name.
         self._enqueues: weakref.WeakKeyDictionary[Any, dict[str, _Place | None]]
         self._enqueues = weakref.WeakKeyDictionary()

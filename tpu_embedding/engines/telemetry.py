@@ -29,7 +29,7 @@ class TableCounts:
       vocabulary: Counts over all updates of a growing table, also those before
         telemetry: ids without a row, how many of these were admitted and refused, and
         rows that were evicted. Empty for other tables.
-      counted_steps: Its counted updates; None if as many as `Counts.counted_steps`.
+      counted_steps: The table's counted updates; None: as in `Counts.counted_steps`.
     """
 
     ids: int | None = 0

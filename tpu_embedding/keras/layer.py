@@ -398,7 +398,7 @@ class TPUEmbedding(SavesTables, RestoresLayouts, keras_api.Layer):
         return cls(**arguments)
 
     def get_build_config(self) -> dict[str, Any] | None:
-        """Returns a shape of None if the layer is built; a copy may have another."""
+        """Returns a config without shapes, as copies may differ; None if not built."""
         return {"input_shape": None} if self._has_tables else None
 
     def build_from_config(self, config: Mapping[str, Any]) -> None:

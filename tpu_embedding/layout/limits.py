@@ -18,7 +18,7 @@ from tpu_embedding.tpu_generations import (
     Generation,
 )
 
-_BYTES = 4  # Of float32 and int32, which are all that a TPU's tables and batches hold.
+_BYTES = 4  # A TPU's tables and batches hold only float32 and int32.
 _LARGEST_SHOWN = 3
 # The most copies of a CustomCombiner's inputs that its program holds at a time.
 _COMBINER_ARRAYS = 4

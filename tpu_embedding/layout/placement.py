@@ -74,7 +74,7 @@ class Placement:
         return kind(self.num_processes)
 
     def part(self, table: int) -> tuple[int, int]:
-        """Returns (index of this process's part of a table, number of parts)."""
+        """Returns (index of this process's part, if any, how many parts) of a table."""
         return (self.process, self.num_processes) if self.is_divided(table) else (0, 1)
 
     def within(self, table: int, process: int, start: int, stop: int) -> Run:

@@ -265,7 +265,7 @@ def _check_weight_structure(feature: FeatureInput) -> list[Check]:
 def _check_entries(
     feature: FeatureInput, row: tf.Tensor, ids: tf.Tensor, weights: tf.Tensor | None
 ) -> list[Check]:
-    """Checks weights (if `check_numerics`) and ids that are not dropped or wrapped."""
+    """Makes checks of weights (if `check_numerics`), ids (not dropped or wrapped)."""
     config = feature.table.config
     finite = valid = None
     if feature.check_numerics and weights is not None:

@@ -32,7 +32,7 @@ _SPLIT_BYTES = 2**27  # The allocator never leaves so much of a piece unused.
 # Arrays of a table's size that an initializer has at a time, as tf.random.normal does:
 # the numbers, their product with the deviation, and the sum with the mean.
 _INITIALIZER_ARRAYS = 3
-# Functions and classes of TensorFlow and Keras, by their names in small letters.
+# Functions and classes of TensorFlow and Keras, by their names in lower case.
 _OF_ONE_ARRAY = {"zeros", "ones", "constant"}
 
 

@@ -15,7 +15,7 @@ from tpu_embedding.layout.stacking import Layout
 from tpu_embedding.planning.report import StackLimits, TableStatistics
 from tpu_embedding.tpu_generations import Generation
 
-_HEADROOM = 1.25  # Suggested limits, over the limits that the sample needs.
+_HEADROOM = 1.25  # Suggested limits are the needs of the sample times this.
 _ENTRIES_MULTIPLE = 8  # Partitions are padded to multiples of it.
 
 

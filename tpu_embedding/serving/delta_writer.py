@@ -38,7 +38,7 @@ from tpu_embedding.tables.rows import STORED
 from tpu_embedding.tables.vocabularies import Changed, array_rows
 from tpu_embedding.vocabulary import SHARED_ID
 
-_COMPARED_BYTES = 1 << 20  # Of float32 values that are compared at once.
+_COMPARED_BYTES = 1 << 20  # The bytes of float32 values that are compared at once.
 _NOTHING = np.zeros([0], np.int64)
 
 

@@ -22,7 +22,7 @@ from tpu_embedding.vocabulary import PARTS, STATE_SIZE
 
 # The hash table keeps these two keys for itself; a variable has the rows of their ids.
 APART = _EMPTY, _DELETED = -(2**63), -(2**63) + 1
-_LARGEST_LOAD = 0.6  # The largest share of its buckets in use; it would allow 0.8.
+_LARGEST_LOAD = 0.6  # Largest share of a hash table's buckets in use; its limit is 0.8.
 _INSERTED = 1 << 20  # The number of ids that are inserted at a time.
 
 

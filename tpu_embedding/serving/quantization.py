@@ -195,7 +195,7 @@ class Int8Table(_CodedTable):
 
 
 class Int4Table(_CodedTable):
-    """A table with a byte for two values; if their number is odd, one has its own."""
+    """A table with a byte for two values; if `dim` is odd, one value has its own."""
 
     storage = "int4"
     levels = 16

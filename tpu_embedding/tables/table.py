@@ -147,7 +147,7 @@ class Table:
         return self.reach.reader(self.stored)
 
     def matrix(self, rows: np.ndarray, call: str) -> TableRows:
-        """Returns the parameters of rows int64 [n]; all processes must read them."""
+        """Returns parameters of rows int64 [n]; all processes must make each read."""
         made = _ChosenRows(self, self.stored, self.spec.config.dim, rows, call)
         if isinstance(self.stored, CodedReader):
             parts = zip(STORED, self.stored.parts, (made.shape[1], 2), strict=True)

@@ -363,7 +363,7 @@ def create_state(
 
 
 def require_memory(sizes: Mapping[str, int], root: pathlib.Path = _ROOT) -> None:
-    """Fails if variables of these sizes do not fit; `root` is the root folder."""
+    """Fails if variables of these sizes in bytes do not fit; `root` is the system's."""
     available = available_bytes(root)
     if available is not None and sum(sizes.values()) > available:
         largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:4]

@@ -130,7 +130,7 @@ class HostBatches:
 def plan_record(
     options: EngineOptions, placement: Placement | None = None, *, served: bool = False
 ) -> bytes:
-    """Serializes the plan for cc/kernels/plan.h; with `served` servers own tables."""
+    """Serializes the plan for cc/kernels/plan.h; if `served`, servers own tables."""
     plan, layout = options.plan, options.layout
     return records.serialize(
         check_numerics=options.check_numerics,

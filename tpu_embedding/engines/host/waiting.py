@@ -1,6 +1,6 @@
 """Tables of the host engine whose rows wait for their gradients.
 
-An optimizer that updates all rows in each step, `te.Adam(lazy_adam=False)`, updates
+An optimizer that moves all rows in each step, `te.Adam(lazy_adam=False)`, writes
 only the rows of a batch if `idle_of` finds what a step does to the other rows
 (`optimizers/idle.py`). Each part of the tables counts the updates that it applies, in
 its step queue. A lookup returns caught-up rows and writes nothing; an update first

@@ -46,7 +46,7 @@ _DISCARDED = (
     "The gradients belong to a step that was discarded: it failed in some replica, or "
     "reset was called after its lookup. Run the step again."
 )
-# Of the bits of a float32.
+# Bit patterns of a float32.
 _INFINITY = 0x7F800000
 _LARGEST = 0x7F7FFFFF
 _QUIET = 0x00400000

@@ -237,7 +237,7 @@ class SparseCoreEngine(Engine):
                     f"{stack.stack.name}, so another engine created it. Preprocess it "
                     "with this embedding."
                 )
-        # The TPU has summed the cuts, so the copy cannot come before all of its ops.
+        # The TPU sums shared cuts before this copy, which must then copy whole buffers.
         tables = self._topology.on_host(
             host_to_device.copy_to_device, batch, self._partitioning, self._shares_cuts
         )

@@ -96,7 +96,7 @@ class UpdatesRows:
     _rule: Any  # The class of Keras.
     lazy: bool = False
     _owner: int | None = None
-    _dense_tables: frozenset[str] = frozenset()  # A warning named each of them.
+    _dense_tables: frozenset[str] = frozenset()  # Updated densely, as a warning said.
     _ways: dict[str, str]
 
     @property

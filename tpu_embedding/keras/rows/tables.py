@@ -210,7 +210,7 @@ class ModelTables(WeightTables):
         return translate_keras_optimizer(rule.from_config(optimizer.get_config()))
 
     def changes(self, consumer: str) -> ComparedRows:
-        """See `StoredTables.changes`; it compares rows, as Keras also writes them."""
+        """See `StoredTables.changes`; it compares rows: Keras writes them, too."""
         del consumer
         return ComparedRows(self.tables)
 
