@@ -352,7 +352,7 @@ def _variable(weight: Any) -> Any:
 def test_lookups_write_nothing(way: str):
     layer, optimizer, expected, _ = trained()
     table = _variable(layer.embeddings)
-    before = waiting_module.gather(table, tf.range(V)).numpy()
+    before = gather(table, tf.range(V)).numpy()
     near(layer(tf.range(V)), expected, 50)
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(layer(tf.constant([5, 7, 5])))
@@ -414,6 +414,20 @@ def test_another_optimizer_takes_a_table_over(way: str):
     np.testing.assert_array_equal(layer.get_weights()[0], before)
     second.apply_gradients([(gradients(1)[0], layer.embeddings)])
     assert not np.array_equal(layer.get_weights()[0], before)
+
+
+def test_a_refused_step_changes_nothing():
+    """Neither variables before the table nor Nadam's product of momenta."""
+    pair = Pair(lambda: O.Nadam(0.1))
+    kernel, gradient = plain_table(np.ones(2, "f")), gradients(1)[0]
+    pairs = [(tf.ones([2]), kernel), (gradient, pair.layer.embeddings)]
+    pair.ours.apply_gradients(pairs)
+    before = [v.numpy() for v in (kernel, pair.ours._u_product)]
+    pair.ours.beta_1 = 0.5
+    with pytest.raises(RuntimeError, match="an option of this Nadam changed after"):
+        pair.ours.apply_gradients(pairs)
+    after = [v.numpy() for v in (kernel, pair.ours._u_product)]
+    np.testing.assert_equal(after, before)
 
 
 @pytest.mark.parametrize(
@@ -564,8 +578,9 @@ def test_what_cannot_be_caught_up_is_dense_with_one_warning(
         pytest.param(
             *(name, dtype), marks=() if name == "adam" else pytest.mark.second_tier
         )
-        for name in OPTIMIZERS
-        for dtype in ("bfloat16", "float16", "float64")
+        for number, name in enumerate(OPTIMIZERS)
+        for k, dtype in enumerate(("bfloat16", "float16", "float64"))
+        if name == "adam" or k == number % 3
         # Its correction of epsilon is not smooth in the first steps.
         if (name, dtype) != ("nadam, large epsilon", "float64")
     ],
@@ -639,7 +654,9 @@ def test_rows_that_do_not_move_are_constrained_without_a_warning(name: str, way:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train_constrained(pair)
-    assert "dense" not in pair.ours.updates_rows_by.values()
+    ways = set(pair.ours.updates_rows_by.values())
+    assert ways
+    assert "dense" not in ways
 
 
 def train_constrained(pair: Pair, constrained: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""Functions of users: learning rates and the like, evaluated once per update."""
+"""Functions of users: traced, and for learning rates evaluated once per update."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ optimizer shows them in `updates_rows_by`:
   class computes on them, and they are written back (`optimizer.py`): every other
   optimizer, and all of them in XLA, under a strategy and without the library.
 - "dense": `update_step` of the Keras class computes on the whole variable, for
-  gradients other than tf.IndexedSlices, for variables of other layers, and where rows
-  cannot be caught up.
+  gradients other than tf.IndexedSlices, for variables of other layers, where rows
+  cannot be caught up, and, if the op cannot run, with a constraint or `use_ema`.
 
 In the first two ways the other rows of a `te.keras.Embedding` wait, unless `lazy=True`:
 

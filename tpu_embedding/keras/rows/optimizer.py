@@ -228,9 +228,10 @@ class UpdatesRows:
             if options != (waiting.idle, waiting.decays):
                 raise RuntimeError(
                     f"RowSparseOptimizer: an option of this {self._rule.__name__} "
-                    f"changed after it was built, and rows of {variable.name} wait for "
-                    "steps with the former one. Create another optimizer, which may be "
-                    "one with lazy=True."
+                    f"changed after it was built for {variable.name}, whose rows may "
+                    "wait for steps with the former one. Call te.keras.unconvert(model)"
+                    " before the change and te.keras.convert(model) after it, or create"
+                    " another optimizer."
                 )
         check_calls(variable, waiting)
         return waiting
@@ -251,6 +252,8 @@ class UpdatesRows:
         idle, why = self._idle(variable)
         if idle is None and not why:
             return True
+        if not why and isinstance(variable, TableVariable):
+            why = "an option changed after it was built"
         self._step_densely(
             variable, why or "it does not belong to a te.keras.Embedding"
         )
@@ -364,8 +367,11 @@ class UpdatesRows:
             decay = tf.cast(self.weight_decay, target.dtype)
             target.assign_sub(target * decay * rate)
 
-    def _apply_weight_decay(self, variables: Any) -> None:
-        """Does nothing: `update_step` decays what it updates."""
+    def _apply_weight_decay(self: Any, variables: Any) -> None:
+        """Refuses a step before it changes anything; `update_step` decays weights."""
+        for variable in variables:
+            for part in components(variable):
+                self._waiting(part)
 
     def _deduplicate_sparse_grad(self, gradients: Any) -> Any:
         """Does nothing: `update_step` sums the duplicates, not tf_keras."""
@@ -475,8 +481,9 @@ def RowSparseOptimizer(inner: Any, lazy: bool = False) -> Any:  # noqa: N802
     rates, callbacks and files are those of Keras. Clipping sees the summed gradients.
     Steps compute on all rows, as in Keras, with one warning: for tables of layers other
     than `te.keras.Embedding`, with a `beta_2` that is small beside `beta_1` (such as
-    0.9 for both), with `gradient_accumulation_steps` or Ftrl's l2 shrinkage, and, if
-    waiting rows move, in tables of 16 bits and with `use_ema` or constraints.
+    0.9 for both), with `gradient_accumulation_steps`, Ftrl's l2 shrinkage or the
+    `adaptive_epsilon` of tf_keras, and, if waiting rows move, in tables of 16 bits and
+    with `use_ema` or constraints. An option that changes while rows wait is an error.
 
     >>> import keras
     >>> optimizer = RowSparseOptimizer(keras.optimizers.Adagrad(0.1))

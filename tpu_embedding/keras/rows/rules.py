@@ -138,7 +138,8 @@ def _adam_weight(optimizer: Any, rate: tf.Tensor) -> Any:
 
 def _nadam_weight(optimizer: Any, rate: tf.Tensor) -> Any:
     power_2, decay = _powers(optimizer, rate, optimizer.beta_2, 0.96)
-    ahead = tf.cast(optimizer.beta_1, rate.dtype) * (1.0 - 0.5 * decay * 0.96)
+    decay *= tf.cast(0.96, rate.dtype)
+    ahead = tf.cast(optimizer.beta_1, rate.dtype) * (1.0 - 0.5 * decay)
     product = tf.cast(optimizer._u_product, rate.dtype) * ahead
     return rate * ahead / (1.0 - product) * tf.sqrt(1.0 - power_2)
 
