@@ -1,4 +1,4 @@
-"""Engines called directly, without a TPUEmbedding: a part of test_portable*.py."""
+"""Engines called directly, without a TPUEmbedding: a part of test_portable.py."""
 
 from __future__ import annotations
 

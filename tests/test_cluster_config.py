@@ -52,5 +52,6 @@ def test_the_import_warns_before_tensorflow_starts() -> None:
     code = "import sys, tpu_embedding; print('tensorflow' in sys.modules)"
     wrong = {"TF_CONFIG": config({"worker": TWO}, "worker", 2)}
     done = new_process.run("-c", code, env=wrong, timeout=60)
+    assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "False"
     assert 'TF_CONFIG of this process is wrong: its "task" has index 2' in done.stderr

@@ -1,4 +1,4 @@
-"""Positional arguments and their defaults; float32 by its name."""
+"""Configurations: arguments, defaults, errors, copies; names of combiners."""
 
 from __future__ import annotations
 

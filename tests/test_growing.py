@@ -793,7 +793,7 @@ def test_restored_into_another_budget(tmp_path: pathlib.Path) -> None:
 
     with pytest.raises(ValueError, match="max_rows=3, but the table that was saved"):
         _restored(path, 3)
-    with pytest.raises(ValueError, match="only one of it and the table that was saved"):
+    with pytest.raises(ValueError, match="was saved with another value"):
         _restored(path, 9, unknown="shared_row")
 
 

@@ -392,7 +392,7 @@ def test_a_growing_table_of_int8_allocates_the_bytes_of_its_plan() -> None:
 
 def test_rows_that_cannot_be_made_by_id_are_refused() -> None:
     films = table(te.GrowingVocabulary(10), 16, initializer=te.RowIdInitializer())
-    report = plan(te.FeatureConfig(films), batch_size=4)
+    report = plan(te.FeatureConfig(films), batch_size=4, processes=[2])
     assert report.best is None
     found = placement(report, "one machine").unsupported
     assert "from a seed and an id" in found

@@ -10,8 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 def run_in_threads(call: Callable[[int], object], threads: int) -> None:
     """Calls with the numbers of so many threads at once, and waits for all."""
+    ready = threading.Barrier(threads)
+
+    def begin(thread: int) -> None:
+        ready.wait(60)
+        call(thread)
+
     with ThreadPoolExecutor(threads) as pool:
-        for _ in pool.map(call, range(threads)):
+        for _ in pool.map(begin, range(threads)):
             pass
 
 
@@ -24,11 +30,12 @@ def repeated(call: Callable[[int], object], threads: int = 1) -> Iterator[None]:
         while not done.is_set():
             call(thread)
 
-    with ThreadPoolExecutor(threads) as pool:
-        repeats = [pool.submit(repeat, thread) for thread in range(threads)]
-        try:
-            yield
-        finally:  # What fails must not leave threads behind that never end.
-            done.set()
-        for each in repeats:
-            each.result()
+    pool = ThreadPoolExecutor(threads)
+    repeats = [pool.submit(repeat, thread) for thread in range(threads)]
+    try:
+        yield
+    finally:  # What fails must not leave threads behind that never end.
+        done.set()
+        pool.shutdown(wait=False)
+    for each in repeats:
+        each.result(timeout=60)

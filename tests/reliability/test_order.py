@@ -20,6 +20,15 @@ BATCH = {"film": tf.constant([1, 2])}
 GRADIENTS = {"film": tf.ones([2, 2])}
 NAMES = ("train", "evaluate", "dequeue", "apply_gradients", "flush", "reset")
 LENGTH = 4
+# One order for each refusal but that of a full queue; the last call is refused twice.
+REFUSED = [
+    ("dequeue",) * 2,
+    ("apply_gradients",) * 2,
+    ("train", *("apply_gradients",) * 2),
+    ("evaluate", "dequeue", *("apply_gradients",) * 2),
+    ("train", "dequeue", *("apply_gradients",) * 3),
+    ("train", "train", *("dequeue",) * 3),
+]
 SECONDS = 300  # A hang ends the tests, with the stack of every thread.
 
 
@@ -85,7 +94,8 @@ def test_every_order(
     before = rows(embedding)
     orders = list(itertools.product(NAMES, repeat=LENGTH))
     if engine == "portable":  # Its eager calls are slower.
-        orders = [orders[i] for i in rng.choice(len(orders), 40, replace=False)]
+        drawn = rng.choice(len(orders), 40, replace=False)
+        orders = [*REFUSED, *(orders[i] for i in drawn)]
     for order in orders:
         model, updates = Model(), 0
         embedding.reset()
@@ -96,7 +106,7 @@ def test_every_order(
             assert bool(words) == bool(text), (order, name, text)
             assert words in text, (order, name, text)
             updates += owed and name == "apply_gradients"
-        if not pipelined and updates:
+        if not pipelined:
             # Exactly the updates that were taken, each once.
             step = 0.5 * updates
             expected = [
@@ -107,10 +117,12 @@ def test_every_order(
         table.assign(tf.reshape(before, table.shape))
 
 
+@pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("engine", EACH_ENGINE)
-def test_a_full_queue(engine: str) -> None:
+def test_a_full_queue(engine: str, traced: bool) -> None:
     calls, model = calls_of(make(engine, pipelined=False)), Model()
     for name in ["evaluate"] * (CAPACITY + 2) + ["dequeue", "evaluate", "evaluate"]:
-        words, text = model.call(name), refusal(calls[name])
+        words = model.call(name)
+        text = refusal(tf.function(calls[name]) if words and traced else calls[name])
         assert bool(words) == bool(text), text
         assert words in text

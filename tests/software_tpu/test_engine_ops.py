@@ -100,22 +100,35 @@ def test_initializing_the_tpu_ends_waits():
             call()
 
 
-def test_rates_are_those_of_all_replicas_and_tags():
+def test_rates_come_by_tag_and_are_those_of_all_replicas():
     config = calls.config_of(2)
+    calls.add_table(config, "users").learning_rate.dynamic.tag = 0
     parameters = config.table_descriptor[0].optimization_parameters
-    parameters.learning_rate.dynamic.tag = 0
+    parameters.learning_rate.dynamic.tag = 1
+    config.feature_descriptor.add(name="home", table_id=1, input_shape=[1])
     program = calls.Program(config, 2)
 
     def step(rates):
-        calls.enqueue([2, 2, 2], this_replica())
+        for_home = tf.zeros([0], tf.int32)
+        calls.enqueue(
+            *([2, 2, 2], this_replica()),
+            sample_indices_or_row_splits=[for_home] * 2,
+            embedding_indices=[tf.constant([2, 2, 3]), tf.constant([4])],
+            aggregation_weights=[tf.zeros([0])] * 2,
+            combiners=["sum", "mean"],
+        )
         values = program.receive()
         program.send([tf.ones_like(value) for value in values], rates)
         return values
 
+    program.run(lambda: step([0.25, 0.125]))
+    assert calls.rows().tolist() == [0, 1, 1.5, 2.75, 4, 5]
     with pytest.raises(INVALID, match="`learning_rates` differ between replicas"):
-        program.run(lambda: step([float(this_replica())]))
-    with pytest.raises(INVALID, match=r"There are 2 `learning_rates`, .* has 1 tags"):
-        program.run(lambda: step([0.25, 0.25]))
+        program.run(lambda: step([0.25, float(this_replica())]))
+    for rates in ([0.25], [0.25] * 3):
+        text = rf"There are {len(rates)} `learning_rates`, .* has 2 tags"
+        with pytest.raises(INVALID, match=text):
+            program.run(lambda own=rates: step(own))
 
 
 def ragged(ids: list[list[int]], dynamic: bool, **attributes: Any) -> None:

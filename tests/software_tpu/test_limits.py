@@ -214,7 +214,6 @@ def test_a_generation_without_sparse_cores_is_refused():
         run("v4", [one])
 
 
-ONE_CHIP = calls.strategy_of("v6e", 1)
 VALENCY = 4
 
 
@@ -263,7 +262,7 @@ def test_what_a_rule_must_not_do(rule: Any, slot_rows: int, expected: str):
     }
     op = "XlaSparseDenseMatmulGradWithCsrInput"
     with pytest.raises(tf.errors.InvalidArgumentError, match=expected):
-        calls.call(ONE_CHIP, op, [inputs], custom_computation=rule)
+        calls.call(calls.strategy_of("v6e", 1), op, [inputs], custom_computation=rule)
 
 
 @tf.function(
@@ -287,5 +286,6 @@ def test_more_ids_than_the_valency_are_refused():
     options |= {"max_valency": VALENCY, "num_weights": 0}
     op = "XlaSparseDenseMatmulCustomCombinerOnTcWithCsrInput"
     text = r"position 4 is not in \[0, 4\), the combiner's max_valency"
+    one_chip = calls.strategy_of("v6e", 1)
     with pytest.raises(tf.errors.InvalidArgumentError, match=text):
-        calls.call(ONE_CHIP, op, [inputs], combiner_computation=first, **options)
+        calls.call(one_chip, op, [inputs], combiner_computation=first, **options)
