@@ -202,7 +202,7 @@ def _trace(
     """Traces a function without captures, which an op's attribute cannot have."""
     traced = trace_function(table, what, function, inputs)
     if traced.captured_inputs:
-        way_out = "M"
+        way_out = "C"
         if what == "CustomOptimizer":
             way_out = "Pass numbers that change as `hyperparameters`, or c"
         raise ValueError(
