@@ -123,7 +123,7 @@ def _run(parts: Sequence[tuple[str, list[str]]], folder: pathlib.Path) -> list[s
         print(f"[{index + 1}/{len(parts)}] {module}", *asked, flush=True)
         try:
             MAINS[module]([*asked, "--out", str(folder)])
-        except Exception:  # The other parts, which take hours, go on.
+        except Exception:  # The other parts, which take an hour, go on.
             traceback.print_exc()
             failed.append(" ".join(["benchmarks." + module, *asked]))
     return failed
