@@ -206,7 +206,7 @@ class _Equal:
         self._rows = [np.zeros([0], np.int64)]
 
     def add(self, start: int, values: np.ndarray) -> None:
-        hashes = _row_hashes(values)
+        hashes = row_hashes(values)
         chosen = (hashes % np.uint64(self._one_of) == 0) & (values != 0).any(axis=1)
         self._hashes.append(hashes[chosen])
         self._rows.append(start + np.flatnonzero(chosen))
@@ -225,7 +225,7 @@ class _Equal:
         return EqualRows(int(counts.sum()) * self._one_of, groups, self._one_of)
 
 
-def _row_hashes(values: np.ndarray) -> np.ndarray:
+def row_hashes(values: np.ndarray) -> np.ndarray:
     """Returns a hash of the bytes of each row, uint64 [n]."""
     data = np.ascontiguousarray(values).view(np.uint8).reshape(len(values), -1)
     hashes = tf.raw_ops.Fingerprint(data=data, method="farmhash64").numpy()

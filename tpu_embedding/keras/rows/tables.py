@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint
 from tpu_embedding.checkpoint.keras_format import plain_name
+from tpu_embedding.checkpoint.statistics import row_hashes
 from tpu_embedding.checkpoint.stored import WeightTable, WeightTables
 from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.engines.telemetry import Counts
@@ -398,12 +399,10 @@ class ComparedRows:
 
 
 def _fingerprints(table: Table) -> np.ndarray:
-    """Returns a fingerprint of the values of each row, int64 [V]."""
+    """Returns a fingerprint of the values of each row, uint64 [V]."""
     rows = table.rows[PARAMETERS]
-    found = np.empty([rows.shape[0]], np.int64)
+    found = np.empty([rows.shape[0]], np.uint64)
     for start in range(0, len(found), rows.slice_rows):
         stop = min(start + rows.slice_rows, len(found))
-        values = tf.constant(rows.read(start, stop))
-        prints = tf.raw_ops.Fingerprint(data=values, method="farmhash64")
-        found[start:stop] = prints.numpy().view(np.int64)[:, 0]
+        found[start:stop] = row_hashes(rows.read(start, stop))
     return found
