@@ -169,7 +169,7 @@ def _sparse_core(
 # and some more, and a "row_dependent_size_allocation" of 12 for each id, which it
 # divides by a number of replicas that itself needs SPMEM. The sum is least if both are
 # equal, and grows with the square root of ids and SparseCores. Programs near the limit
-# needed 7.4 to 10.7 times the root (docs/libtpu_limits.md).
+# needed 7.4 to 10.8 times the root (docs/libtpu_limits.md).
 _SPMEM_BYTES_PER_UNIQUE_ID = 36
 _SPMEM_BYTES_OF_IDS = 11
 _MAX_LIMIT = 2**31 - 1
