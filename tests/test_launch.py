@@ -210,7 +210,9 @@ def test_hosts_meet_fail_and_start_again_together(
     done = [ended(host) for host in hosts]
     assert [code for code, *_ in done] == [0, 0]
     printed = "".join(out for _, out, _ in done)
-    assert printed.count("size 3") >= 5  # 3 in each start, unless ended before.
+    # All 3 print it in the second start, and worker 2 in the first; the others may be
+    # ended before they do.
+    assert printed.count("size 3") >= 4
     errors = "".join(error for *_, error in done)
     assert "ended with exit code 5; the job starts again" in errors
     assert "the processes of another host failed; the job starts again" in errors
