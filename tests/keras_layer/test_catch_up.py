@@ -443,6 +443,32 @@ def test_options_that_change_while_rows_wait_are_refused(option: str, value: Any
     np.testing.assert_array_equal(layer.get_weights()[0], before)
 
 
+def test_options_change_between_unconvert_and_convert():
+    """The slots and the number of steps stay, as in Keras."""
+
+    def model_of(cls: Any) -> Any:
+        ids = keras.Input((), dtype="int64")
+        model = keras.Model(ids, cls(V, D)(ids))
+        model.layers[-1].set_weights([first_table()])
+        model.compile(O.Adam(0.01), "mse")
+        return model
+
+    ours, theirs = model_of(te_keras.Embedding), model_of(keras.layers.Embedding)
+    te_keras.convert(ours)
+    batches = np.random.default_rng(5).permuted(np.tile(np.arange(V), (12, 1)), axis=1)
+    for step, ids in enumerate(batches[:, :4]):  # No id occurs twice in a batch.
+        if step == 6:
+            te_keras.unconvert(ours)
+            for model in (ours, theirs):
+                model.optimizer.beta_1 = 0.5
+                model.compile(model.optimizer, "mse")
+            te_keras.convert(ours)
+        for model in (ours, theirs):
+            model.train_on_batch(ids, np.ones([4, D], np.float32))
+    (own,), (other,) = ours.get_weights(), theirs.get_weights()
+    np.testing.assert_allclose(own, other, rtol=0, atol=rounding(12, other))
+
+
 @pytest.mark.parametrize("second", ["adamw", "sgd", "lazy", "use_ema"])
 @pytest.mark.filterwarnings("ignore:RowSparseOptimizer updates all rows")
 def test_an_optimizer_that_is_built_in_a_trace_takes_a_table_over(second: str):

@@ -96,7 +96,7 @@ class UpdatesRows:
     _rule: Any  # The class of Keras.
     lazy: bool = False
     _owner: int | None = None
-    _dense_tables: frozenset[str] = frozenset()  # Updated densely, as a warning said.
+    _dense_tables: frozenset[str] = frozenset()  # Their steps compute on all rows.
     _ways: dict[str, str]
 
     @property
@@ -183,7 +183,7 @@ class UpdatesRows:
         """Updates a variable, or the rows that an IndexedSlices names."""
         if isinstance(gradient, _Applied):
             return
-        waiting = self._waiting(variable)
+        waiting = waiting_of(variable)
         is_sparse = isinstance(gradient, tf.IndexedSlices)
         by_rows = self.has_only_rows(gradient, variable)
         if not by_rows and (is_sparse or isinstance(variable, TableVariable)):
@@ -216,8 +216,8 @@ class UpdatesRows:
                 self._rule.update_step(self, gradient, variable, *rate)
         waiting.advance(self._step(waiting, *rate), dense=not by_rows)
 
-    def _waiting(self: Any, variable: Any) -> Waiting | None:
-        """Returns what a variable's rows wait for, if they wait for this optimizer."""
+    def _check_step(self: Any, variable: Any) -> None:
+        """Refuses a step with a table of another optimizer, or with other options."""
         waiting = waiting_of(variable)
         last = getattr(variable, "waiting", None)
         is_own = last is not None and last.owner == self._owner
@@ -234,7 +234,6 @@ class UpdatesRows:
                     " another optimizer."
                 )
         check_calls(variable, waiting)
-        return waiting
 
     def has_only_rows(self: Any, gradient: Any, variable: Any) -> bool:
         """Returns whether a step updates no rows but those that a gradient names."""
@@ -335,7 +334,7 @@ class UpdatesRows:
             gradient, variable = pairs[n]
             slots = self._slots(keras_api.index_of(self, variable)).values()
             table, *slots = (keras_api.value_of(v) for v in (variable, *slots))
-            waiting = self._waiting(table)
+            waiting = waiting_of(table)
             rows = fused.Rows(gradient, table, slots, waiting)
             once = named[self._var_key(variable)] == 1
             decays = waiting is None and self._decays(table)  # The op decays no table.
@@ -371,7 +370,7 @@ class UpdatesRows:
         """Refuses a step before it changes anything; `update_step` decays weights."""
         for variable in variables:
             for part in components(variable):
-                self._waiting(part)
+                self._check_step(part)
 
     def _deduplicate_sparse_grad(self, gradients: Any) -> Any:
         """Does nothing: `update_step` sums the duplicates, not tf_keras."""

@@ -94,7 +94,7 @@ def _ftrl(
 
 
 def _adam_waits(o: Any) -> Idle:
-    if getattr(o, "adaptive_epsilon", False):  # Of tf_keras.
+    if getattr(o, "adaptive_epsilon", False):  # Only tf_keras has this option.
         raise ValueError("`adaptive_epsilon` changes epsilon")
     fades = (o.beta_1, o.beta_2, 1.0) if o.amsgrad else (o.beta_1, o.beta_2)
     square = len(fades) - 1  # The largest velocity, which does not fade.
@@ -115,7 +115,7 @@ def _rmsprop_waits(o: Any) -> Idle:
 def _sgd_waits(o: Any) -> Idle:
     if o.momentum:
         return Idle((o.momentum,), "momentum")
-    return Idle((0.0,)) if getattr(o, "momentums", None) else Idle()  # Of tf_keras.
+    return Idle((0.0,)) if getattr(o, "momentums", None) else Idle()  # In tf_keras.
 
 
 def _ftrl_waits(o: Any) -> Idle:
