@@ -46,18 +46,24 @@ class Threefry {
   // Writes the blocks `first`, `first` + 1, ... of the rows, word by word.
   TPU_EMBEDDING_INLINE static void Run(const Rounding& rounding, uint32_t first,
                                        const uint32_t* rows, uint16_t* bits) {
-    Threefry state(rounding, first, rows);
-    state.OddRounds<1>();
-    state.EvenRounds<2>();
-    state.OddRounds<3>();
-    state.EvenRounds<4>();
-    state.OddRounds<5>();
-    std::memcpy(bits, state.words_, sizeof(state.words_));
+    for (int r = 0; r < kRowsAtOnce; r += kCount * kRowsOfWords) {
+      Threefry state(rounding, first, rows + r);
+      state.OddRounds<1>();
+      state.EvenRounds<2>();
+      state.OddRounds<3>();
+      state.EvenRounds<4>();
+      state.OddRounds<5>();
+      for (int word = 0; word < 4; ++word) {
+        std::memcpy(bits + (word * kRowsAtOnce + r) * kWordColumns,
+                    state.words_[word], sizeof(state.words_[word]));
+      }
+    }
   }
 
  private:
   static constexpr int kRowsOfWords = sizeof(Words) / (4 * kRandomBlocks);
-  static constexpr int kCount = kRowsAtOnce / kRowsOfWords;
+  static constexpr int kCount =
+      2;  // Vectors of four words fit in 16 registers.
 
   TPU_EMBEDDING_INLINE Threefry(const Rounding& rounding, uint32_t first,
                                 const uint32_t* rows)
