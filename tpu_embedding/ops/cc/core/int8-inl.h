@@ -121,6 +121,16 @@ inline std::array<BFloat16, 2> GridOf(const RowRange& range) {
   return {finite ? used : kNotANumber, finite ? start : BFloat16{0}};
 }
 
+// Gives a row a new grid unless it keeps the old one.
+TPU_EMBEDDING_INLINE void Renew(const RowRange& range, BFloat16* stored,
+                                Int8Row* grid) {
+  const bool keeps = Fits(*grid, range);
+  const std::array<BFloat16, 2> made = GridOf(range);
+  for (int k = 0; k < 2; ++k) stored[k] = keeps ? stored[k] : made[k];
+  Load(stored, &grid->scale);
+  Load(stored + 1, &grid->offset);
+}
+
 // Writes the codes of as many columns as `Words` has; each is in [0, 256).
 template <class Words>
 TPU_EMBEDDING_INLINE void CodeLanes(const Int8Row& grid, const float* values,
@@ -130,18 +140,11 @@ TPU_EMBEDDING_INLINE void CodeLanes(const Int8Row& grid, const float* values,
   using Bytes = std::conditional_t<sizeof(Words) == 64, U8x16, U8x8>;
   F32xN x;
   Halves added;
-  Words bits;
+  Words fixed;
   Load(values, &x);
   std::memcpy(&added, random, sizeof(added));
-  x = (x - grid.offset) / grid.scale * 65536.0f;
-  std::memcpy(&bits, &x, sizeof(bits));
-  const Words negative = Words{} - (bits >> 31);  // all bits or none
-  bits &= ~kSign;
-  std::memcpy(&x, &bits, sizeof(bits));
-  x += 0x1p23f;  // The nearest whole number, in the lower 23 bits.
-  std::memcpy(&bits, &x, sizeof(bits));
-  const Words size = bits & 0x7FFFFF;
-  const Words fixed = ((size ^ negative) - negative) + 127 * 65536 + 32768;
+  RoundToInt((x - grid.offset) / grid.scale * 65536.0f, &fixed);
+  fixed += 127 * 65536 + 32768;
   const Words sum = fixed + __builtin_convertvector(added, Words);
   // CPUs have an instruction for each of these two steps.
   const Bytes rounded = __builtin_convertvector(
@@ -203,18 +206,20 @@ struct CodeBody {
     for (int r = 0; r < kRowsAtOnce; ++r) {
       ranges[r] = RangeOf<Words>(rows.values[r], dim);
     }
+    bool keep = true;
+    for (int r = 0; r < kRowsAtOnce; ++r) {
+      Load(rows.grids[r], &rows.grid[r].scale);
+      Load(rows.grids[r] + 1, &rows.grid[r].offset);
+      keep &= Fits(rows.grid[r], ranges[r]);
+    }
+    if (!keep) {  // as for few blocks
+      for (int r = 0; r < kRowsAtOnce; ++r) {
+        Renew(ranges[r], rows.grids[r], &rows.grid[r]);
+      }
+    }
     bool rounds = false;
     for (int r = 0; r < kRowsAtOnce; ++r) {
-      BFloat16* const stored = rows.grids[r];
-      Int8Row& grid = rows.grid[r];
-      Load(stored, &grid.scale);
-      Load(stored + 1, &grid.offset);
-      const bool keeps = Fits(grid, ranges[r]);
-      const std::array<BFloat16, 2> made = GridOf(ranges[r]);
-      for (int k = 0; k < 2; ++k) stored[k] = keeps ? stored[k] : made[k];
-      Load(stored, &grid.scale);
-      Load(stored + 1, &grid.offset);
-      if (grid.scale > 0.0f) {
+      if (rows.grid[r].scale > 0.0f) {
         rounds = true;
       } else {
         std::memset(rows.codes[r], kCodeOfOffset, dim);

@@ -46,6 +46,8 @@ using I32x4 = int32_t __attribute__((vector_size(16)));
 using U32x16 = uint32_t __attribute__((vector_size(64)));
 using U32x8 = uint32_t __attribute__((vector_size(32)));
 using U32x4 = uint32_t __attribute__((vector_size(16)));
+using U64x4 = uint64_t __attribute__((vector_size(32)));
+using U8x32 = uint8_t __attribute__((vector_size(32)));
 
 // Loads elements from any address as floats.
 template <class F32xN>
@@ -63,9 +65,6 @@ TPU_EMBEDDING_INLINE void Widen(const BFloat16* values, F32xN* vector) {
 }
 TPU_EMBEDDING_INLINE void Load(const BFloat16* values, F32x16* vector) {
   Widen<U16x16, U32x16>(values, vector);
-}
-TPU_EMBEDDING_INLINE void Load(const BFloat16* values, F32x8* vector) {
-  Widen<U16x8, U32x8>(values, vector);
 }
 TPU_EMBEDDING_INLINE void Load(const BFloat16* values, F32x4* vector) {
   Widen<U16x4, U32x4>(values, vector);
@@ -89,28 +88,84 @@ struct Int8Row {
 
 constexpr float kMiddleCode = 127.5f;
 
-// Decodes through 16 bits: GCC would do a fourfold widening column by column.
-template <class U8xN, class U16xN, class I32xN, class F32xN>
-TPU_EMBEDDING_INLINE void Decode(const Int8Row& row, F32xN* vector) {
-  U8xN codes;
-  std::memcpy(&codes, row.codes, sizeof(codes));
-  const U16xN halves = __builtin_convertvector(codes, U16xN);
-  const I32xN words = __builtin_convertvector(halves, I32xN);
-  const F32xN steps = __builtin_convertvector(words, F32xN) - kMiddleCode;
+template <class I32xN, class F32xN>
+TPU_EMBEDDING_INLINE void Decode(const I32xN& codes, const Int8Row& row,
+                                 F32xN* vector) {
+  const F32xN steps = __builtin_convertvector(codes, F32xN) - kMiddleCode;
   *vector = steps * row.scale + row.offset;
 }
-TPU_EMBEDDING_INLINE void Load(const Int8Row& row, F32x16* vector) {
-  Decode<U8x16, U16x16, I32x16>(row, vector);
+// Widens through 16 bits: GCC would do a fourfold widening column by column.
+template <class U8xN, class U16xN, class I32xN>
+TPU_EMBEDDING_INLINE void WidenBytes(const uint8_t* bytes, I32xN* words) {
+  U8xN codes;
+  std::memcpy(&codes, bytes, sizeof(codes));
+  const U16xN halves = __builtin_convertvector(codes, U16xN);
+  *words = __builtin_convertvector(halves, I32xN);
 }
-TPU_EMBEDDING_INLINE void Load(const Int8Row& row, F32x8* vector) {
-  Decode<U8x8, U16x8, I32x8>(row, vector);
+TPU_EMBEDDING_INLINE void Load(const Int8Row& row, F32x16* vector) {
+  I32x16 words;
+  WidenBytes<U8x16, U16x16>(row.codes, &words);
+  Decode(words, row, vector);
 }
 TPU_EMBEDDING_INLINE void Load(const Int8Row& row, F32x4* vector) {
-  Decode<U8x4, U16x4, I32x4>(row, vector);
+  I32x4 words;
+  WidenBytes<U8x4, U16x4>(row.codes, &words);
+  Decode(words, row, vector);
 }
 TPU_EMBEDDING_INLINE void Load(const Int8Row& row, float* value) {
   const float steps = static_cast<float>(*row.codes) - kMiddleCode;
   *value = steps * row.scale + row.offset;
+}
+
+#ifdef TPU_EMBEDDING_LEVELS
+// For AVX2 these repeat each element in its word and clear what is not wanted:
+// three instructions, where GCC converts with five or six.
+TPU_EMBEDDING_INLINE void Load(const BFloat16* values, F32x8* vector) {
+  uint64_t q[2];
+  std::memcpy(q, values, sizeof(q));
+  const U64x4 twice = {q[0], q[1], q[0], q[1]};
+  U16x16 halves;
+  std::memcpy(&halves, &twice, sizeof(halves));
+  halves = __builtin_shuffle(halves, U16x16{0, 0, 1, 1, 2, 2, 3, 3,  //
+                                            12, 12, 13, 13, 14, 14, 15, 15});
+  U32x8 words;
+  std::memcpy(&words, &halves, sizeof(words));
+  words &= 0xFFFF0000;
+  std::memcpy(vector, &words, sizeof(words));
+}
+TPU_EMBEDDING_INLINE void Load(const Int8Row& row, F32x8* vector) {
+  uint64_t q;
+  std::memcpy(&q, row.codes, sizeof(q));
+  const U64x4 repeated = {q, q, q, q};
+  U8x32 bytes;
+  std::memcpy(&bytes, &repeated, sizeof(bytes));
+  bytes = __builtin_shuffle(bytes, U8x32{0,  0,  0,  0,  1,  1,  1,  1,   //
+                                         2,  2,  2,  2,  3,  3,  3,  3,   //
+                                         20, 20, 20, 20, 21, 21, 21, 21,  //
+                                         22, 22, 22, 22, 23, 23, 23, 23});
+  I32x8 words;
+  std::memcpy(&words, &bytes, sizeof(words));
+  words &= 0xFF;
+  Decode(words, row, vector);
+}
+#endif
+
+TPU_EMBEDDING_INLINE int32_t NearestInt(float value) {
+#ifdef __clang__
+  return static_cast<int32_t>(__builtin_lrintf(value));
+#else
+  return __builtin_irintf(value);  // which GCC vectorizes
+#endif
+}
+
+// Rounds each lane to the nearest integer, as an int32 in a word.
+template <class F32xN, class U32xN>
+TPU_EMBEDDING_INLINE void RoundToInt(const F32xN& vector, U32xN* integers) {
+  U32xN lanes;
+  for (int i = 0; i < kWidth<F32xN>; ++i) {
+    lanes[i] = NearestInt(vector[i]);
+  }
+  *integers = lanes;
 }
 
 template <class F32xN>
