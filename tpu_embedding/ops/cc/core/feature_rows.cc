@@ -8,18 +8,6 @@
 namespace tpu_embedding {
 namespace {
 
-// Returns the product of a shape, or -1 if an axis is negative or the product
-// is larger than `most`.
-int64_t Product(const std::vector<int64_t>& shape, int64_t most = kMaxSamples) {
-  int64_t product = 1;
-  for (const int64_t axis : shape) {
-    if (axis < 0 || axis > most) return -1;
-    product *= axis;
-    if (product > most) return -1;
-  }
-  return product;
-}
-
 // Returns how many rows an input with `num_ids` ids may claim.
 int64_t MostRows(int64_t num_ids) {
   if (num_ids > kMaxSamples / kMaxRowsPerId) return kMaxSamples;
@@ -201,6 +189,16 @@ Error SetOutputShape(const FeatureSpec& spec, FeatureRows* rows) {
 }
 
 }  // namespace
+
+int64_t Product(const std::vector<int64_t>& shape, int64_t most) {
+  int64_t product = 1;
+  for (const int64_t axis : shape) {
+    if (axis < 0 || axis > most) return -1;
+    product *= axis;
+    if (product > most) return -1;
+  }
+  return product;
+}
 
 SparseCell ReadCell(const FeatureInput& input, int64_t entry) {
   const int64_t rank = input.shape.size();

@@ -12,6 +12,10 @@
 
 namespace tpu_embedding {
 
+// Returns the product of a shape, or -1 if an axis is negative or the product
+// is larger than `most`.
+int64_t Product(const std::vector<int64_t>& shape, int64_t most = kMaxSamples);
+
 // The rows of an input (its shape without the last axis) and where their
 // entries lie. Dense rows all have the same length; the others have splits.
 struct FeatureRows {

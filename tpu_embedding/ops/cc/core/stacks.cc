@@ -3,40 +3,32 @@
 #include <algorithm>
 #include <limits>
 
+#include "core/feature_rows.h"
+#include "core/text.h"
+
 namespace tpu_embedding {
 namespace {
 
-std::string Stack(const StackInput& input) {
-  return "Stacked table " + input.name + ": ";
-}
-
-// Returns the product of the axes, or -1 if it is too large or one is negative.
-int64_t NumSamples(const std::vector<int64_t>& shape) {
-  constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
-  int64_t samples = 1;
-  for (const int64_t axis : shape) {
-    if (axis < 0 || axis > kMax) return -1;
-    samples *= axis;
-    if (samples > kMax) return -1;
-  }
-  return samples;
+template <class... Parts>
+Error StackError(const StackInput& input, const Parts&... parts) {
+  return Concat("Stacked table ", input.name, ": ", parts...,
+                " Pass the second output of embedding_lookup unchanged.");
 }
 
 Error CheckPointers(const StackInput& input, int64_t num_samples) {
   if (input.num_row_pointers != num_samples + 1) {
-    return Stack(input) + std::to_string(input.num_row_pointers) +
-           " row_pointers for " + std::to_string(num_samples) +
-           " samples; the number of row_pointers must be 1 plus the number of "
-           "samples. Pass the second output of embedding_lookup unchanged.";
+    return StackError(input, input.num_row_pointers, " row_pointers for ",
+                      num_samples,
+                      " samples; the number of row_pointers must be 1 plus the "
+                      "number of samples.");
   }
   const int32_t* pointers = input.row_pointers;
   if (pointers[0] != 0 || pointers[num_samples] != input.num_tokens ||
       input.num_gains != input.num_tokens ||
       !std::is_sorted(pointers, pointers + num_samples + 1)) {
-    return Stack(input) +
-           "row_pointers must rise from 0 to the number of sorted_token_ids, "
-           "which is that of sorted_gains. Pass the second output of "
-           "embedding_lookup unchanged.";
+    return StackError(input,
+                      "row_pointers must rise from 0 to the number of "
+                      "sorted_token_ids, which is that of sorted_gains.");
   }
   return std::nullopt;
 }
@@ -63,13 +55,11 @@ Error ReadFeature(const StackedFeature& feature, const StackInput& input,
   for (int64_t i = 0; i < size; ++i) {
     const int64_t row = input.token_ids[first + i] - feature.row_offset;
     if (row < 0 || row >= feature.vocabulary_size) {
-      return Stack(input) + "entry " + std::to_string(first + i) +
-             " has token id " + std::to_string(input.token_ids[first + i]) +
-             ", but it belongs to feature " + feature.path +
-             ", whose table has the ids [" +
-             std::to_string(feature.row_offset) + ", " +
-             std::to_string(feature.row_offset + feature.vocabulary_size) +
-             "). Pass the second output of embedding_lookup unchanged.";
+      return StackError(input, "entry ", first + i, " has token id ",
+                        input.token_ids[first + i],
+                        ", but it belongs to feature ", feature.path,
+                        ", whose table has the ids [", feature.row_offset, ", ",
+                        feature.row_offset + feature.vocabulary_size, ").");
     }
     batch->rows[i] = static_cast<int32_t>(row);
   }
@@ -108,11 +98,11 @@ Error ReadStack(const std::vector<StackedFeature>& features,
   std::vector<int64_t> samples;
   int64_t total = 0;
   for (size_t f = 0; f < features.size(); ++f) {
-    samples.push_back(NumSamples(batches[f]->output_shape));
+    samples.push_back(
+        Product(batches[f]->output_shape, std::numeric_limits<int32_t>::max()));
     if (samples[f] < 0) {
-      return Stack(input) + "feature " + features[f].path +
-             " has a negative or too large number of samples. Pass the second "
-             "output of embedding_lookup unchanged.";
+      return StackError(input, "feature ", features[f].path,
+                        " has a negative or too large number of samples.");
     }
     total += samples[f];
   }
