@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <memory>
 #include <new>
+#include <random>
 #include <utility>
 
 namespace tpu_embedding {
@@ -21,6 +22,12 @@ inline uint64_t MixBits(uint64_t word) {
   word = (word ^ (word >> 32)) * 0xd6e8feb86659fd93u;
   word = (word ^ (word >> 32)) * 0xd6e8feb86659fd93u;
   return word ^ (word >> 32);
+}
+
+// Returns a salt that nobody can predict.
+inline uint64_t RandomSalt() {
+  std::random_device device;
+  return static_cast<uint64_t>(device()) << 32 | device();
 }
 
 // Reading is thread-safe while nothing changes the map.

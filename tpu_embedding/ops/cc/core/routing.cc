@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 #include <numeric>
-#include <random>
 #include <variant>
 
 #include "core/text.h"
@@ -83,10 +82,7 @@ class IdNumbers {
 
  private:
   static uint64_t Salt() {
-    static const uint64_t salt = [] {
-      std::random_device device;
-      return static_cast<uint64_t>(device()) << 32 | device();
-    }();
+    static const uint64_t salt = RandomSalt();
     return salt;
   }
 

@@ -5,7 +5,6 @@
 #include "kernels/growing_table.h"
 
 #include <cstring>
-#include <random>
 #include <shared_mutex>
 #include <utility>
 
@@ -23,11 +22,6 @@ using tensorflow::Var;
 
 // The number of unused arrays of rows that are kept, for each feature.
 constexpr size_t kMostSpare = 4;
-
-uint64_t RandomSalt() {
-  std::random_device device;
-  return static_cast<uint64_t>(device()) << 32 | device();
-}
 
 // A buffer of the rows that exist, in memory that has room for more.
 class LiveRowsBuffer : public tensorflow::TensorBuffer {
