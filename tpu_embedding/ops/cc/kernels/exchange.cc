@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "absl/strings/match.h"
+#include "core/wire.h"
 #include "kernels/channel.h"
 #include "kernels/kernel_util.h"
 #include "kernels/step_queue_resource.h"
@@ -75,7 +76,6 @@ lane: the exchanges that it is ordered among, "step" or "enqueue". In a graph an
 role: what it is of a step: see kernels/channel.h.
 )doc");
 
-constexpr int64_t kAlignment = 64;
 // After this time a log line names the processes that are still missing.
 constexpr int64_t kReminderSeconds = 10;
 // How long an exchange that timed out waits for answers from other calls.
@@ -203,7 +203,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     call_ = call->flat<tensorflow::tstring>()(0);
     for (const Tensor& message : messages) {
       const int64_t bytes = message.NumElements();
-      if (bytes % kAlignment) return CheckLength("messages", bytes, 0);
+      if (bytes % kWireAlignment) return CheckLength("messages", bytes, 0);
       messages_.push_back(message);
     }
     return absl::OkStatus();
