@@ -17,8 +17,6 @@ constexpr int64_t kEvictionsPerSlice = 8192;
 // A sweep decides by this many rows, which are a sample if the table is larger.
 constexpr int64_t kRowsPerSample = 65536;
 
-constexpr int64_t kStateSize = 12;
-
 bool AreAll(const std::vector<int64_t>& numbers, int64_t least, int64_t most) {
   return std::all_of(numbers.begin(), numbers.end(), [=](int64_t number) {
     return least <= number && number <= most;
@@ -210,29 +208,32 @@ Error Vocabulary::Load(const VocabularySnapshot& saved) {
   if (!sizes_are(size, saved.rows, saved.hits, saved.last_updates) ||
       !sizes_are(num_candidates, saved.candidate_hits) ||
       !sizes_are(kStateSize, state) || !AreAll(state, 0, kMostCount) ||
-      (Evicts() && state[1] > kMost) || state[9] > kMost ||
-      state[0] > options_.max_rows || state[7] > state[0] ||
+      (Evicts() && state[kUpdatesBegun] > kMost) || state[kThreshold] > kMost ||
+      state[kNumRows] > options_.max_rows || state[kCursor] > state[kNumRows] ||
       num_candidates > options_.max_candidates ||
-      state[6] > options_.max_candidates ||
-      !AreAll(saved.rows, num_shared(), state[0] - 1) ||
-      !AreAll(saved.hits, 0, kMost) || options_.has_clock != (state[11] > 0) ||
+      state[kNextCandidate] > options_.max_candidates ||
+      !AreAll(saved.rows, num_shared(), state[kNumRows] - 1) ||
+      !AreAll(saved.hits, 0, kMost) ||
+      options_.has_clock != (state[kClock] > 0) ||
       !AreAll(saved.last_updates, 0,
-              options_.has_clock ? state[11] - 1 : state[1]) ||
+              options_.has_clock ? state[kClock] - 1 : state[kUpdatesBegun]) ||
       !AreAll(saved.candidate_hits, 0, kMostCount) ||
-      (!Evicts() && state[0] && size + num_shared() != state[0])) {
+      (!Evicts() && state[kNumRows] &&
+       size + num_shared() != state[kNumRows])) {
     return Concat(
         "The vocabulary of table ", options_.table,
         " in the file is damaged or belongs to another configuration.");
   }
-  num_rows_ = state[0];
-  step_ = state[1];
-  counts_ = {state[2], state[3], state[4], state[5]};
-  next_candidate_ = state[6];
-  cursor_ = state[7];
-  sweeping_ = state[8];
-  threshold_ = state[9];
-  ties_ = state[10];
-  clock_ = std::max<int64_t>(state[11] - 1, 0);
+  num_rows_ = state[kNumRows];
+  step_ = state[kUpdatesBegun];
+  counts_ = {state[kUnknown], state[kAdmitted], state[kRefused],
+             state[kEvicted]};
+  next_candidate_ = state[kNextCandidate];
+  cursor_ = state[kCursor];
+  sweeping_ = state[kSweeping];
+  threshold_ = state[kThreshold];
+  ties_ = state[kTies];
+  clock_ = std::max<int64_t>(state[kClock] - 1, 0);
   map_.Reserve(size);
   ids_.Grow(num_rows_ * sizeof(int64_t));
   if (Evicts()) uses_.Grow(num_rows_ * sizeof(Use));

@@ -86,10 +86,24 @@ struct VocabularySnapshot {
   // clock the last update is its time by that clock.
   std::vector<int64_t> rows, hits, last_updates;
   std::vector<int64_t> candidates, candidate_hits;  // 0 hits: none
-  // num_rows, updates begun; the counts; the next candidate; the sweep: cursor,
-  // whether it is running, threshold, ties; the clock of the last update plus
-  // 1, or 0 without a clock.
-  std::vector<int64_t> state;
+  std::vector<int64_t> state;                       // of kStateSize
+};
+
+// The places in the state of a snapshot, as files have it.
+enum VocabularyState : int {
+  kNumRows,
+  kUpdatesBegun,
+  kUnknown,  // the counts
+  kAdmitted,
+  kRefused,
+  kEvicted,
+  kNextCandidate,
+  kCursor,  // the sweep
+  kSweeping,
+  kThreshold,
+  kTies,
+  kClock,  // of the last update, plus 1; 0 without a clock
+  kStateSize
 };
 
 // A set of rows.

@@ -21,7 +21,8 @@ std::vector<int64_t> GrowingTable::RowsOf(
     const VocabularySnapshot& snapshot) const {
   std::vector<int64_t> rows = snapshot.rows;
   const bool shares = plan_.vocabulary->unknown == Unknown::kShared;
-  if (shares && !snapshot.state.empty() && snapshot.state[0]) rows.push_back(0);
+  if (shares && !snapshot.state.empty() && snapshot.state[kNumRows])
+    rows.push_back(0);
   return rows;
 }
 
