@@ -342,11 +342,7 @@ absl::Status ApplyUpdates(tensorflow::OpKernelContext* context,
   const Plan& plan = *resource->plan;
   std::vector<Variable> tables, slots;
   TF_RETURN_IF_ERROR(LookUpArrays(context, plan, &tables, &slots));
-  std::vector<tensorflow::Var*> all;
-  all.reserve(tables.size() + slots.size());
-  for (const Variable& variable : tables) all.push_back(variable.get());
-  for (const Variable& variable : slots) all.push_back(variable.get());
-  const WriteLocks locks(all);
+  const WriteLocks locks(tables, slots);
   const bool grows =
       std::any_of(resource->growing.begin(), resource->growing.end(),
                   [](const auto& growing) { return !!growing; });
@@ -354,14 +350,14 @@ absl::Status ApplyUpdates(tensorflow::OpKernelContext* context,
   TF_RETURN_IF_ERROR(locks.MakeWritable(context));
   std::vector<TableView> views(plan.tables.size());
   TF_RETURN_IF_ERROR(MakeViews(*resource, tables, slots, &views));
-  size_t slot = tables.size();
+  size_t slot = 0;
   for (size_t t = 0; t < views.size(); ++t) {
     const size_t first = slot;
     slot += views[t].slots.size();
     if (resource->growing[t]) continue;  // It asks for them as rows come.
-    resource->huge_pages.Advise(t, *all[t]->tensor());
+    resource->huge_pages.Advise(t, *tables[t]->tensor());
     for (size_t i = first; i < slot; ++i) {
-      resource->huge_pages.Advise(i, *all[i]->tensor());
+      resource->huge_pages.Advise(tables.size() + i, *slots[i]->tensor());
     }
   }
   for (size_t t = 0; waiting && t < views.size(); ++t) {

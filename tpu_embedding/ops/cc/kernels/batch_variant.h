@@ -60,8 +60,20 @@ inline absl::Status Unwrap(const tensorflow::Tensor& tensor, const Plan* plan,
   if (plan && (*value)->plan.get() != plan) {
     return absl::InvalidArgumentError(
         "A malformed graph: the batch was prepared for another embedding. "
-        "Trace "
-        "the function again.");
+        "Trace the function again.");
+  }
+  return absl::OkStatus();
+}
+
+// Reads the input `looked_up`: the batch of an earlier lookup, or none.
+inline absl::Status ReadLookedUp(tensorflow::OpKernelContext* context,
+                                 SharedBatch* batch) {
+  tensorflow::OpInputList tensors;
+  TF_RETURN_IF_ERROR(context->input_list("looked_up", &tensors));
+  for (const tensorflow::Tensor& tensor : tensors) {
+    const BatchVariant* variant = nullptr;
+    TF_RETURN_IF_ERROR(Unwrap(tensor, nullptr, &variant));
+    *batch = variant->batch;
   }
   return absl::OkStatus();
 }

@@ -61,7 +61,7 @@ absl::Status GrowingTable::Save(const std::vector<Variable>& arrays,
 
 absl::Status GrowingTable::Load(const VocabularySnapshot& snapshot,
                                 const std::vector<Tensor>& values,
-                                const std::vector<Var*>& arrays) {
+                                const std::vector<Variable>& arrays) {
   const std::lock_guard<SharedMutex> lock(mutex_);
   TF_RETURN_IF_ERROR(CheckLength("values", values.size(), arrays_.size()));
   TF_RETURN_IF_ERROR(CheckLength("arrays", arrays.size(), arrays_.size()));
@@ -105,7 +105,7 @@ absl::Status GrowingTable::Load(const VocabularySnapshot& snapshot,
       for (int64_t i = 0; i < size; ++i) {
         std::memcpy(arrays_[k].row(rows[i]), from + i * bytes, bytes);
       }
-      arrays_[k].Show(num_rows, arrays[k]);
+      arrays_[k].Show(num_rows, arrays[k].get());
     }
     return absl::OkStatus();
   });

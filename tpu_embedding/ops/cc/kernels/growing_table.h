@@ -198,7 +198,7 @@ class GrowingTable {
   // slots, by those of `values`, as Save gives them. Changes all or nothing.
   absl::Status Load(const VocabularySnapshot& snapshot,
                     const std::vector<tensorflow::Tensor>& values,
-                    const std::vector<tensorflow::Var*>& arrays);
+                    const std::vector<Variable>& arrays);
 
   // Marks ids, with or without a row, as changed for a consumer of deltas: see
   // ChangedRows.

@@ -18,12 +18,18 @@ using tensorflow::Var;
 
 namespace {
 
-// Sorts locks into one global order, without repeats, so that two ops over the
+// Returns all variables once, in one global order, so that two ops over the
 // same tables cannot wait for each other.
-void SortUnique(std::vector<Var*>* variables) {
-  std::sort(variables->begin(), variables->end());
-  variables->erase(std::unique(variables->begin(), variables->end()),
-                   variables->end());
+std::vector<Var*> InLockOrder(const std::vector<Variable>& variables,
+                              const std::vector<Variable>& more) {
+  std::vector<Var*> all;
+  all.reserve(variables.size() + more.size());
+  for (const auto* list : {&variables, &more}) {
+    for (const Variable& variable : *list) all.push_back(variable.get());
+  }
+  std::sort(all.begin(), all.end());
+  all.erase(std::unique(all.begin(), all.end()), all.end());
+  return all;
 }
 
 absl::Status CopyIfShared(OpKernelContext* context, Var* variable) {
@@ -292,13 +298,16 @@ int64_t AddTo(Var* counter, int64_t number) {
   return before;
 }
 
+absl::Status SetBool(OpKernelContext* context, int index, bool value) {
+  Tensor* output = nullptr;
+  TF_RETURN_IF_ERROR(context->allocate_output(index, {}, &output));
+  output->scalar<bool>()() = value;
+  return absl::OkStatus();
+}
+
 ReadLocks::ReadLocks(const std::vector<Variable>& variables,
-                     const std::vector<Variable>& more) {
-  variables_.reserve(variables.size() + more.size());
-  for (const auto* list : {&variables, &more}) {
-    for (const Variable& variable : *list) variables_.push_back(variable.get());
-  }
-  SortUnique(&variables_);
+                     const std::vector<Variable>& more)
+    : variables_(InLockOrder(variables, more)) {
   for (Var* variable : variables_) variable->mu()->lock_shared();
 }
 
@@ -306,9 +315,9 @@ ReadLocks::~ReadLocks() {
   for (Var* variable : variables_) variable->mu()->unlock_shared();
 }
 
-WriteLocks::WriteLocks(const std::vector<Var*>& variables)
-    : variables_(variables) {
-  SortUnique(&variables_);
+WriteLocks::WriteLocks(const std::vector<Variable>& variables,
+                       const std::vector<Variable>& more)
+    : variables_(InLockOrder(variables, more)) {
   for (Var* variable : variables_) variable->mu()->lock();
 }
 

@@ -103,6 +103,10 @@ absl::Status LookUpCounters(tensorflow::OpKernelContext* context,
 // Adds to a counter; returns the value before.
 int64_t AddTo(tensorflow::Var* counter, int64_t number);
 
+// Writes an output that is one bool.
+absl::Status SetBool(tensorflow::OpKernelContext* context, int index,
+                     bool value);
+
 // Holds read locks on all of `variables` and `more`, taken in one global order.
 class ReadLocks {
  public:
@@ -116,13 +120,14 @@ class ReadLocks {
   std::vector<tensorflow::Var*> variables_;
 };
 
-// Holds write locks on all of `variables`. Once locked, their buffers may be
-// written in place: a tensor read before keeps its value, by TensorFlow's
-// contract for sparse updates (the buffer is copied once if it is shared, and
-// from then on a read copies).
+// Holds write locks on all of `variables` and `more`. Once locked, their
+// buffers may be written in place: a tensor read before keeps its value, by
+// TensorFlow's contract for sparse updates (the buffer is copied once if it is
+// shared, and from then on a read copies).
 class WriteLocks {
  public:
-  explicit WriteLocks(const std::vector<tensorflow::Var*>& variables);
+  explicit WriteLocks(const std::vector<Variable>& variables,
+                      const std::vector<Variable>& more = {});
   ~WriteLocks();
   WriteLocks(const WriteLocks&) = delete;
   WriteLocks& operator=(const WriteLocks&) = delete;

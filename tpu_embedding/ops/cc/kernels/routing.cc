@@ -152,13 +152,8 @@ class ReceiveBatchOp : public tensorflow::OpKernel {
   void Compute(OpKernelContext* context) override {
     std::shared_ptr<RoutedBatch> routed;
     OP_REQUIRES_OK(context, TakeRouted(context, &routed));
-    OpInputList received, looked_up;
-    OP_REQUIRES_OK(context, context->input_list("looked_up", &looked_up));
-    for (const Tensor& tensor : looked_up) {
-      const BatchVariant* variant = nullptr;
-      OP_REQUIRES_OK(context, Unwrap(tensor, nullptr, &variant));
-      routed->batch.looked_up = variant->batch;
-    }
+    OP_REQUIRES_OK(context, ReadLookedUp(context, &routed->batch.looked_up));
+    OpInputList received;
     OP_REQUIRES_OK(
         context,
         ReadReceived(context, plan_->placement.num_senders(), &received));

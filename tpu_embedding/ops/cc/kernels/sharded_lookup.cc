@@ -389,10 +389,7 @@ class CombineOp : public tensorflow::OpKernel {
     } else {
       OP_REQUIRES_OK(context, Run(context, plan, *variant->batch, received));
     }
-    Tensor* output = nullptr;
-    OP_REQUIRES_OK(context,
-                   context->allocate_output(num_features_, {}, &output));
-    output->scalar<bool>()() = apply_now;
+    OP_REQUIRES_OK(context, SetBool(context, num_features_, apply_now));
   }
 
  private:

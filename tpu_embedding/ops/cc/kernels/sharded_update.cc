@@ -297,9 +297,7 @@ class ReceiveGradientsOp : public tensorflow::OpKernel {
     OP_REQUIRES_OK(context,
                    Submit(resource.get(), given, std::move(gradients), push,
                           count, WorkerPool(context), &apply_now));
-    Tensor* output = nullptr;
-    OP_REQUIRES_OK(context, context->allocate_output(0, {}, &output));
-    output->scalar<bool>()() = apply_now;
+    OP_REQUIRES_OK(context, SetBool(context, 0, apply_now));
   }
 
  private:

@@ -187,18 +187,6 @@ class ToStacksOp : public tensorflow::OpKernel {
     return batch;
   }
 
-  static absl::Status ReadLookedUp(OpKernelContext* context,
-                                   SharedBatch* batch) {
-    OpInputList given;
-    TF_RETURN_IF_ERROR(context->input_list("looked_up", &given));
-    for (const Tensor& tensor : given) {
-      const BatchVariant* variant = nullptr;
-      TF_RETURN_IF_ERROR(Unwrap(tensor, nullptr, &variant));
-      *batch = variant->batch;
-    }
-    return absl::OkStatus();
-  }
-
   static absl::Status Write(OpKernelContext* context, int index,
                             const StackPlan& stack, const PreparedBatch& batch,
                             const SharedBatch& looked_up) {

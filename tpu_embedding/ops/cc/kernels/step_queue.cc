@@ -126,9 +126,7 @@ class EnqueueOp : public tensorflow::OpKernel {
             all ? queue.EnqueueAll(std::move(batches), training_, &apply_now)
                 : queue.Enqueue(replica_, std::move(batches[0]), training_, run,
                                 &apply_now)));
-    Tensor* output = nullptr;
-    OP_REQUIRES_OK(context, context->allocate_output(0, {}, &output));
-    output->scalar<bool>()() = apply_now;
+    OP_REQUIRES_OK(context, SetBool(context, 0, apply_now));
   }
 
  private:

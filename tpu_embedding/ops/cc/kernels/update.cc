@@ -93,9 +93,7 @@ class UpdateOp : public tensorflow::OpKernel {
                                   count, &apply_now)
                      : Submit(context, resource.get(), batches[0],
                               std::move(gradients), count, &apply_now));
-    Tensor* output = nullptr;
-    OP_REQUIRES_OK(context, context->allocate_output(0, {}, &output));
-    output->scalar<bool>()() = apply_now;
+    OP_REQUIRES_OK(context, SetBool(context, 0, apply_now));
   }
 
  private:

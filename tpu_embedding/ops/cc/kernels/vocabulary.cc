@@ -178,11 +178,9 @@ class LoadVocabularyOp : public VocabularyOp {
     }
     std::vector<Variable> variables;
     TF_RETURN_IF_ERROR(LookUpArrays(context, &variables));
-    std::vector<tensorflow::Var*> arrays;
-    for (const Variable& variable : variables) arrays.push_back(variable.get());
-    const WriteLocks locks(arrays);
+    const WriteLocks locks(variables);
     TF_RETURN_IF_ERROR(
-        growing->Load(snapshot, {values.begin(), values.end()}, arrays));
+        growing->Load(snapshot, {values.begin(), values.end()}, variables));
     WaitingTable* const waiting = resource.waiting[table()].get();
     if (waiting) waiting->rows().Restart();
     return absl::OkStatus();

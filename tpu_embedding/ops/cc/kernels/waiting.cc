@@ -51,9 +51,7 @@ struct LockedTable {
     TF_RETURN_IF_ERROR(waiting.LookUp(context, rules, writes));
     TF_RETURN_IF_ERROR(LookUpArrays(context, &variables));
     if (writes) {
-      std::vector<tensorflow::Var*> all;
-      for (const Variable& variable : variables) all.push_back(variable.get());
-      write_locks = std::make_unique<WriteLocks>(all);
+      write_locks = std::make_unique<WriteLocks>(variables);
       TF_RETURN_IF_ERROR(write_locks->MakeWritable(context));
     } else {
       read_locks = std::make_unique<ReadLocks>(variables);
@@ -403,15 +401,11 @@ absl::Status WaitingTables::LookUp(OpKernelContext* context,
   for (const auto* list : {&clocks, &sinces, &histories}) {
     TF_RETURN_IF_ERROR(CheckLength("idle", rules.size(), list->size()));
   }
-  std::vector<tensorflow::Var*> all;
   for (auto* list : {&clocks, &sinces, &histories}) {
-    for (Variable& variable : *list) {
-      all.push_back(variable.get());
-      variables_.push_back(std::move(variable));
-    }
+    for (Variable& variable : *list) variables_.push_back(std::move(variable));
   }
   if (writes) {
-    write_locks_ = std::make_unique<WriteLocks>(all);
+    write_locks_ = std::make_unique<WriteLocks>(variables_);
     TF_RETURN_IF_ERROR(write_locks_->MakeWritable(context));
   } else {
     read_locks_ = std::make_unique<ReadLocks>(variables_);

@@ -68,10 +68,7 @@ class CatchUpTablesOp : public tensorflow::OpKernel {
     std::vector<Variable> tables, slots;
     OP_REQUIRES_OK(context,
                    LookUpArrays(context, *resource->plan, &tables, &slots));
-    std::vector<tensorflow::Var*> all;
-    for (const Variable& variable : tables) all.push_back(variable.get());
-    for (const Variable& variable : slots) all.push_back(variable.get());
-    const WriteLocks locks(all);
+    const WriteLocks locks(tables, slots);
     if (!AnyWaits(*resource)) return;
     OP_REQUIRES_OK(context, CheckTables(tables, *resource->plan));
     OP_REQUIRES_OK(context, locks.MakeWritable(context));
