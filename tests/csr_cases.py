@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tpu_embedding.inputs import IdBatch, to_id_batch
-from tpu_embedding.layout.partitioning import (
+from tpu_embedding.layout.csr import (
     PartitionedFeature,
     PartitionedTable,
     Partitioning,

@@ -16,7 +16,7 @@ from reference import csr as reference
 
 from tpu_embedding import preprocessing
 from tpu_embedding.inputs import to_id_batch
-from tpu_embedding.layout.partitioning import (
+from tpu_embedding.layout.csr import (
     PartitionedFeature,
     PartitionedTable,
     Partitioning,

@@ -16,8 +16,8 @@ from tensorflow.python.tpu import tpu_embedding_v3
 
 import tpu_embedding as te
 from tpu_embedding.config import SparseCoreEmbeddingConfig
+from tpu_embedding.layout.csr import check_optimizers, make_partitioning
 from tpu_embedding.layout.output_shapes import OutputShapes
-from tpu_embedding.layout.partitioning import check_optimizers, make_partitioning
 from tpu_embedding.layout.plan import Plan, make_plan
 from tpu_embedding.layout.stacking import (
     Layout,

@@ -19,7 +19,7 @@ from test_preprocessing import FEATURE, TABLE, one_table, ragged
 
 from tpu_embedding import preprocessing
 from tpu_embedding.inputs import to_id_batch
-from tpu_embedding.layout.partitioning import Partitioning
+from tpu_embedding.layout.csr import Partitioning
 from tpu_embedding.ops import library
 from tpu_embedding.testing import library as software_tpu
 

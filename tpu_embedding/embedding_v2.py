@@ -14,10 +14,11 @@ from tpu_embedding.config import DistributedOptions
 from tpu_embedding.embedding_base import EmbeddingBase, do_not_convert
 from tpu_embedding.engines import Call, EmbeddingOptions, Prepared
 from tpu_embedding.inputs import IdBatch
-from tpu_embedding.layout.csr import PartitionedCsrFormatTensor, PreprocessedFeatures
-from tpu_embedding.layout.partitioning import (
+from tpu_embedding.layout.csr import (
     DEFAULT_MAX_IDS_PER_TABLE,
     DEFAULT_MAX_UNIQUE_IDS_PER_TABLE,
+    PartitionedCsrFormatTensor,
+    PreprocessedFeatures,
 )
 from tpu_embedding.layout.stacking import Layout
 from tpu_embedding.lookup.features import watched

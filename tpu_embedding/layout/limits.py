@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from tpu_embedding.layout.partitioning import Partitioning, custom_limit
+from tpu_embedding.layout.csr import Partitioning, custom_limit
 from tpu_embedding.layout.plan import Plan, TableSpec
 from tpu_embedding.layout.stacking import Layout, Stack
 from tpu_embedding.tpu_generations import (

@@ -21,12 +21,12 @@ from tpu_embedding.config import (
 )
 from tpu_embedding.hashing import rows_of
 from tpu_embedding.layout import limits
-from tpu_embedding.layout.output_shapes import OutputShapes
-from tpu_embedding.layout.partitioning import (
+from tpu_embedding.layout.csr import (
     check_optimizers,
     make_partitioning,
     stacking_options,
 )
+from tpu_embedding.layout.output_shapes import OutputShapes
 from tpu_embedding.layout.plan import (
     FeatureSpec,
     Plan,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tpu_embedding.layout.partitioning import Partitioning, custom_limit
+from tpu_embedding.layout.csr import Partitioning, custom_limit
 from tpu_embedding.layout.plan import Plan
 from tpu_embedding.layout.stacking import Layout
 from tpu_embedding.planning.report import StackLimits, TableStatistics

@@ -17,7 +17,7 @@ from absl import logging
 from tensorflow.python.framework import kernels
 
 from tpu_embedding.inputs import IdBatch
-from tpu_embedding.layout.partitioning import Partitioning
+from tpu_embedding.layout.csr import Partitioning
 from tpu_embedding.ops import library
 from tpu_embedding.preprocessing import library_ops, stock_ops
 from tpu_embedding.preprocessing.library_ops import PartitionedBatch, PartitionOptions

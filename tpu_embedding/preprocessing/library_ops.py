@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tpu_embedding.inputs import IdBatch, op_inputs
-from tpu_embedding.layout.csr import PartitionedCsrFormatTensor
-from tpu_embedding.layout.partitioning import Partitioning
+from tpu_embedding.layout.csr import PartitionedCsrFormatTensor, Partitioning
 from tpu_embedding.ops import library, records
 
 

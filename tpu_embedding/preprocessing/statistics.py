@@ -11,12 +11,12 @@ import tensorflow as tf
 from tpu_embedding import errors
 from tpu_embedding.config import SparseCoreEmbeddingConfig
 from tpu_embedding.inputs import InputKind
-from tpu_embedding.layout.output_shapes import OutputShapes
-from tpu_embedding.layout.partitioning import (
+from tpu_embedding.layout.csr import (
     Partitioning,
     make_partitioning,
     stacking_options,
 )
+from tpu_embedding.layout.output_shapes import OutputShapes
 from tpu_embedding.layout.plan import Plan, make_plan
 from tpu_embedding.layout.stacking import make_layout
 from tpu_embedding.lookup.feature_structure import FeatureStructure, read_features

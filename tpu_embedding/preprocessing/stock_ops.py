@@ -18,13 +18,13 @@ import tensorflow as tf
 
 from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.inputs import IdBatch
-from tpu_embedding.layout.csr import PartitionedCsrFormatTensor
-from tpu_embedding.layout.output_shapes import Declared
-from tpu_embedding.layout.partitioning import (
+from tpu_embedding.layout.csr import (
+    PartitionedCsrFormatTensor,
     PartitionedFeature,
     PartitionedTable,
     Partitioning,
 )
+from tpu_embedding.layout.output_shapes import Declared
 from tpu_embedding.layout.plan import FeatureSpec, TableSpec
 from tpu_embedding.lookup.entries import Selection, select
 from tpu_embedding.lookup.input_rows import FeatureInput

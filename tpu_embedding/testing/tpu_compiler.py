@@ -29,7 +29,7 @@ from tpu_embedding import distribution, tpu_generations, user_code
 from tpu_embedding.engines.sparse_core import engine as sparse_core_engine
 from tpu_embedding.engines.sparse_core import state
 from tpu_embedding.layout import limits
-from tpu_embedding.layout.partitioning import make_partitioning
+from tpu_embedding.layout.csr import make_partitioning
 from tpu_embedding.ops import library
 from tpu_embedding.testing.strategy import create_topology, describe_hardware
 

@@ -29,9 +29,10 @@ from tpu_embedding.engines.sparse_core.state import (
 from tpu_embedding.engines.sparse_core.step_queue import SparseCoreQueue
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout import limits
-from tpu_embedding.layout.csr import BufferSizes, PreprocessedFeatures
-from tpu_embedding.layout.partitioning import (
+from tpu_embedding.layout.csr import (
+    BufferSizes,
     PartitionedTable,
+    PreprocessedFeatures,
     check_optimizers,
     make_partitioning,
     stacking_options,

@@ -16,9 +16,10 @@ from tpu_embedding.layout.csr import (
     BufferSizes,
     CombinedCsrFormatTensor,
     PartitionedCsrFormatTensor,
+    PartitionedTable,
+    Partitioning,
     PreprocessedFeatures,
 )
-from tpu_embedding.layout.partitioning import PartitionedTable, Partitioning
 from tpu_embedding.layout.plan import Plan
 from tpu_embedding.layout.stacking import Layout
 from tpu_embedding.lookup.graph_checks import Check, require, text

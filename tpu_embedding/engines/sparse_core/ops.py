@@ -10,8 +10,12 @@ import tensorflow as tf
 from tpu_embedding.config import QuantizationConfig
 from tpu_embedding.engines.rates import UpdateScalars
 from tpu_embedding.engines.sparse_core.custom import CombinerFunctions, CustomFunctions
-from tpu_embedding.layout.csr import CombinedCsrFormatTensor, PartitionedCsrFormatTensor
-from tpu_embedding.layout.partitioning import PartitionedTable, Partitioning
+from tpu_embedding.layout.csr import (
+    CombinedCsrFormatTensor,
+    PartitionedCsrFormatTensor,
+    PartitionedTable,
+    Partitioning,
+)
 from tpu_embedding.layout.plan import Plan
 from tpu_embedding.optimizers.base import Optimizer
 

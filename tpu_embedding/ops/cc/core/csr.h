@@ -23,7 +23,7 @@
 
 namespace tpu_embedding {
 
-// One feature and its place in the stack; see layout/partitioning.py.
+// One feature and its place in the stack; see layout/csr.py.
 struct CsrFeature {
   FeatureSpec spec;  // its declared shape is complete
   int64_t samples = 0;
