@@ -8,25 +8,25 @@ import json
 import fingerprints
 from new_process import printed_by
 
-from tpu_embedding.engines import fingerprint
+from tpu_embedding.engines.host import processes
 
 # A process that has made more objects than others.
 PRINT = """
 import json, sys
 import fingerprints, tensorflow as tf
-from tpu_embedding.engines import fingerprint
+from tpu_embedding.engines.host import processes
 process = int(sys.argv[1])
 kept = [(object(), tf.keras.layers.Dense(1)) for _ in range(process)]
 found = fingerprints.alike(process)
-print(json.dumps({n: fingerprint.of_initializer(i) for n, i in found.items()}))
+print(json.dumps({n: processes.text_of_initializer(i) for n, i in found.items()}))
 """
 
 
 def test_initializers_that_differ_have_different_texts() -> None:
     zeros, ones = fingerprints.differing(0.0), fingerprints.differing(1.0)
     for name, initializer in zeros.items():
-        text = fingerprint.of_initializer(initializer)
-        assert text != fingerprint.of_initializer(ones[name]), name
+        text = processes.text_of_initializer(initializer)
+        assert text != processes.text_of_initializer(ones[name]), name
         assert len(text) < 300
 
 
@@ -44,7 +44,7 @@ class Initializer:
 def test_each_function_is_read_although_those_before_it_are_gone() -> None:
     def text(*values: float) -> str:
         made = [Initializer(value) for value in values]
-        return fingerprint.of_initializer(functools.partial(len, made))
+        return processes.text_of_initializer(functools.partial(len, made))
 
     assert text(0.0, 1.0, 2.0, 3.0) != text(0.0, 1.0, 2.0, 4.0)
 
