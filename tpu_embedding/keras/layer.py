@@ -22,13 +22,13 @@ from tpu_embedding.config import (
 from tpu_embedding.errors import argument_type, check_flag
 from tpu_embedding.keras import gradient_hook, serialization, symbols
 from tpu_embedding.keras.conversion import Features, convert_features, convert_serving
-from tpu_embedding.keras.keras_api import keras_api
-from tpu_embedding.keras.layer_tables import EngineTrainedTables, KerasTrainedTables
-from tpu_embedding.keras.loss_scale import (
+from tpu_embedding.keras.gradient_hook import (
     check_loss_scale,
     encode_loss_scale,
     loss_scale_missing,
 )
+from tpu_embedding.keras.keras_api import keras_api
+from tpu_embedding.keras.layer_tables import EngineTrainedTables, KerasTrainedTables
 from tpu_embedding.keras.serialization import ServingFeatures
 from tpu_embedding.layout.output_shapes import Shape
 from tpu_embedding.layout.plan import refuse_growing

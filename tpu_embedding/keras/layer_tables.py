@@ -19,8 +19,8 @@ from tpu_embedding.embedding_base import per_replica
 from tpu_embedding.engines import EmbeddingOptions, Prepared
 from tpu_embedding.keras import gradient_hook
 from tpu_embedding.keras.conversion import Features
+from tpu_embedding.keras.gradient_hook import check_scale_is_known, unscaled
 from tpu_embedding.keras.keras_api import keras_api
-from tpu_embedding.keras.loss_scale import check_scale_is_known, unscaled
 from tpu_embedding.keras.symbols import PLACEHOLDER
 from tpu_embedding.layout.output_shapes import Shape, from_input
 from tpu_embedding.layout.plan import Plan, require_dtypes
