@@ -23,7 +23,7 @@ from steps import train_on
 
 import tpu_embedding as te
 from tpu_embedding import keras as te_keras
-from tpu_embedding.keras.rows import fused
+from tpu_embedding.keras.rows import rules
 from tpu_embedding.keras.rows import waiting as waiting_module
 from tpu_embedding.keras.rows.waiting import make_plain
 from tpu_embedding.optimizers import idle as idle_module
@@ -59,7 +59,7 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param != "kernels":
         monkeypatch.setattr(waiting_module, "kernels_for", lambda variables: None)
-        monkeypatch.setattr(fused, "kernels_for", lambda variables: None)
+        monkeypatch.setattr(rules, "kernels_for", lambda variables: None)
     return request.param
 
 

@@ -16,7 +16,7 @@ import tensorflow as tf
 from keras_layer.version import keras
 
 from tpu_embedding.keras import RowSparseOptimizer
-from tpu_embedding.keras.rows import fused
+from tpu_embedding.keras.rows import rules
 from tpu_embedding.ops import library
 
 # The SGD of tf_keras keeps momenta that it does not use, so its rule has a slot more.
@@ -61,13 +61,13 @@ class Calls:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.tables: list[int] = []
-        update = fused.update
+        update = rules.update_rows
 
         def counted(rule: Any, tables: Sequence[Any], *others: Any) -> None:
             self.tables.append(len(tables))
             update(rule, tables, *others)
 
-        monkeypatch.setattr(fused, "update", counted)
+        monkeypatch.setattr(rules, "update_rows", counted)
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def train(
 
 def without_the_op(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> Any:
     with monkeypatch.context() as patch:
-        patch.setattr(fused, "kernels_for", lambda variables: None)
+        patch.setattr(rules, "kernels_for", lambda variables: None)
         return run()
 
 

@@ -18,7 +18,7 @@ from keras_layer.version import keras
 from reference.keras_rules import Trained
 
 from tpu_embedding.keras import RowSparseOptimizer
-from tpu_embedding.keras.rows import fused as fused_rows
+from tpu_embedding.keras.rows import rules
 
 V, D, STEPS = 7, 3, 8
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
@@ -85,7 +85,7 @@ def test_touched_rows_have_the_numbers_of_the_rule(
     name: str, fused: bool, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ):
     if not fused:
-        monkeypatch.setattr(fused_rows, "kernels_for", lambda variables: None)
+        monkeypatch.setattr(rules, "kernels_for", lambda variables: None)
     table, slices = variable(rng, V, D), gradients(rng)
     expected = Trained(table.numpy(), OPTIMIZERS[name]())
     rate = float(OPTIMIZERS[name]().get_config()["learning_rate"])

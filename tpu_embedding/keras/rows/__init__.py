@@ -3,8 +3,8 @@
 A step of `te.keras.RowSparseOptimizer` updates each variable in one of three ways. The
 optimizer shows them in `updates_rows_by`:
 
-- "op": one op of the library updates the rows of all tables (`fused.py`), by a rule
-  that the kernels have (`rules.py`): SGD without momentum, Adagrad, Adam, AdamW, Ftrl.
+- "op": one op of the library updates the rows of all tables (`rules.py`), by a rule
+  that the kernels have: SGD without momentum, Adagrad, Adam, AdamW, Ftrl.
 - "rows": TensorFlow's ops read the rows of the gradient, `update_step` of the Keras
   class computes on them, and they are written back (`optimizer.py`): every other
   optimizer, and all of them in XLA, under a strategy and without the library.

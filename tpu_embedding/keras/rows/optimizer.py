@@ -1,6 +1,6 @@
 """Keras optimizers that update only the rows that a batch names, each of them once.
 
-If the library has the rule of the optimizer, one op of `fused` updates all tables of
+If the library has the rule of the optimizer, `rules.update_rows` updates all tables of
 a step. Otherwise the `update_step` of the Keras class runs, with `TouchedRows`, the
 rows of the batch, in place of the variable and its slots.
 """
@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tpu_embedding.errors import type_name
 from tpu_embedding.keras.keras_api import keras_api, of_other_keras
-from tpu_embedding.keras.rows import fused
+from tpu_embedding.keras.rows import rules
 from tpu_embedding.keras.rows.counting import counted
 from tpu_embedding.keras.rows.rules import RULES, idle_of, rule_of, step_of
 from tpu_embedding.keras.rows.waiting import (
@@ -329,13 +329,13 @@ class UpdatesRows:
         if rule is None:
             return pairs
         named = collections.Counter(self._var_key(variable) for _, variable in pairs)
-        tables: dict[int, fused.Rows] = {}
+        tables: dict[int, rules.Rows] = {}
         for n in sparse:
             gradient, variable = pairs[n]
             slots = self._slots(keras_api.index_of(self, variable)).values()
             table, *slots = (keras_api.value_of(v) for v in (variable, *slots))
             waiting = waiting_of(table)
-            rows = fused.Rows(gradient, table, slots, waiting)
+            rows = rules.Rows(gradient, table, slots, waiting)
             once = named[self._var_key(variable)] == 1
             decays = waiting is None and self._decays(table)  # The op decays no table.
             if (
@@ -349,7 +349,7 @@ class UpdatesRows:
             some = [rows for rows in tables.values() if bool(rows.waiting) is waits]
             steps = [self._step(rows.waiting, rate) for rows in some if waits]
             if some:
-                fused.update(rule, some, self.iterations, steps)
+                rules.update_rows(rule, some, self.iterations, steps)
         for n, rows in tables.items():
             gradient = rows.gradient
             applied = _Applied(gradient.values, gradient.indices, gradient.dense_shape)
