@@ -23,7 +23,7 @@ from sparse_core.twins import run
 import tpu_embedding as te
 from tpu_embedding import checkpoint
 from tpu_embedding import keras as keras_layer
-from tpu_embedding.engines.sparse_core.custom import functions_of
+from tpu_embedding.engines.sparse_core.ops import functions_of
 from tpu_embedding.layout.plan import make_plan
 
 EPSILON = float(np.finfo(np.float32).eps)

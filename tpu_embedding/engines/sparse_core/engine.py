@@ -18,7 +18,8 @@ from tpu_embedding.engines.base import Engine, TracedTicket
 from tpu_embedding.engines.calls import Call, EngineOptions, Prepared
 from tpu_embedding.engines.rates import Rates
 from tpu_embedding.engines.sparse_core import host_to_device, ops
-from tpu_embedding.engines.sparse_core.custom import CustomFunctions, functions_of
+from tpu_embedding.engines.sparse_core.host_to_device import SparseCoreQueue
+from tpu_embedding.engines.sparse_core.ops import CustomFunctions, functions_of
 from tpu_embedding.engines.sparse_core.state import (
     StackState,
     create_counter,
@@ -26,7 +27,6 @@ from tpu_embedding.engines.sparse_core.state import (
     create_state,
     fill_tables,
 )
-from tpu_embedding.engines.sparse_core.step_queue import SparseCoreQueue
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout import limits
 from tpu_embedding.layout.csr import (
