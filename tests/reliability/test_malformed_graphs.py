@@ -107,7 +107,7 @@ def edits(graph: Any) -> Iterator[Edit]:
 
 
 def edits_of_record(node: str, name: str, value: Any) -> Iterator[Edit]:
-    """The fields of a serialized record (ops/records.py), one changed at a time."""
+    """The fields of a serialized record (ops/library.py), one changed at a time."""
     record = NameAttrList.FromString(value.s)
 
     def changed(field: str, content: Any) -> Any:

@@ -17,7 +17,7 @@ import tensorflow as tf
 from absl import logging
 
 from tpu_embedding.distribution import ProcessTopology, Topology
-from tpu_embedding.ops import library, records
+from tpu_embedding.ops import library
 
 # A key for TensorFlow's collectives; MultiWorkerMirroredStrategy counts from 1.
 _GROUP_KEY = 20_611
@@ -76,7 +76,7 @@ class Channel:
         self._ops = library.load()
         with tf.init_scope(), tf.device(self._device):
             self._handle = self._ops.tpu_embedding_channel(
-                record=records.serialize(
+                record=library.serialize(
                     key=key,
                     rank=self.rank,
                     group_key=_GROUP_KEY,

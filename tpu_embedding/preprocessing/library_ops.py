@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tpu_embedding.inputs import IdBatch, op_inputs
 from tpu_embedding.layout.csr import PartitionedCsrFormatTensor, Partitioning
-from tpu_embedding.ops import library, records
+from tpu_embedding.ops import library
 
 
 class PartitionedBatch(NamedTuple):
@@ -75,7 +75,7 @@ def partition(
         num_tables=len(partitioning.tables),
         num_positions=sum(table.positions for table in partitioning.tables),
         plan=_plan(partitioning, options.padded, options.check_numerics),
-        call=records.serialize(
+        call=library.serialize(
             training=False,
             kinds=[b.kind.value for b in batches],
             has_weights=[b.weights is not None for b in batches],
@@ -123,7 +123,7 @@ def _read(result: Any, partitioning: Partitioning) -> PartitionedBatch:
 @functools.lru_cache(maxsize=64)
 def _plan(partitioning: Partitioning, padded: bool, check_numerics: bool) -> bytes:
     """Returns the stacked tables as cc/kernels/partition.cc reads them."""
-    return records.serialize(
+    return library.serialize(
         padded=padded,
         check_numerics=check_numerics,
         num_sparse_cores=partitioning.sparse_cores_per_device,
@@ -133,7 +133,7 @@ def _plan(partitioning: Partitioning, padded: bool, check_numerics: bool) -> byt
         max_minibatches=partitioning.max_minibatches,
         minibatching=partitioning.minibatching,
         features=[
-            records.record(
+            library.record(
                 path=feature.path,
                 table_name=feature.table,
                 rows=feature.vocabulary_size,
@@ -149,7 +149,7 @@ def _plan(partitioning: Partitioning, padded: bool, check_numerics: bool) -> byt
             for feature in partitioning.features
         ],
         tables=[
-            records.record(
+            library.record(
                 name=table.name,
                 rows=table.rows,
                 samples=table.samples,

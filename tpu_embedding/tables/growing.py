@@ -14,7 +14,7 @@ from tpu_embedding.config import TableConfig
 from tpu_embedding.hashing import mixed_bits, shifted
 from tpu_embedding.initializers import constant_of, named_initializer, stock_class
 from tpu_embedding.layout.plan import TableSpec
-from tpu_embedding.ops import library, records
+from tpu_embedding.ops import library
 from tpu_embedding.tables.codes import first_coded, joined_values
 from tpu_embedding.tables.rows import PARAMETERS, SCALE_OFFSET
 
@@ -192,7 +192,7 @@ def vocabulary_records(spec: TableSpec) -> list[Any]:
         return []
     kind, first, second = first_values(spec)
     return [
-        records.record(
+        library.record(
             min_rows=vocabulary.least_rows,
             min_count=vocabulary.min_count,
             max_candidates=vocabulary.max_candidates or vocabulary.max_rows,

@@ -16,7 +16,7 @@ from tpu_embedding.layout.csr import PreprocessedFeatures
 from tpu_embedding.layout.placement import ALL_PROCESSES, Placement
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.layout.stacking import Layout
-from tpu_embedding.ops import library, records
+from tpu_embedding.ops import library
 from tpu_embedding.tables.growing import vocabulary_records
 
 
@@ -51,7 +51,7 @@ class HostBatches:
         call = self._call_records.get(key)
         if call is None:
             shapes: list[Any] = [d.shape if d else None for d in declared]
-            call = self._call_records[key] = records.serialize(
+            call = self._call_records[key] = library.serialize(
                 training=training,
                 kinds=[b.kind.value for b in batch],
                 has_weights=[b.weights is not None for b in batch],
@@ -132,7 +132,7 @@ def plan_record(
 ) -> bytes:
     """Serializes the plan for cc/kernels/plan.h; if `served`, servers own tables."""
     plan, layout = options.plan, options.layout
-    return records.serialize(
+    return library.serialize(
         check_numerics=options.check_numerics,
         num_replicas=options.topology.num_replicas,
         capacity=QUEUE_CAPACITY,
@@ -146,7 +146,7 @@ def plan_record(
         bfloat16_wire=options.distributed.wire_dtype == "bfloat16",
         tables=[_table_record(spec, waiting_records(spec)) for spec in plan.tables],
         features=[
-            records.record(
+            library.record(
                 path=spec.path,
                 table=spec.table,
                 table_name=plan.tables[spec.table].name,
@@ -176,7 +176,7 @@ def _table_record(spec: TableSpec, waiting: Mapping[str, Any]) -> Any:
     config, optimizer = spec.config, spec.optimizer
     quantization = config.quantization_config
     size = functools.partial(
-        records.record,
+        library.record,
         name=spec.name,
         rows=config.max_rows,
         dim=config.dim,

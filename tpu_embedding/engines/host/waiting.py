@@ -18,7 +18,7 @@ from tensorflow.python.eager import record
 from tensorflow.python.ops import resource_variable_ops
 
 from tpu_embedding.layout.plan import TableSpec
-from tpu_embedding.ops.records import idle_record
+from tpu_embedding.ops.library import idle_record
 from tpu_embedding.optimizers.idle import Idle, history_length
 from tpu_embedding.tables.waiting import EngineVariable, instead, make_waiting
 

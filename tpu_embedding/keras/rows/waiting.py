@@ -25,8 +25,8 @@ from tensorflow.python.ops import control_flow_util, resource_variable_ops
 
 from tpu_embedding import distribution
 from tpu_embedding.keras.keras_api import keras_api
-from tpu_embedding.ops import library, records
-from tpu_embedding.ops.records import idle_record
+from tpu_embedding.ops import library
+from tpu_embedding.ops.library import idle_record
 from tpu_embedding.optimizers.idle import Idle, history_length
 from tpu_embedding.tables.waiting import (
     TableVariable,
@@ -402,7 +402,7 @@ class Waiting:
 
 def serialized(tables: Sequence[Waiting], with_weights: bool = True) -> bytes:
     """Returns what the ops of the library take as `idle`."""
-    return records.serialize(rules=[each.record(with_weights) for each in tables])
+    return library.serialize(rules=[each.record(with_weights) for each in tables])
 
 
 @tf.RegisterGradient("TpuEmbeddingCaughtUpRows")

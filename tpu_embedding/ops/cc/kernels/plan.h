@@ -25,7 +25,7 @@ namespace tpu_embedding {
 
 struct IdleRule;  // See core/idle.h.
 
-// Named fields, serialized by ops/records.py. A field that is missing or of
+// Named fields, serialized by ops/library.py. A field that is missing or of
 // another type is an error.
 class Record {
  public:

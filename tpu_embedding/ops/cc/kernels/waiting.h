@@ -21,11 +21,11 @@ namespace tpu_embedding {
 
 class Record;  // See kernels/plan.h.
 
-// Reads a rule, a record of ops/records.py.
+// Reads a rule, a record of ops/library.py.
 absl::Status ReadIdleRule(const Record& record, IdleRule* rule);
 
 // Reads the rules in the string attribute `idle`, a list of records of
-// ops/records.py, one for each table.
+// ops/library.py, one for each table.
 absl::Status ReadIdleRules(tensorflow::OpKernelConstruction* context,
                            std::vector<IdleRule>* rules);
 
