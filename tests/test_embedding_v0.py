@@ -14,7 +14,7 @@ from described_tpu import Described
 from replica_values import mirrored
 
 import tpu_embedding as te
-from tpu_embedding.lookup.combine import Padded, combine_padded
+from tpu_embedding.lookup.features import Padded, combine_padded
 from tpu_embedding.tables.readers import VariableReader
 from tpu_embedding.testing import SoftwareTPUStrategy
 

@@ -26,8 +26,8 @@ from tpu_embedding.layout.csr import PartitionedCsrFormatTensor
 from tpu_embedding.layout.output_shapes import Shape
 from tpu_embedding.layout.plan import UPDATES, Plan, TableSpec
 from tpu_embedding.layout.stacking import Layout, Stack
-from tpu_embedding.lookup.combine import look_up, reader_of, sum_segments
 from tpu_embedding.lookup.entries import Entries, select
+from tpu_embedding.lookup.features import look_up, reader_of, sum_segments
 from tpu_embedding.lookup.graph_checks import Check, refuse, require, text
 from tpu_embedding.lookup.input_rows import FeatureInput, finite_gradient
 from tpu_embedding.optimizers.base import ArrayOps, apply_rule
