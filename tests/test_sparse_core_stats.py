@@ -10,11 +10,12 @@ import pytest
 import tensorflow as tf
 
 import tpu_embedding as te
+from tpu_embedding import preprocessing
 from tpu_embedding.inputs import to_id_batch
 from tpu_embedding.layout.output_shapes import OutputShapes
 from tpu_embedding.layout.plan import Plan, make_plan
 from tpu_embedding.layout.stacking import StackingOptions, make_layout
-from tpu_embedding.preprocessing import HOST_OPS_VARIABLE, partition, statistics
+from tpu_embedding.preprocessing import HOST_OPS_VARIABLE, partition
 from tpu_embedding.testing import library as software_tpu
 from tpu_embedding.tf_configs import convert_features, convert_optimizer
 
@@ -160,9 +161,9 @@ def test_the_limits_are_enough_and_no_more(batch: Any):
     needs = te.TPUEmbeddingV2.compute_sparse_core_requirements(
         batch, configuration, CHIPS, CORES, te.SGD()
     )
-    whole = statistics._unlimited(
+    whole = preprocessing._unlimited(
         plan_of(configuration),
-        statistics.Hardware(CHIPS, CORES),
+        preprocessing.Hardware(CHIPS, CORES),
         te.SparseCoreEmbeddingConfig(),
     )
     batches = [to_id_batch(name, batch[name], None) for name in sorted(FEATURES)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding import errors
+from tpu_embedding import errors, preprocessing
 from tpu_embedding.checkpoint import sparse_core_format
 from tpu_embedding.config import DistributedOptions
 from tpu_embedding.embedding_base import EmbeddingBase, do_not_convert
@@ -23,7 +23,6 @@ from tpu_embedding.layout.csr import (
 from tpu_embedding.layout.stacking import Layout
 from tpu_embedding.lookup.features import watched
 from tpu_embedding.packing import flatten_batch
-from tpu_embedding.preprocessing import statistics
 from tpu_embedding.tf_configs import convert_sparse_core
 
 
@@ -376,7 +375,7 @@ class TPUEmbeddingV2(EmbeddingBase):
         num_sc_per_chip: int = 4,
         optimizer: Any = None,
         sparse_core_embedding_config: Any = None,
-    ) -> statistics.SparseCoreRequirements:
+    ) -> preprocessing.SparseCoreRequirements:
         """Computes what compute_sparse_core_stats does, and the size of the id buffer.
 
         >>> import tpu_embedding as te
@@ -388,10 +387,10 @@ class TPUEmbeddingV2(EmbeddingBase):
         >>> int(needs.max_ids["films"]), int(needs.required_ids["films"])
         (2, 32)
         """
-        return statistics.requirements(
+        return preprocessing.requirements(
             features,
             feature_config,
-            statistics.Hardware(num_tpu_chips, num_sc_per_chip),
+            preprocessing.Hardware(num_tpu_chips, num_sc_per_chip),
             optimizer,
             convert_sparse_core(sparse_core_embedding_config),
         )
