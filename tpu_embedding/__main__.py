@@ -45,7 +45,7 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
         "inspect", help="list tables and slots with shapes, dtypes and norms"
     )
     inspect.add_argument("path", help=_CHECKPOINT_HELP)
-    _runs(inspect, "checkpoint", "inspect")
+    _runs(inspect, "files", "inspect")
     convert = commands.add_parser(
         "convert", help="write a checkpoint in another format"
     )
@@ -79,7 +79,7 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
         help="name of the object that holds the tables in the new checkpoint (default: "
         "embedding)",
     )
-    _runs(convert, "checkpoint", "convert")
+    _runs(convert, "files", "convert")
     for command in (inspect, convert):
         command.add_argument("--root", metavar="OBJECT", help=_ROOT_HELP)
         command.add_argument("--json", action="store_true", help="print JSON")
@@ -91,12 +91,12 @@ def _add_delta(parser: argparse.ArgumentParser) -> None:
         "inspect", help="check a delta and print what it contains"
     )
     inspect.add_argument("path", help="file of a delta")
-    _runs(inspect, "exports", "inspect_delta")
+    _runs(inspect, "files", "inspect_delta")
     apply = commands.add_parser("apply", help="write an export with deltas applied")
     apply.add_argument("path", help="folder of an export with `deltas=True`")
     apply.add_argument("deltas", nargs="+", help="files of deltas, the oldest first")
     apply.add_argument("--to", required=True, help="folder of the new export")
-    _runs(apply, "exports", "apply_deltas")
+    _runs(apply, "files", "apply_deltas")
 
 
 def _add_place(parser: argparse.ArgumentParser) -> None:
@@ -106,7 +106,7 @@ def _add_place(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="skip the checksums, for which all files are read",
     )
-    _runs(parser, "exports", "run_place")
+    _runs(parser, "files", "run_place")
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:

@@ -20,7 +20,7 @@ import tpu_embedding as te
 from tpu_embedding import checkpoint
 from tpu_embedding.__main__ import main
 from tpu_embedding.checkpoint import numpy_format
-from tpu_embedding.commands.checkpoint import TextProgress
+from tpu_embedding.commands.files import TextProgress
 
 
 @pytest.fixture

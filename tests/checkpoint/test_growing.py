@@ -16,7 +16,7 @@ import tpu_embedding as te
 from tpu_embedding import checkpoint
 from tpu_embedding.__main__ import main
 from tpu_embedding.checkpoint.statistics import table_reports
-from tpu_embedding.commands.checkpoint import TextProgress
+from tpu_embedding.commands.files import TextProgress
 from tpu_embedding.tables.codes import joined_values
 from tpu_embedding.tables.growing import first_rows, first_values_read
 from tpu_embedding.vocabulary import COUNTS

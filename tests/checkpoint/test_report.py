@@ -16,7 +16,7 @@ import tpu_embedding as te
 from tpu_embedding import checkpoint
 from tpu_embedding.__main__ import main
 from tpu_embedding.checkpoint import statistics
-from tpu_embedding.commands.checkpoint import TextProgress
+from tpu_embedding.commands.files import TextProgress
 from tpu_embedding.tables import rows as table_rows
 from tpu_embedding.testing import SoftwareTPUStrategy
 

@@ -16,7 +16,7 @@ from multi_process.training import Case
 
 import tpu_embedding as te
 from tpu_embedding.checkpoint.statistics import table_reports
-from tpu_embedding.commands.checkpoint import TextProgress
+from tpu_embedding.commands.files import TextProgress
 from tpu_embedding.vocabulary import PARTS_OF_CANDIDATES
 
 # One forgets, one has a static table beside it, one admits.

@@ -31,7 +31,7 @@ from parameter_servers.cluster import (
 
 import tpu_embedding as te
 from tpu_embedding.checkpoint.statistics import table_reports
-from tpu_embedding.commands.checkpoint import TextProgress
+from tpu_embedding.commands.files import TextProgress
 
 pytestmark = pytest.mark.second_tier
 

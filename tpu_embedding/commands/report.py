@@ -16,7 +16,7 @@ import tensorflow as tf
 from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint
 from tpu_embedding.checkpoint.saving import read
 from tpu_embedding.checkpoint.statistics import TableReport, table_reports
-from tpu_embedding.commands.checkpoint import TextProgress, printable
+from tpu_embedding.commands.files import TextProgress, printable
 from tpu_embedding.errors import check_path
 from tpu_embedding.tables.rows import PARAMETERS
 from tpu_embedding.text import size_text
