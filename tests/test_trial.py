@@ -10,7 +10,7 @@ import new_process
 import pytest
 
 from tpu_embedding.__main__ import main
-from tpu_embedding.commands import trial
+from tpu_embedding.commands import programs
 
 SCRIPT = """
 import sys
@@ -80,10 +80,10 @@ def test_try_compares(script: str):
 
 
 def test_the_table_says_what_was_found():
-    plain = trial.Run([0.2, 0.4, 0.2], [0.3] * 3, [1.0, 2.0, 3.0, 4.0], 9, 2**21)
-    rows = trial.Run([0.1] * 3, [0.1] * 3, [1.0, 2.0, 3.5, 4.0], 8, 2**20)
+    plain = programs.Run([0.2, 0.4, 0.2], [0.3] * 3, [1.0, 2.0, 3.0, 4.0], 9, 2**21)
+    rows = programs.Run([0.1] * 3, [0.1] * 3, [1.0, 2.0, 3.5, 4.0], 8, 2**20)
     rows.notes = [("optimizer adam", ""), ("layer x", "why")]
-    text = trial.compare(plain, rows)
+    text = programs.compare(plain, rows)
     assert "200.0 ms      100.0 ms    50.0%" in text
     assert "9.0 s         8.0 s" in text
     assert "2 MiB         1 MiB" in text
@@ -91,32 +91,32 @@ def test_the_table_says_what_was_found():
     assert "The last loss is lower by rows.\nWhere ids repeat in a batch" in text
     assert text.endswith("by rows: optimizer adam\nleft as it is: layer x: why")
     rows.notes = [("layer x (30 x 4)", ""), ("layer y (10 x 4)", "")]
-    text = trial.compare(plain, rows)
+    text = programs.compare(plain, rows)
     assert "(30 x 4): about 150.0 ms of CPU saved in a step\n" in text
     assert text.endswith("(10 x 4): about 50.0 ms of CPU saved in a step")
     rows.cpu, rows.notes = [0.4] * 3, [*rows.notes[:1], ("layer z (9 x 9)", "why")]
-    text = trial.compare(plain, rows)
+    text = programs.compare(plain, rows)
     assert "(30 x 4): about 100.0 ms of CPU lost, so it does not pay in a step" in text
-    assert "does not call `fit`" in trial.compare(trial.Run(), rows)
-    assert "Nothing was replaced" in trial.compare(plain, trial.Run())
+    assert "does not call `fit`" in programs.compare(programs.Run(), rows)
+    assert "Nothing was replaced" in programs.compare(plain, programs.Run())
 
 
 def test_a_terminal_shows_the_steps(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    trial._draw("rows", 5, 5)
+    programs._draw("rows", 5, 5)
     bar = "by rows   [##############################] step 5 of 5"
     assert bar in capsys.readouterr().err
 
 
 def test_losses_are_compared_in_their_direction():
-    plain, rows = (trial.Run([0.1], [0.1], [1.0, last]) for last in (2.0, 2.1))
-    text = trial.compare(plain, rows)
+    plain, rows = (programs.Run([0.1], [0.1], [1.0, last]) for last in (2.0, 2.1))
+    text = programs.compare(plain, rows)
     assert "The last loss is higher by rows." in text
     assert "Where ids repeat" not in text  # Nothing was replaced.
     rows.losses[1] = 2.00001
-    assert "The last loss" not in trial.compare(plain, rows)
+    assert "The last loss" not in programs.compare(plain, rows)
 
 
 @pytest.mark.third_tier

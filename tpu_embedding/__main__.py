@@ -151,7 +151,7 @@ def _add_try(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("script", help="Python program that calls `fit` of Keras")
     parser.add_argument("arguments", **_ARGUMENTS)
-    _runs(parser, "trial", "run")
+    _runs(parser, "programs", "run_try")
 
 
 def _add_launch(parser: argparse.ArgumentParser) -> None:
