@@ -14,7 +14,6 @@ from absl import logging
 
 from tpu_embedding import errors
 from tpu_embedding.compat.estimator import export, sessions
-from tpu_embedding.compat.estimator import graph as graph_module
 from tpu_embedding.compat.estimator.arguments import (
     InputPipelineConfig,
     ModeKeys,
@@ -24,8 +23,7 @@ from tpu_embedding.compat.estimator.arguments import (
     not_supported,
     warm_start_settings,
 )
-from tpu_embedding.compat.estimator.graph import Mode
-from tpu_embedding.compat.estimator.sessions import latest_checkpoint
+from tpu_embedding.compat.estimator.sessions import Mode, latest_checkpoint
 from tpu_embedding.compat.interop import columns
 from tpu_embedding.compat.interop.embedding_config_spec import EmbeddingConfigSpec
 
@@ -238,8 +236,8 @@ class TPUEstimator:
             hooks.append(stop)
         with self._new_graph():
             mode = self._mode(ModeKeys.TRAIN, on_tpu=self._use_tpu)
-            features, labels = graph_module.call_input_fn(input_fn, mode)
-            graph = graph_module.build(self._model_fn, mode, features, labels)
+            features, labels = sessions.call_input_fn(input_fn, mode)
+            graph = sessions.build(self._model_fn, mode, features, labels)
             spec = self._embedding_spec
             if graph.tables and spec and spec.profile_data_directory:
                 hooks.append(sessions.ProfileHook(spec, graph.tables.ids))
@@ -275,8 +273,8 @@ class TPUEstimator:
         checkpoint = checkpoint_path or self.latest_checkpoint()
         with self._new_graph():
             mode = self._mode(ModeKeys.EVAL, on_tpu=self._eval_on_tpu)
-            features, labels = graph_module.call_input_fn(input_fn, mode)
-            graph = graph_module.build(self._model_fn, mode, features, labels)
+            features, labels = sessions.call_input_fn(input_fn, mode)
+            graph = sessions.build(self._model_fn, mode, features, labels)
             metrics = sessions.evaluate(graph, checkpoint, self._config, hooks, steps)
         sessions.write_metrics(self.eval_dir(name), metrics)
         return metrics
@@ -305,8 +303,8 @@ class TPUEstimator:
         checkpoint = checkpoint_path or self.latest_checkpoint()
         with self._new_graph():
             mode = self._mode(ModeKeys.PREDICT, on_tpu=self._use_tpu)
-            features, _ = graph_module.call_input_fn(input_fn, mode)
-            graph = graph_module.build(self._model_fn, mode, features, None)
+            features, _ = sessions.call_input_fn(input_fn, mode)
+            graph = sessions.build(self._model_fn, mode, features, None)
             predictions = sessions.chosen(graph.spec.predictions, predict_keys)
             session = sessions.prediction_session(
                 graph, checkpoint, self._config, hooks
@@ -345,7 +343,7 @@ class TPUEstimator:
         with self._new_graph():
             mode = self._mode(ModeKeys.PREDICT, on_tpu=False)
             receiver = export.receive(serving_input_receiver_fn)
-            graph = graph_module.build(self._model_fn, mode, receiver.features, None)
+            graph = sessions.build(self._model_fn, mode, receiver.features, None)
             signatures = export.signatures(receiver, graph.spec)
             options = (self._config.session_config, as_text)
             export.write(folder, graph, checkpoint, signatures, options)
@@ -373,7 +371,7 @@ class TPUEstimator:
                 "With use_tpu=False the model's own optimizer trains the embedding "
                 "tables. These options of the EmbeddingConfigSpec have no effect: %s.",
                 1,
-                ", ".join(graph_module.ignored_options(spec)),
+                ", ".join(sessions.ignored_options(spec)),
             )
         return Mode(key, on_tpu, params, self._config, spec)
 
