@@ -19,9 +19,14 @@ from tpu_embedding.checkpoint.stored import EngineTables
 from tpu_embedding.config import DistributedOptions
 from tpu_embedding.distribution import Topology
 from tpu_embedding.engines.base import Engine, TableStore
-from tpu_embedding.engines.calls import Call, EmbeddingOptions, EngineOptions, Prepared
+from tpu_embedding.engines.calls import (
+    Call,
+    Counts,
+    EmbeddingOptions,
+    EngineOptions,
+    Prepared,
+)
 from tpu_embedding.engines.process_group import calling
-from tpu_embedding.engines.telemetry import Counts
 from tpu_embedding.inputs import IdBatch, InputKind
 from tpu_embedding.layout.output_shapes import InputShapes, OutputShapes
 from tpu_embedding.layout.partition import TableLayout

@@ -29,7 +29,7 @@ from absl import logging
 from tpu_embedding import errors
 from tpu_embedding.checkpoint.stored import tables_of_weights
 from tpu_embedding.cluster_config import STATUS_VARIABLE, replace_file
-from tpu_embedding.engines.telemetry import Counts, TableCounts
+from tpu_embedding.engines.calls import Counts, TableCounts
 
 ALL_TABLES = "*"  # The key of figures that belong to no single table.
 _RATES = (

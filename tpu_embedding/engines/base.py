@@ -9,9 +9,8 @@ from typing import Any, ClassVar
 import tensorflow as tf
 
 from tpu_embedding.distribution import Topology
-from tpu_embedding.engines.calls import Call, EngineOptions, Prepared, StepQueue
+from tpu_embedding.engines.calls import Call, Counts, EngineOptions, Prepared, StepQueue
 from tpu_embedding.engines.process_group import Channel
-from tpu_embedding.engines.telemetry import Counts
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.csr import (
     CombinedCsrFormatTensor,

@@ -10,13 +10,19 @@ import tensorflow as tf
 
 from tpu_embedding.config import DTYPES
 from tpu_embedding.engines.base import Engine
-from tpu_embedding.engines.calls import Call, EngineOptions, Prepared, StepQueue
+from tpu_embedding.engines.calls import (
+    Call,
+    Counts,
+    EngineOptions,
+    Prepared,
+    StepQueue,
+    joined,
+)
 from tpu_embedding.engines.cpu_base import refuse_tpu_options
 from tpu_embedding.engines.host.batches import HostBatches, plan_record
 from tpu_embedding.engines.host.part import TablePart
 from tpu_embedding.engines.host.waiting import waiting_bytes
 from tpu_embedding.engines.process_group import Channel
-from tpu_embedding.engines.telemetry import Counts, joined
 from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.csr import PreprocessedFeatures
 from tpu_embedding.layout.placement import Placement

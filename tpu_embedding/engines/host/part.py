@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tpu_embedding.engines.calls import Call, EngineOptions
+from tpu_embedding.engines.calls import Call, Counts, EngineOptions, TableCounts
 from tpu_embedding.engines.host.waiting import PartWaits, idle_of
 from tpu_embedding.engines.rates import Rates
-from tpu_embedding.engines.telemetry import Counts, TableCounts
 from tpu_embedding.layout.placement import Placement
 from tpu_embedding.ops import library
 from tpu_embedding.tables.table import Marks

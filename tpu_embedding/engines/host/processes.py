@@ -17,12 +17,11 @@ import numpy as np
 import tensorflow as tf
 
 from tpu_embedding.distribution import ProcessTopology
-from tpu_embedding.engines.calls import EngineOptions
+from tpu_embedding.engines.calls import Counts, EngineOptions
 from tpu_embedding.engines.host.batches import plan_record
 from tpu_embedding.engines.host.engine import CollectiveCall, HostEngine, Messages
 from tpu_embedding.engines.host.part import TablePart
 from tpu_embedding.engines.process_group import Channel, calling, connect
-from tpu_embedding.engines.telemetry import Counts
 from tpu_embedding.layout.balancing import place_tables, rows_of_plan
 from tpu_embedding.layout.placement import Placement
 from tpu_embedding.ops import library

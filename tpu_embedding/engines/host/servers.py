@@ -21,6 +21,7 @@ from tpu_embedding.engines import batch_ring
 from tpu_embedding.engines.calls import (
     QUEUE_CAPACITY,
     Call,
+    Counts,
     EngineOptions,
     Prepared,
 )
@@ -33,7 +34,6 @@ from tpu_embedding.engines.host.engine import (
     Routed,
 )
 from tpu_embedding.engines.host.part import TablePart
-from tpu_embedding.engines.telemetry import Counts
 from tpu_embedding.layout.balancing import part_of_plan, place_on_servers, rows_of_plan
 from tpu_embedding.layout.csr import PreprocessedFeatures
 from tpu_embedding.layout.partition import Partition

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tpu_embedding.engines.telemetry import Counts, TableCounts
+from tpu_embedding.engines.calls import Counts, TableCounts
 from tpu_embedding.keras.keras_api import keras_api
 from tpu_embedding.keras.rows.waiting import (
     is_in_xla,

@@ -17,7 +17,7 @@ from tpu_embedding.checkpoint.keras_format import plain_name
 from tpu_embedding.checkpoint.statistics import row_hashes
 from tpu_embedding.checkpoint.stored import WeightTable, WeightTables
 from tpu_embedding.config import FeatureConfig, TableConfig
-from tpu_embedding.engines.telemetry import Counts
+from tpu_embedding.engines.calls import Counts
 from tpu_embedding.inputs import InputKind
 from tpu_embedding.keras.conversion import translate_keras_optimizer
 from tpu_embedding.keras.keras_api import keras_api
