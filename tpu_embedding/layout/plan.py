@@ -274,8 +274,7 @@ def require_dtypes(plan: Plan, allowed: tuple[str, ...], what: str) -> None:
             raise NotImplementedError(
                 f"Table {table.name}: {what} stores tables as float32, not as {dtype}. "
                 'Set `dtype="float32"` here; TPUEmbedding, TPUEmbeddingV2 and '
-                f"keras.TPUEmbedding have tables of {dtype} when they are built in "
-                "one process, outside of a TPU strategy."
+                f"keras.TPUEmbedding have tables of {dtype} outside of a TPU strategy."
             )
 
 
