@@ -198,6 +198,12 @@ void CheckTwice(std::vector<const FeatureCsr*> features,
   CheckGroups(merged, features);
 }
 
+template <class T>
+bool Same(const Buffer<T>& a, const Buffer<T>& b) {
+  return std::equal(a.data(), a.data() + a.size(), b.data(),
+                    b.data() + b.size());
+}
+
 // Writes a stack, changes some of it, and reads it back.
 void RoundTrip(Bytes& bytes, const std::vector<StackedFeature>& stacked,
                const std::vector<const FeatureCsr*>& batches, bool grows) {
@@ -245,16 +251,16 @@ void RoundTrip(Bytes& bytes, const std::vector<StackedFeature>& stacked,
   Require(change || !error, "what was written can be read");
   if (change || error) return;
   for (size_t f = 0; f < read.size(); ++f) {
-    Require(std::equal(read[f].rows.data(),
-                       read[f].rows.data() + read[f].rows.size(),
-                       batches[f]->rows.data(),
-                       batches[f]->rows.data() + batches[f]->rows.size()),
-            "the same rows come back");
-    Require(
-        std::equal(read[f].ids.data(), read[f].ids.data() + read[f].ids.size(),
-                   batches[f]->ids.data(),
-                   batches[f]->ids.data() + batches[f]->ids.size()),
-        "the same ids come back");
+    const FeatureCsr& before = *batches[f];
+    Require(Same(read[f].offsets, before.offsets),
+            "the same offsets come back");
+    Require(Same(read[f].rows, before.rows), "the same rows come back");
+    Require(Same(read[f].ids, before.ids), "the same ids come back");
+    for (int64_t s = 0; s < before.num_samples(); ++s) {
+      for (int64_t i = before.offsets[s]; i < before.offsets[s + 1]; ++i) {
+        Require(read[f].gain(s, i) == before.gain(s, i), "the same gains");
+      }
+    }
   }
 }
 
