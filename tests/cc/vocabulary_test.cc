@@ -1,5 +1,5 @@
-// Admission, candidates, eviction and full tables. tests/reference/growing.py
-// has all rules once more, against which Python's tests fuzz the whole step.
+// Promised rows, sweeps through tables of many rows, and memory that grows.
+// tests/test_growing.py has all rules, and fuzzes them beside a reference.
 
 #include "core/vocabulary.h"
 
@@ -25,8 +25,7 @@ class Table {
  public:
   explicit Table(VocabularyOptions options) : vocabulary(options, 99) {}
 
-  Error Update(const std::vector<int64_t>& ids,
-               const std::vector<int64_t>& held_ids = {}) {
+  Error Update(const std::vector<int64_t>& ids) {
     UnknownIds unknown;
     std::vector<int32_t> rows = Rows(ids);
     for (size_t i = 0; i < ids.size(); ++i) {
@@ -35,10 +34,8 @@ class Table {
       unknown.hits.push_back(1);
     }
     const auto hold = [&](RowSet* held) {
-      for (const auto* list : {&ids, &held_ids}) {
-        for (const int32_t row : Rows(*list)) {
-          if (row != kNoRow) held->Add(row);
-        }
+      for (const int32_t row : Rows(ids)) {
+        if (row != kNoRow) held->Add(row);
       }
     };
     Decision decision;
@@ -74,69 +71,6 @@ class Table {
   std::vector<Vocabulary::RowOfId> created;
 };
 
-void TestRowsInOrderOfFirstSight() {
-  Table table(Options(10));
-  constexpr int64_t kLowest = std::numeric_limits<int64_t>::min();
-  CHECK_TRUE(!table.Update({5, kLowest, -1}));
-  CHECK_TRUE(!table.Update({0, 5}));
-  CHECK_TRUE(table.Rows({5, kLowest, -1, 0, 6}) ==
-             (std::vector<int32_t>{0, 1, 2, 3, kNoRow}));
-  CHECK_EQ(table.vocabulary.num_rows(), 4);
-  CHECK_EQ(table.created[0].id, 0);
-}
-
-void TestFullTableRefuses() {
-  Table table(Options(2));
-  CHECK_TRUE(!table.Update({1, 2}));
-  const Error error = table.Update({2, 3});
-  CHECK_TRUE(error && error->find("Table films is full") == 0);
-  CHECK_TRUE(!table.Has(3));
-  CHECK_EQ(table.vocabulary.counts().unknown, 2);
-  CHECK_TRUE(!table.Update({1, 2}));
-}
-
-void TestFullTableShares() {
-  VocabularyOptions options = Options(3);
-  options.unknown = Unknown::kShared;
-  options.shares_when_full = true;
-  Table table(options);
-  CHECK_TRUE(!table.Update({1, 2, 3, 4}));
-  CHECK_TRUE(table.Rows({1, 2, 3, 4}) ==
-             (std::vector<int32_t>{1, 2, kNoRow, kNoRow}));
-  CHECK_EQ(table.created[0].row, 0);
-  CHECK_EQ(table.vocabulary.counts().refused, 2);
-}
-
-// Rows for two ids are left, of which that of 5 is promised.
-void TestLookupsPromiseRows() {
-  VocabularyOptions options = Options(5);
-  options.unknown = Unknown::kShared;
-  options.shares_when_full = true;
-  Table table(options);
-  CHECK_TRUE(!table.Update({1, 6}));
-  IdMap promised(3);
-  promised.Reserve(1);
-  promised.Insert(5, 0);
-  const UnknownIds unknown = {{2, 5, 3}, {1, 1, 1}};
-  constexpr Unknown kFirst = Unknown::kInitializer;
-  constexpr Unknown kShared = Unknown::kShared;
-  CHECK_TRUE(table.vocabulary.Give(unknown, true, promised) ==
-             (std::vector<Unknown>{kFirst, kFirst, kShared}));
-  CHECK_TRUE(table.vocabulary.Give(unknown, false, promised) ==
-             (std::vector<Unknown>{kShared, kShared, kShared}));
-  Decision decision;
-  const auto hold = [](RowSet*) {};
-  // An update leaves the row that is promised, or takes it for this id.
-  CHECK_TRUE(
-      !table.vocabulary.Decide({{2, 3}, {1, 1}}, promised, hold, 0, &decision));
-  CHECK_TRUE(decision.admitted == (std::vector<bool>{true, false}));
-  CHECK_EQ(decision.num_promised, 1);
-  CHECK_TRUE(!table.vocabulary.Decide({{2, 3, 5}, {1, 1, 1}}, promised, hold, 0,
-                                      &decision));
-  CHECK_TRUE(decision.admitted == (std::vector<bool>{true, false, true}));
-  CHECK_EQ(decision.num_promised, 0);
-}
-
 // An update evicts for the rows that it leaves to others.
 void TestPromisedRowsAreFreeAfterwards() {
   VocabularyOptions options = Options(11);
@@ -159,67 +93,6 @@ void TestPromisedRowsAreFreeAfterwards() {
   CHECK_TRUE(table.vocabulary.HasRoomFor(5));
 }
 
-void TestAdmissionAfterHits() {
-  VocabularyOptions options = Options(10);
-  options.min_count = 2;
-  options.max_candidates = 2;
-  Table table(options);
-  CHECK_TRUE(!table.Update({1, 2}));
-  CHECK_EQ(table.vocabulary.num_ids(), 0);
-  CHECK_TRUE(!table.Update({3}));  // The oldest candidate, 1, is forgotten.
-  CHECK_TRUE(!table.Update({2}));
-  CHECK_TRUE(!table.Update({1}));
-  CHECK_TRUE(table.Has(2) && !table.Has(1));
-  CHECK_TRUE(!table.Update({1}));
-  CHECK_TRUE(table.Has(1));
-}
-
-void TestLeastRecentGoes() {
-  VocabularyOptions options = Options(4);
-  options.eviction = Eviction::kLeastRecent;
-  options.min_rows = 2;
-  Table table(options);
-  CHECK_TRUE(!table.Update({1, 2}));
-  CHECK_TRUE(!table.Update({3}));
-  CHECK_TRUE(!table.Update({1}));
-  // Room for one is left, so that a sweep begins: 2 goes, and 3 gives room.
-  CHECK_TRUE(!table.Update({4, 5}));
-  CHECK_TRUE(!table.Has(2) && table.Has(1) && table.Has(4) && table.Has(5));
-  // An id that was evicted is new.
-  CHECK_TRUE(!table.Update({2}));
-  CHECK_EQ(table.created[0].id, 2);
-  CHECK_GE(table.vocabulary.counts().evicted, 2);
-}
-
-void TestLeastFrequentGoes() {
-  VocabularyOptions options = Options(3);
-  options.eviction = Eviction::kLeastFrequent;
-  options.min_rows = 2;
-  Table table(options);
-  CHECK_TRUE(!table.Update({1, 2}));
-  CHECK_TRUE(!table.Update({1}));
-  CHECK_TRUE(!table.Update({3}));
-  CHECK_TRUE(!table.Update({3}));
-  CHECK_TRUE(!table.Update({4}));
-  CHECK_TRUE(!table.Has(2) && table.Has(1) && table.Has(3) && table.Has(4));
-  // The row of 2 is used again.
-  CHECK_EQ(table.Rows({4})[0], 1);
-}
-
-void TestOldRowsGo() {
-  VocabularyOptions options = Options(8);
-  options.eviction = Eviction::kAge;
-  options.max_age = 2;
-  options.min_rows = 1;
-  Table table(options);
-  CHECK_TRUE(!table.Update({1, 2, 3}));
-  CHECK_TRUE(!table.Update({4}));
-  CHECK_TRUE(!table.Update({4}));
-  CHECK_TRUE(table.Has(1));
-  CHECK_TRUE(!table.Update({4}));
-  CHECK_TRUE(!table.Has(1) && !table.Has(2) && !table.Has(3) && table.Has(4));
-}
-
 // The search for old rows goes on where it stopped, also after an Evict that
 // could evict nothing.
 void TestEvictWithoutSurplus() {
@@ -237,17 +110,6 @@ void TestEvictWithoutSurplus() {
   CHECK_TRUE(!table.Update({4}));
   CHECK_TRUE(!table.Update({4}));
   CHECK_TRUE(!table.Has(3) && table.Has(2));
-}
-
-void TestHeldRowsStay() {
-  VocabularyOptions options = Options(2);
-  options.eviction = Eviction::kLeastRecent;
-  Table table(options);
-  CHECK_TRUE(!table.Update({1, 2}));
-  // 1 was looked up and awaits its update; 2 is in this one.
-  CHECK_TRUE(table.Update({2, 3}, {1}).has_value());
-  CHECK_TRUE(!table.Update({3}, {1}));
-  CHECK_TRUE(table.Has(1) && !table.Has(2));
 }
 
 // A table that is larger than a slice, so that a sweep takes several updates.
@@ -321,17 +183,8 @@ void TestMemoryAround() {
 }  // namespace tpu_embedding
 
 int main() {
-  tpu_embedding::TestRowsInOrderOfFirstSight();
-  tpu_embedding::TestFullTableRefuses();
-  tpu_embedding::TestFullTableShares();
-  tpu_embedding::TestLookupsPromiseRows();
   tpu_embedding::TestPromisedRowsAreFreeAfterwards();
-  tpu_embedding::TestAdmissionAfterHits();
-  tpu_embedding::TestLeastRecentGoes();
-  tpu_embedding::TestLeastFrequentGoes();
-  tpu_embedding::TestOldRowsGo();
   tpu_embedding::TestEvictWithoutSurplus();
-  tpu_embedding::TestHeldRowsStay();
   tpu_embedding::TestSweepsInSlices();
   tpu_embedding::TestLargeTableChoosesBySample();
   tpu_embedding::TestMemoryThatMoves();
