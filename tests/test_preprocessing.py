@@ -286,10 +286,60 @@ def test_the_reference_agrees_with_the_oracle(path: pathlib.Path):
                 np.testing.assert_array_equal(found[:, column], golden)
         tokens = [e[1] for e in merged]
         np.testing.assert_array_equal(tokens, case.arrays[f"sorted/sc{c}/col"])
-    for ours, key in (
-        (csr.row_pointers, "row_pointers"),
-        (csr.sample_ids, "sorted_sample_ids"),
-        (csr.token_ids, "sorted_token_ids"),
-        (csr.gains, "sorted_gains"),
-    ):
+    for key, ours in parts(csr).items():
         np.testing.assert_array_equal(ours, case.arrays[f"csr/{key}"])
+
+
+def parts(csr: reference.Csr) -> dict[str, list[Any]]:
+    """The arrays of the reference by the names of the package."""
+    return {
+        "row_pointers": csr.row_pointers,
+        "sorted_sample_ids": csr.sample_ids,
+        "sorted_token_ids": csr.token_ids,
+        "sorted_gains": csr.gains,
+    }
+
+
+def assert_without_weights(case: csr_cases.Case) -> None:
+    """Without weights, all of them are 1, but the code is another one."""
+    arrays = dict(case.arrays)
+    for i in range(len(case.meta["feats"])):
+        arrays[f"in/f{i}/weights"] = np.ones(len(arrays[f"in/f{i}/ids"]), np.float32)
+    case = csr_cases.Case(arrays, case.meta)
+    batches = [
+        dataclasses.replace(batch, weights=None, weight_structure=None)
+        for batch in csr_cases.to_batches(case)
+    ]
+    partitioning = csr_cases.to_partitioning(case.meta)
+    found = preprocessing.partition(batches, partitioning, options=UNPADDED)
+    for key, expected in parts(reference_csr(case)[0]).items():
+        actual = getattr(found.tables["t"], key).numpy()
+        np.testing.assert_array_max_ulp(actual, np.array(expected, actual.dtype), 1)
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
+def test_no_weights_are_weights_of_1(path: pathlib.Path):
+    assert_without_weights(csr_cases.read(path))
+
+
+@pytest.mark.parametrize("samples", [4, 12, 24])
+def test_entries_of_large_tables(samples: int, rng: np.random.Generator):
+    """Rows and samples together need up to 33 bits, more than narrow words have."""
+    rows = 2**30
+    lengths = rng.integers(0, 10, samples)
+    ids = np.where(rng.random(lengths.sum()) < 0.5, 3, rows) * rng.random(lengths.sum())
+    feature = {"table": 0, "samples": samples, "kind": "ragged", "combiner": "sum"}
+    meta = {
+        "num_sc": 2,
+        "num_replica": 2,
+        "tables": [{"vocab": rows, "col_offset": 0, "col_shift": 3}],
+        "feats": [{**feature, "row_offset": 0}],
+        "stacked_samples": samples,
+        "stacked_vocab": rows,
+        "max_ids": 1 << 20,
+        "max_unique": 1 << 20,
+        "max_ids_per_chip_per_sample": 1000,
+        "max_minibatches": 64,
+    }
+    arrays = {"in/f0/lens": lengths, "in/f0/ids": ids.astype(np.int64)}
+    assert_without_weights(csr_cases.Case(arrays, meta))
