@@ -64,46 +64,45 @@ STRUCTURES = [
     Bad(
         "splits_start",
         ragged([1, 2, 3], [1, 2, 3]),
-        ("Feature bad", "row_splits must start at 0"),
+        ("Feature bad: row_splits must start at 0.",),
     ),
     Bad(
         "splits_fall",
         ragged([1, 2, 3], [0, 3, 1, 3]),
-        ("Feature bad", "must not decrease", "row 1 goes from 3 to 1"),
+        ("Feature bad: row_splits must not decrease, but row 1 goes from 3 to 1.",),
     ),
     Bad(
         "splits_past_the_end",
         ragged([1, 2], [0, 1, 5]),
-        ("Feature bad", "row_splits end at 5", "2 ids"),
+        ("Feature bad: row_splits end at 5 but there are 2 ids.",),
     ),
     Bad(
         "splits_before_the_end",
         ragged([1, 2, 3], [0, 1, 2]),
-        ("Feature bad", "row_splits end at 2", "3 ids"),
+        ("Feature bad: row_splits end at 2 but there are 3 ids.",),
     ),
     Bad(
         "splits_far_away",
         ragged([1, 2], [0, 2**62, 2]),
-        (
-            "Feature bad",
-            "must not decrease",
-            "row 1 goes from 4611686018427387904 to 2",
-        ),
+        ("must not decrease, but row 1 goes from 4611686018427387904 to 2.",),
     ),
     Bad(
         "sparse_order",
-        sparse([[1, 0], [0, 0]], [1, 2], [2, 3]),
-        ("Feature bad", "sparse entry 1", "out of order", "tf.sparse.reorder"),
+        sparse([[0, 1], [1, 0], [0, 2], [7, 7]], [1, 2, 3, 4], [2, 3]),
+        (
+            "Feature bad: sparse entry 2 is out of order or occurs twice. Call "
+            "tf.sparse.reorder first and keep one entry per index.",
+        ),
     ),
     Bad(
         "sparse_twice",
         sparse([[0, 1], [0, 1]], [1, 2], [2, 3]),
-        ("Feature bad", "sparse entry 1", "occurs twice", "one entry per index"),
+        ("sparse entry 1 is out of order or occurs twice.",),
     ),
     Bad(
         "sparse_column",
         sparse([[0, 3]], [1], [2, 3]),
-        ("Feature bad", "sparse entry 0", "outside of dense_shape"),
+        ("Feature bad: sparse entry 0 has an index outside of dense_shape (2, 3).",),
     ),
     Bad(
         "sparse_row",
@@ -143,25 +142,31 @@ WEIGHTS = [
     Bad(
         "weights_infinite",
         ragged([1, 2, 3], [0, 1, 3]),
-        ("Feature bad", "sample 1", "not finite", "inf"),
+        ("Feature bad", "sample 1", "not finite", "(-inf)"),
         ragged([1.0, 2.0, -INFINITY], [0, 1, 3], tf.float32),
     ),
     Bad(
         "weights_of_other_splits",
         ragged([1, 2, 3], [0, 1, 3]),
-        ("Feature bad", "the weights must have the row_splits", "with_values"),
+        (
+            "Feature bad: the weights must have the row_splits of the ids. Build them "
+            "with `with_values`.",
+        ),
         ragged([1.0, 2.0, 3.0], [0, 2, 3], tf.float32),
     ),
     Bad(
         "weights_of_other_number",
         ragged([1, 2, 3], [0, 1, 3]),
-        ("Feature bad", "2 weights for 3 ids"),
+        ("Feature bad: 2 weights for 3 ids. Pass one weight for each id.",),
         ragged([1.0, 2.0], [0, 1, 2], tf.float32),
     ),
     Bad(
         "weights_of_other_indices",
         sparse([[0, 0], [1, 1]], [1, 2], [2, 3]),
-        ("Feature bad", "the weights must have the indices", "with_values"),
+        (
+            "Feature bad: the weights must have the indices of the ids. Build them "
+            "with `with_values`.",
+        ),
         sparse([[0, 0], [1, 2]], [1.0, 2.0], [2, 3], tf.float32),
     ),
 ]
