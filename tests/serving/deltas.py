@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import struct
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -133,6 +134,13 @@ def resealed(block: bytes) -> bytes:
     return (
         delta_files.checksum(block[8:]).to_bytes(8, "little", signed=True) + block[8:]
     )
+
+
+def with_field(block: bytes, field: int, value: int) -> bytes:
+    """A block with another number, and the right checksum."""
+    changed = bytearray(block)
+    struct.pack_into("<q", changed, delta_files.HEAD_BYTES + 8 * field, value)
+    return resealed(bytes(changed))
 
 
 KILLED_AT = ("apply", "save", "rename")

@@ -20,6 +20,7 @@ from serving.deltas import (
     kill_apply,
     resealed,
     send,
+    with_field,
 )
 from serving.exported import graph_of, ops_of
 from threads import repeated
@@ -28,7 +29,6 @@ import tpu_embedding as te
 from tpu_embedding.__main__ import main
 from tpu_embedding.serving import delta_files, following, following_tables
 from tpu_embedding.serving.delta_files import (
-    HEAD_BYTES,
     Base,
     BaseTable,
     DeltaRows,
@@ -105,13 +105,6 @@ def test_a_lookup_copies_no_table(exported: Any) -> None:
 
 def swap(blocks: Blocks) -> Blocks:
     return [blocks[0], blocks[2], blocks[1], *blocks[3:]]
-
-
-def with_field(block: bytes, field: int, value: int) -> bytes:
-    """A block with another number, and the right checksum."""
-    changed = bytearray(block)
-    struct.pack_into("<q", changed, HEAD_BYTES + 8 * field, value)
-    return resealed(bytes(changed))
 
 
 def flipped(block: bytes, bit: int) -> bytes:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pathlib
-import struct
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
-from serving.deltas import KILLED_AT, NOTHING, blocks_of, kill_apply, resealed, send
+from serving.deltas import KILLED_AT, NOTHING, blocks_of, kill_apply, send, with_field
 from serving.exported import ops_of
 from steps import evaluate_on, train_on
 from threads import repeated
@@ -19,7 +18,7 @@ import tpu_embedding as te
 from tpu_embedding.__main__ import main
 from tpu_embedding.hashing import unmixed_bits
 from tpu_embedding.serving import delta_files, following_tables
-from tpu_embedding.serving.delta_files import HEAD_BYTES, Base, DeltaRows, Header
+from tpu_embedding.serving.delta_files import Base, DeltaRows, Header
 from tpu_embedding.serving.growing_tables import ChangingRowOfIds
 
 LEAST = -(2**63)
@@ -388,13 +387,6 @@ def test_a_killed_apply_leaves_no_export(point: str, tmp_path: pathlib.Path) -> 
     np.testing.assert_array_equal(found, publisher.expected(range(9)))
 
 
-def with_numbers(block: bytes, **fields: int) -> bytes:
-    changed = bytearray(block)
-    for field, value in fields.items():
-        struct.pack_into("<q", changed, HEAD_BYTES + 8 * int(field[1:]), value)
-    return resealed(bytes(changed))
-
-
 def test_refuses_bad_deltas_with_nothing_changed(tmp_path: pathlib.Path) -> None:
     publisher = Publisher(tmp_path, 6)
     publisher.publish({i: row_of(i, 0) for i in range(6)})
@@ -405,19 +397,19 @@ def test_refuses_bad_deltas_with_nothing_changed(tmp_path: pathlib.Path) -> None
             publisher.write({7: row_of(7, 1)})
         ),
         "or changes and deletes the same": blocks_of(publisher.write(rows, [2])),
-        "changes 7 rows of table films": [with_numbers(good[0], f6=7)],
-        "changes -1 rows of table films": [with_numbers(good[0], f6=-1)],
+        "changes 7 rows of table films": [with_field(good[0], 6, 7)],
+        "changes -1 rows of table films": [with_field(good[0], 6, -1)],
         "invalid table index or number": [
             good[0],
-            with_numbers(good[1], f2=-1),
+            with_field(good[1], 2, -1),
         ],
-        "do not fit its 2 rows": [good[0], with_numbers(good[1], f2=1)],
+        "do not fit its 2 rows": [good[0], with_field(good[1], 2, 1)],
         "more rows of table films than its header announces": [
-            with_numbers(good[0], f6=1),
+            with_field(good[0], 6, 1),
             *good[1:],
         ],
-        "must ascend": [*good[:3], with_numbers(good[3], f3=1)],
-        "is truncated": [*good[:4], with_numbers(good[4], f0=0)],
+        "must ascend": [*good[:3], with_field(good[3], 3, 1)],
+        "is truncated": [*good[:4], with_field(good[4], 0, 0)],
     }
     before = publisher.expected(range(9))
     for message, blocks in cases.items():
