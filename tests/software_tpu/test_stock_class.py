@@ -11,51 +11,56 @@ the arguments of the ops, is TensorFlow's.
 from __future__ import annotations
 
 import types
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
-from reference import embedding as reference
+from conformance import cases
+from conformance.cases import Input
+from conformance.twin import Feature
 from reference import lookup
 from replica_values import of_replicas
 from software_tpu import calls, partitioned
+from software_tpu.test_stock_engine import StockTable, StockTwin, stock_optimizer
 from tensorflow.python.tpu import tpu_embedding_v3 as stock_module
 
+import tpu_embedding as te
 from tpu_embedding.testing import SoftwareTPUStrategy
 
 stock = tf.tpu.experimental.embedding
 DEVICES, SPARSE_CORES = 2, 4
 NUM_TARGETS = DEVICES * SPARSE_CORES
-EPSILON = float(np.finfo(np.float32).eps)
-# Of float32 in one update: those of the rule (as in tests/test_optimizer_rules.py),
-# and those of a sum of up to 100 gradients.
-ROUNDINGS = 40 + 100
 RATE = 0.25
-STEPS = 2
 
-OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
-    ("SGD", {}),
-    ("Adagrad", {}),
-    ("AdagradMomentum", {"momentum": 0.9, "use_nesterov": True, "epsilon": 1e-3}),
-    ("Adam", {"epsilon": 1e-3}),
-    ("FTRL", {"l1_regularization_strength": 0.01, "beta": 0.4}),
-]
-# By name: vocabulary, width, combiner. The first two are stacked; the widths of the
-# others are padded.
+
+class StockFeature(Feature):
+    """A feature as TensorFlow's class takes it."""
+
+    def config(self, tables: Mapping[str, Any]) -> Any:
+        shape = [self.input.shape[0]]
+        name = self.input.name
+        return stock.FeatureConfig(tables[self.table], output_shape=shape, name=name)
+
+
+# The first two are stacked; the widths of the others are padded.
 TABLES = {
-    "films": (20, 8, "mean"),
-    "users": (13, 8, "sqrtn"),
-    "cities": (9, 5, "sum"),
-    "shops": (30, 16, "mean"),
+    "films": StockTable(20, 8, "mean"),
+    "users": StockTable(13, 8, "sqrtn"),
+    "cities": StockTable(9, 5, "sum"),
+    "shops": StockTable(30, 16, "mean"),
 }
 # By name: table, samples of a replica.
 FEATURES = {
-    "watched": ("films", 8),
-    "home": ("cities", 4),
-    "liked": ("films", 4),
-    "friends": ("users", 12),
-    "visited": ("shops", 8),
+    name: StockFeature(table, Input(name, "ragged", (samples, 3)), weighted=True)
+    for name, table, samples in (
+        ("watched", "films", 8),
+        ("home", "cities", 4),
+        ("liked", "films", 4),
+        ("friends", "users", 12),
+        ("visited", "shops", 8),
+    )
 }
 
 
@@ -94,66 +99,21 @@ def with_tail(csr: dict[str, Any]) -> dict[str, Any]:
     return {"csr": padded, "used": used}
 
 
-class Twin:
-    """The stock class on the software TPU, and the reference beside it."""
+class Stock:
+    """TensorFlow's class with tables of named values, and what its enqueue would do."""
 
-    def __init__(
-        self,
-        strategy: SoftwareTPUStrategy,
-        optimizer: tuple[str, dict[str, Any]],
-        rng: np.random.Generator,
-    ):
-        name, hyper = optimizer
-        hyper = {**hyper, "learning_rate": RATE}
-        self.strategy, self.rng = strategy, rng
-        self.values = {
-            table: rng.normal(size=(rows, width)).astype(np.float32)
-            for table, (rows, width, _) in TABLES.items()
-        }
-        self.paper = reference.ReferenceEmbedding(
-            {
-                table: reference.Table(self.values[table], name, hyper, combiner)
-                for table, (_, _, combiner) in TABLES.items()
-            },
-            [reference.Feature(table) for table, _ in FEATURES.values()],
-        )
-        tables = {
-            table: stock.TableConfig(rows, width, combiner=combiner, name=table)
-            for table, (rows, width, combiner) in TABLES.items()
-        }
-        features = [
-            stock.FeatureConfig(tables[table], output_shape=[samples], name=feature)
-            for feature, (table, samples) in FEATURES.items()
-        ]
-        with strategy.scope():
-            self.stock = stock.TPUEmbeddingV2(features, getattr(stock, name)(**hyper))
-            self._make_variables()
-
-    def system(self, stack: str) -> partitioned.System:
-        members = self.stock._stacked_table_to_tables[stack]
-        return partitioned.System(
-            DEVICES,
-            SPARSE_CORES,
-            num_samples=self.stock._table_to_sample_count[stack],
-            num_rows=sum(table.vocabulary_size for table in members),
-        )
-
-    def place(self, table: str, ids: Any) -> np.ndarray:
-        """The rows of `ids` in their stack."""
-        _, offset, rotation = self.stock._table_to_stacked_table_offset[table]
-        ids = np.asarray(ids)
-        core = (ids + rotation) % NUM_TARGETS
-        return offset + ids // NUM_TARGETS * NUM_TARGETS + core
-
-    def _make_variables(self) -> None:
+    def __init__(self, features: Any, optimizer: Any) -> None:
+        self.stock = stock.TPUEmbeddingV2(features, stock_optimizer(optimizer))
+        self.tables = {f.table.name: f.table for f in features.values()}
         self.stock._variables = {}
         for stack, members in self.stock._stacked_table_to_tables.items():
             system = self.system(stack)
             values = np.zeros((system.num_rows, members[0].dim), np.float32)
             for table in members:
-                own = self.values[table.name]
-                rows = self.place(table.name, np.arange(len(own)))
-                values[rows, : own.shape[1]] = own
+                own = cases.named_values(
+                    TABLES[table.name].rows, TABLES[table.name].dim
+                )
+                values[self.places(table.name), : own.shape[1]] = own
             slots = members[0].optimizer._slot_names()
             starts = members[0].optimizer._slot_initializers()
             named = {"parameters": values}
@@ -171,70 +131,60 @@ class Twin:
             component.assign(part)
         return variable
 
-    def batch(self) -> tuple[list, list]:
-        """Ragged ids and weights, by replica and feature."""
-        ids, weights = [], []
-        for _ in range(DEVICES):
-            ids.append([])
-            weights.append([])
-            for table, samples in FEATURES.values():
-                lengths = self.rng.integers(0, 4, size=samples)
-                total = int(lengths.sum())
-                flat = self.rng.integers(TABLES[table][0], size=total)
-                scale = self.rng.uniform(0.5, 1.5, size=total).astype(np.float32)
-                ids[-1].append(tf.RaggedTensor.from_row_lengths(flat, lengths))
-                weights[-1].append(tf.RaggedTensor.from_row_lengths(scale, lengths))
-        return ids, weights
+    def system(self, stack: str) -> partitioned.System:
+        members = self.stock._stacked_table_to_tables[stack]
+        return partitioned.System(
+            DEVICES,
+            SPARSE_CORES,
+            num_samples=self.stock._table_to_sample_count[stack],
+            num_rows=sum(table.vocabulary_size for table in members),
+        )
 
-    def preprocess(self, ids: list, weights: list) -> dict[str, Any]:
+    def places(self, table: str) -> np.ndarray:
+        """The rows of a table in its stack, by id."""
+        _, offset, rotation = self.stock._table_to_stacked_table_offset[table]
+        ids = np.arange(TABLES[table].rows)
+        core = (ids + rotation) % NUM_TARGETS
+        return offset + ids // NUM_TARGETS * NUM_TARGETS + core
+
+    @property
+    def variables(self) -> dict[Any, dict[str, np.ndarray]]:
+        found = {}
+        for stack, members in self.stock._stacked_table_to_tables.items():
+            whole = {
+                name: self.system(stack).join([v.numpy() for v in variable.values])
+                for name, variable in self.stock._variables[stack].items()
+            }
+            for table in members:
+                rows, dim = self.places(table.name), TABLES[table.name].dim
+                own = {name: values[rows, :dim] for name, values in whole.items()}
+                found[self.tables[table.name]] = own
+        return found
+
+    def preprocess(self, ids: Any, weights: Any) -> dict[str, Any]:
         """One replica's features, as the class's own enqueue would return them."""
         entries: dict[str, list] = {stack: [] for stack in self.stock._variables}
-        parts = zip(
-            self.stock._flat_features, FEATURES.values(), ids, weights, strict=True
-        )
-        for (path, _), (table, samples), own_ids, own_weights in parts:
-            stack, *_ = self.stock._table_to_stacked_table_offset[table]
-            offset = self.stock._feature_to_sample_offset[path]
+        for name, feature in FEATURES.items():
+            stack, *_ = self.stock._table_to_stacked_table_offset[feature.table]
+            offset = self.stock._feature_to_sample_offset[name]
             core_size = self.stock._table_to_sample_count[stack] // SPARSE_CORES
-            of_core = samples // SPARSE_CORES
-            found = lookup.samples_of(own_ids, own_weights).entries
+            of_core = feature.input.shape[0] // SPARSE_CORES
+            places = self.places(feature.table)
+            found = lookup.samples_of(ids[name], weights[name]).entries
             for sample, own in enumerate(found):
                 place = sample // of_core * core_size
                 place += offset // SPARSE_CORES + sample % of_core
-                gains = lookup.gains([w for _, w in own], TABLES[table][2])
+                gains = lookup.gains(
+                    [w for _, w in own], TABLES[feature.table].combiner
+                )
                 entries[stack] += [
-                    (place, int(self.place(table, id_)), gain)
+                    (place, int(places[id_]), gain)
                     for (id_, _), gain in zip(own, gains, strict=True)
                 ]
         return {
             stack: with_tail(self.system(stack).csr(own))
             for stack, own in entries.items()
         }
-
-    def step(self) -> None:
-        ids, weights = self.batch()
-        replicas = [self.preprocess(*own) for own in zip(ids, weights, strict=True)]
-        gradients = [
-            [
-                self.rng.normal(size=(samples, TABLES[table][1])).astype(np.float32)
-                for table, samples in FEATURES.values()
-            ]
-            for _ in range(DEVICES)
-        ]
-        parts = list(zip(replicas, gradients, strict=True))
-        given = of_replicas(self.strategy, tf.nest.map_structure(tf.constant, parts))
-        looked_up = self.strategy.run(self.program, (given,))
-        expected = self.paper.step(ids, weights, gradients)
-        for feature, distributed in enumerate(looked_up):
-            local = self.strategy.experimental_local_results(distributed)
-            for replica, value in enumerate(local):
-                # Values near 1, of up to 3 entries, after a step of ROUNDINGS.
-                np.testing.assert_allclose(
-                    value,
-                    expected[replica][feature],
-                    rtol=STEPS * ROUNDINGS * EPSILON,
-                    atol=3 * STEPS * ROUNDINGS * EPSILON,
-                )
 
     def program(self, given: Any) -> Any:
         partitions, gradients = given
@@ -247,34 +197,40 @@ class Twin:
             tensors[stack] = (csr, used["row_pointers"], used["ids"])
         activations, preserved = self.stock.dequeue(tensors)
         # A lookup must see the table of before the update.
-        with tf.control_dependencies(activations):
+        with tf.control_dependencies(tf.nest.flatten(activations)):
             self.stock.apply_gradients(gradients, preserved)
         return activations
 
-    def check(self) -> None:
-        for table, (rows, width, _) in TABLES.items():
-            stack, *_ = self.stock._table_to_stacked_table_offset[table]
-            places = self.place(table, np.arange(rows))
-            expected = {"parameters": self.paper.tables[table]}
-            expected.update(self.paper.slots[table])
-            for name, value in expected.items():
-                parts = [v.numpy() for v in self.stock._variables[stack][name].values]
-                np.testing.assert_allclose(
-                    self.system(stack).join(parts)[places, :width],
-                    value,
-                    rtol=STEPS * ROUNDINGS * EPSILON,
-                    atol=STEPS * ROUNDINGS * EPSILON,
-                    err_msg=f"{table} {name}",
-                )
+
+class Twin(StockTwin):
+    """The stock class on the software TPU, and the reference beside it."""
+
+    def distribute(self, parts: Any) -> Any:
+        return parts
+
+    def _train_eagerly(self, values: Any, weights: Any, gradients: Any) -> Any:
+        pairs = zip(values, weights, strict=True)
+        replicas = [self.embedding.preprocess(*pair) for pair in pairs]
+        parts = list(zip(replicas, gradients, strict=True))
+        given = of_replicas(self.strategy, tf.nest.map_structure(tf.constant, parts))
+        return self.strategy.run(self.embedding.program, (given,))
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o[0])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        te.SGD(RATE),
+        te.Adagrad(RATE),
+        te.AdagradMomentum(RATE, 0.9, use_nesterov=True, epsilon=1e-3),
+        te.Adam(RATE, epsilon=1e-3),
+        te.FTRL(RATE, l1_regularization_strength=0.01, beta=0.4),
+    ],
+    ids=lambda optimizer: type(optimizer).__name__,
+)
 def test_tensorflows_own_class_trains(
-    optimizer: tuple, strategy: SoftwareTPUStrategy, rng: np.random.Generator
+    optimizer: Any, strategy: SoftwareTPUStrategy, rng: np.random.Generator
 ):
-    twin = Twin(strategy, optimizer, rng)
-    stacks = {place[0] for place in twin.stock._table_to_stacked_table_offset.values()}
+    twin = Twin(TABLES, FEATURES, optimizer, strategy, make=Stock)
+    stacks = twin.embedding.stock._stacked_table_to_tables
     assert len(stacks) < len(TABLES)
-    for _ in range(STEPS):
-        twin.step()
-    twin.check()
+    twin.run(rng, 2)

@@ -26,21 +26,26 @@ from tpu_embedding.testing import SoftwareTPUStrategy
 stock = tf.tpu.experimental.embedding
 
 
+def stock_optimizer(optimizer: Any) -> Any:
+    """The same of TensorFlow's classes."""
+    fields = {f.name: f for f in dataclasses.fields(optimizer)}
+    del fields["clipnorm"]
+    options = {field: getattr(optimizer, field) for field in fields}
+    # With protobuf 7 the default, a Python enum, raises TypeError.
+    options["low_dimensional_packing_status"] = 0
+    return getattr(stock, type(optimizer).__name__)(**options)
+
+
 class StockTable(Table):
     """A table as TensorFlow's class takes it."""
 
     def config(self, name: str) -> Any:
-        fields = {f.name: f for f in dataclasses.fields(self.optimizer)}
-        del fields["clipnorm"]
-        options = {field: getattr(self.optimizer, field) for field in fields}
-        # With protobuf 7 the default, a Python enum, raises TypeError.
-        options["low_dimensional_packing_status"] = 0
         return stock.TableConfig(
             self.rows,
             self.dim,
             # As a function that takes a shape, not a Keras initializer.
             lambda shape, dtype: tf.constant(cases.named_values(*shape), dtype),
-            getattr(stock, type(self.optimizer).__name__)(**options),
+            self.optimizer and stock_optimizer(self.optimizer),
             self.combiner,
             name,
             stock.QuantizationConfig(16, -1.0, 1.0) if self.quantization else None,
