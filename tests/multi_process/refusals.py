@@ -201,7 +201,7 @@ class JobEpisode(Episode):
                 _ = ALONE[name](embedding) if alone else call()
             if discards:
                 embedding.reset()
-                self.reference.pending = None
+                self.reference.discard()
             return discards
 
         if self.name == "queue":

@@ -3,9 +3,9 @@
     make fuzz-refusals STEPS=20000
 
 Each episode draws an engine, a class, pipelining and a number of replicas, and then
-trains random steps, some of which fail in one replica. With SGD, a rate of 1 and whole
-numbers as gradients all values are exact: any update that is lost, doubled, mixed or
-applied too early shows.
+trains random steps, some of which fail in one replica. With SGD, rates and gradients
+that are whole numbers all values are exact: any update that is lost, doubled, mixed,
+counted wrongly or applied too early shows.
 """
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ KINDS = ("good", "good", "id", "nan", "assertion", "shape", "raise")
 REFUSALS = (tf.errors.InvalidArgumentError, ValueError, ArithmeticError)
 
 
+def rate(updates: Any) -> tf.Tensor:
+    """The rate of an update after so many others: 1, 2 or 3."""
+    return 1.0 + tf.cast(updates % 3, tf.float32)
+
+
 @dataclasses.dataclass
 class Reference:
     """The tables as they should be: complete steps, each applied once and in order."""
@@ -44,15 +49,22 @@ class Reference:
     pipelined: bool
     table: np.ndarray
     pending: np.ndarray | None = None
+    updates: int = 0
 
     def flush(self) -> None:
         if self.pending is not None:
             self.table = self.table - self.pending
         self.pending = None
 
+    def discard(self) -> None:
+        """Forgets the pending update, which counts no longer."""
+        self.updates -= self.pending is not None
+        self.pending = None
+
     def train(self, update: np.ndarray) -> None:
         self.flush()
-        self.pending = update
+        self.pending = float(rate(self.updates)) * update
+        self.updates += 1
         if not self.pipelined:
             self.flush()
 
@@ -67,7 +79,7 @@ class V2:
 
     def __init__(self, features: Any, pipelined: bool) -> None:
         self.embedding = self.make(
-            features, te.SGD(1.0), pipelined, check_numerics=True
+            features, te.SGD(rate), pipelined, check_numerics=True
         )
         self.embedding.build()
 
@@ -100,7 +112,7 @@ class Calls:
 
     def __init__(self, features: Any, pipelined: bool) -> None:
         options = EmbeddingOptions(pipelined=pipelined, check_numerics=True)
-        self.embedding = EmbeddingBase(features, te.SGD(1.0), options)
+        self.embedding = EmbeddingBase(features, te.SGD(rate), options)
 
     def look_up(self, ids: tf.Tensor) -> tuple[tf.Tensor, Any]:
         (activations,), looked_up = self.embedding.core.look_up([ids])
