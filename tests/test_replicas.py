@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
-from replica_values import mirrored, of_replicas, this_replica
+from replica_values import mirrored, of_replicas
 
 import tpu_embedding as te
 
@@ -86,27 +86,6 @@ def test_gradients_of_all_replicas_are_one_update(
         assert len(calls) == 1  # by the replica that applies
 
 
-def test_inside_of_run(strategy: tf.distribute.Strategy) -> None:
-    embedding = make(strategy)
-
-    @tf.function
-    def step(features: Any) -> Any:
-        def replica_step(own: Any) -> Any:
-            embedding.enqueue(own)
-            return train_step(embedding)
-
-        return strategy.run(replica_step, args=(features,))
-
-    step(distributed(strategy, IDS))
-    assert column(embedding) == AFTER
-    with pytest.raises(tf.errors.InvalidArgumentError, match="sample 1 has id 99"):
-        step(distributed(strategy, [[0, 1], [1, 99], [1, 3]]))
-    assert column(embedding) == AFTER
-    # What replica 0 had queued in the failed step is not in the way.
-    step(distributed(strategy, IDS))
-    assert column(embedding) == [2 * after - i for i, after in enumerate(AFTER)]
-
-
 def test_all_replicas_are_checked_before_any_is_queued(
     strategy: tf.distribute.Strategy,
 ) -> None:
@@ -143,27 +122,6 @@ def test_calls_at_the_wrong_place(strategy: tf.distribute.Strategy) -> None:
     other = tf.distribute.OneDeviceStrategy("CPU:0")
     with other.scope(), pytest.raises(RuntimeError, match="created under Mirrored"):
         embedding.enqueue({"film": tf.constant([1])})
-
-
-def test_reset_mends_a_step_that_failed_in_one_replica(
-    strategy: tf.distribute.Strategy,
-) -> None:
-    embedding = make(strategy)
-
-    def broken_step() -> None:
-        activations = embedding.dequeue()["film"]
-        with tf.control_dependencies(
-            [tf.debugging.Assert(this_replica() != 1, ["broken"])]
-        ):
-            embedding.apply_gradients({"film": tf.ones_like(activations)})
-
-    embedding.enqueue(distributed(strategy, IDS))
-    with pytest.raises(tf.errors.InvalidArgumentError, match="broken"):
-        tf.function(lambda: strategy.run(broken_step))()
-    embedding.reset()
-    embedding.enqueue(distributed(strategy, IDS))
-    strategy.run(lambda: train_step(embedding))
-    assert column(embedding) == AFTER
 
 
 def test_a_multi_worker_strategy_of_one_process_trains() -> None:
