@@ -191,6 +191,18 @@ WRONG = {
         r"row_splits`\[0\] has the shape \[1,1,1\], but must have rank 1 or 2",
     ),
     "too few": ({"embedding_indices": [[1, 2]]}, "one id for each of 3 samples"),
+    "row splits": (
+        {"sample_indices_or_row_splits": [[0, 1, 1, 2]]},
+        "end at the number of ids",
+    ),
+    "rank of indices": (
+        {"sample_indices_or_row_splits": [[[0], [1], [2]]]},
+        r"needs \[ids, 2\]",
+    ),
+    "place": (
+        {"sample_indices_or_row_splits": [[[0, 0], [3, 0], [2, 0]]]},
+        "index 3 on axis 0",
+    ),
 }
 
 
