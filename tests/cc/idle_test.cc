@@ -1,10 +1,10 @@
-// Rows that wait, against steps with a gradient of zeros made one by one.
+// What rows that wait lose, by formula; tests/keras_layer/test_catch_up.py and
+// tests/test_waiting_rows.py compare them with steps made one by one.
 
 #include "core/idle.h"
 
 #include <algorithm>
 #include <cmath>
-#include <random>
 #include <vector>
 
 #include "check.h"
@@ -15,7 +15,6 @@ namespace {
 
 using Move = IdleRule::Move;
 
-constexpr int kRows = 7;
 constexpr int kDim = 11;
 constexpr int kCapacity = 9;
 
@@ -35,116 +34,6 @@ IdleRule MakeRule(Move move, bool decays) {
     }
   }
   return rule;
-}
-
-// A table whose rows wait, and a twin in float64 whose rows do not.
-class Twins {
- public:
-  Twins(Move move, bool decays)
-      : rule_(MakeRule(move, decays)),
-        since_(kRows),
-        history_(kCapacity * (2 + rule_.num_terms())),
-        row_(kRows * kDim),
-        moment_(row_.size()),
-        square_(row_.size()),
-        waiting_(rule_,
-                 {clock_, since_.data(), history_.data(), kCapacity, kRows}) {
-    for (size_t i = 0; i < row_.size(); ++i) {
-      row_[i] = Draw();
-      moment_[i] = i % 5 ? Draw() : 0.0f;
-      square_[i] = std::abs(Draw());
-    }
-    twin_row_.assign(row_.begin(), row_.end());
-    twin_moment_.assign(moment_.begin(), moment_.end());
-  }
-
-  void Step() {
-    const double rate = 0.01 * (1 + generator_() % 9);
-    const double shrinkage = rule_.decays ? rate / 8 : 0.0;
-    const int64_t updated = generator_() % kRows;
-    const float gradient = Draw();
-    Slots slots = SlotsOf(updated);
-    waiting_.Begin(updated, &row_[updated * kDim], slots.data(), kDim,
-                   shrinkage);
-    for (int64_t i = 0; i < kRows * kDim; ++i) {
-      twin_row_[i] -= twin_row_[i] * shrinkage;
-      if (i / kDim == updated) {
-        // Any rule will do, which writes the row and its moment.
-        row_[i] -= gradient;
-        moment_[i] += gradient;
-        twin_row_[i] -= gradient;
-        twin_moment_[i] += gradient;
-        continue;
-      }
-      twin_moment_[i] *= rule_.fades[0];
-      twin_row_[i] -= rate * Direction(twin_moment_[i], square_[i]);
-    }
-    waiting_.Advance(rate, 0.0, shrinkage);
-    if (waiting_.is_full()) Flush();
-  }
-
-  void Flush() {
-    TableView view;
-    view.parameters = row_.data();
-    view.dim = kDim;
-    view.slots = {moment_.data(), square_.data()};
-    CatchUpRows(view, waiting_, {}, 0, kRows);
-    waiting_.Restart();
-    CHECK_TRUE(waiting_.none_waits());
-    for (int64_t i = 0; i < kRows * kDim; ++i) {
-      CHECK_LE(std::abs(moment_[i] - twin_moment_[i]), 2e-5);
-    }
-  }
-
-  // Reads as lookups do, which write nothing.
-  void Compare() const {
-    std::vector<float> found(kDim);
-    for (int64_t row = 0; row < kRows; ++row) {
-      const float* const slots[] = {&moment_[row * kDim], &square_[row * kDim]};
-      waiting_.CatchUp(waiting_.Find(row), &row_[row * kDim], slots, kDim,
-                       found.data(), nullptr);
-      for (int d = 0; d < kDim; ++d) {
-        // Rounding of up to 200 steps of values below 16.
-        CHECK_LE(std::abs(found[d] - twin_row_[row * kDim + d]), 2e-4);
-      }
-    }
-  }
-
- private:
-  using Slots = std::array<float*, 2>;
-
-  Slots SlotsOf(int64_t row) {
-    return {&moment_[row * kDim], &square_[row * kDim]};
-  }
-  float Draw() { return std::ldexp(1.0f + generator_() % 64, -6) - 0.5f; }
-  double Direction(double moment, double square) const {
-    if (rule_.move == Move::kSign) return (moment > 0) - (moment < 0);
-    if (rule_.move == Move::kMomentum) return moment;
-    if (rule_.move == Move::kNone) return 0.0;
-    return moment / (std::sqrt(square) + rule_.epsilon);
-  }
-
-  const IdleRule rule_;
-  std::mt19937_64 generator_{20260731};
-  int64_t clock_[3] = {};
-  std::vector<int32_t> since_;
-  std::vector<double> history_;
-  std::vector<float> row_, moment_, square_;
-  std::vector<double> twin_row_, twin_moment_;
-  WaitingRows waiting_;
-};
-
-void TestStepsOneByOne() {
-  for (const Move move :
-       {Move::kNone, Move::kMomentum, Move::kSign, Move::kRoot}) {
-    for (const bool decays : {false, true}) {
-      Twins twins(move, decays);
-      for (int step = 0; step < 200; ++step) {
-        twins.Step();
-        twins.Compare();
-      }
-    }
-  }
 }
 
 // A rule with so many terms, each of which weighs 0.25 after a step.
@@ -276,7 +165,6 @@ void TestSignsOfADecay() {
 }  // namespace tpu_embedding
 
 int main() {
-  tpu_embedding::TestStepsOneByOne();
   for (const bool inside : {false, true}) {
     for (const bool powers : {false, true}) {
       tpu_embedding::TestEachNumberOfTerms(inside, powers);
