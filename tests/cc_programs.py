@@ -50,9 +50,7 @@ TIMEOUT_SECONDS = 300
 
 
 def run(
-    command: Sequence[str],
-    timeout: float = TIMEOUT_SECONDS,
-    text: str | None = None,
+    command: Sequence[str], timeout: float = TIMEOUT_SECONDS, text: str | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Runs a command on a text that it reads; captures what it prints."""
     return subprocess.run(

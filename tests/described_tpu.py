@@ -30,11 +30,7 @@ class Described:
     """
 
     def __init__(
-        self,
-        feature: str | None = "V1",
-        sparse_cores: int = 0,
-        *,
-        local: bool = False,
+        self, feature: str | None = "V1", sparse_cores: int = 0, *, local: bool = False
     ) -> None:
         self._local = local
         self.tpu_hardware_feature = None

@@ -27,7 +27,7 @@ _NEEDED: list[tuple[str, bool, dict[str, set[str]]]] = [
         hasattr(_raw_ops, "XlaSparseDenseMatmulCustomCombinerOnTcWithCsrInput"),
         {
             "software_tpu/test_limits.py": {
-                "test_more_ids_than_the_valency_are_refused",
+                "test_more_ids_than_the_valency_are_refused"
             },
             "software_tpu/test_library.py": {
                 "test_an_op_that_has_a_kernel_keeps_it",
@@ -51,7 +51,7 @@ _NEEDED: list[tuple[str, bool, dict[str, set[str]]]] = [
                 "test_what_a_function_raises",
             },
             "sparse_core/test_tpu_strategy.py": {
-                "test_the_ops_of_functions_of_the_users",
+                "test_the_ops_of_functions_of_the_users"
             },
             "test_limits.py": {"test_rows_that_a_custom_combiner_gets"},
         },
@@ -69,7 +69,7 @@ _NEEDED: list[tuple[str, bool, dict[str, set[str]]]] = [
                 "test_padding_is_never_read",
                 "test_replicas_must_agree",
                 "test_there_are_no_int32_tables",
-            },
+            }
         },
     ),
     (

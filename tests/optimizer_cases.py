@@ -137,9 +137,7 @@ OPTIMIZERS = [
     ),
 ]
 # Optimizers that do not run on every table or engine; tests of values include them.
-SPECIAL = [
-    Case(optimizers.FrequencyEstimator, None, ({},), ("tau", 0.5)),
-]
+SPECIAL = [Case(optimizers.FrequencyEstimator, None, ({},), ("tau", 0.5))]
 STOCK = [case for case in OPTIMIZERS if case.stock]
 
 each_case = pytest.mark.parametrize(

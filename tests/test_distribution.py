@@ -91,10 +91,7 @@ def test_hardware_feature(feature: str, sparse_cores: int, engine: str) -> None:
 
 def test_tpu_that_is_not_initialized() -> None:
     strategy = tf.distribute.TPUStrategy(Described(None))
-    with (
-        strategy.scope(),
-        pytest.raises(RuntimeError, match="initialize_tpu_system"),
-    ):
+    with strategy.scope(), pytest.raises(RuntimeError, match="initialize_tpu_system"):
         distribution.current()
 
 

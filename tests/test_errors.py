@@ -156,7 +156,7 @@ CALLS: ErrorTable = {
     },
     NotImplementedError: {
         "Tables of dtype int32 are not supported. Argument `dtype` must be "
-        "float32, bfloat16 or int8.": lambda: TableConfig(8, 4, dtype="int32"),
+        "float32, bfloat16 or int8.": lambda: TableConfig(8, 4, dtype="int32")
     },
 }
 

@@ -91,8 +91,7 @@ def sort(case: csr_cases.Case, arguments: dict[str, Any], **limits: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    "path",
-    files(csr_cases.CSR, "csr_*.npz") + files(csr_cases.LIMITS, "drop_*.npz"),
+    "path", files(csr_cases.CSR, "csr_*.npz") + files(csr_cases.LIMITS, "drop_*.npz")
 )
 def test_every_step(path: pathlib.Path):
     case = csr_cases.read(path)

@@ -235,10 +235,7 @@ def test_described_tpus_have_the_limits_of_their_generation(name: str) -> None:
     config = te.SparseCoreEmbeddingConfig(max_unique_ids_per_table={"t": most + 64})
     with (
         strategy.scope(),
-        pytest.raises(
-            ValueError,
-            match=rf"on {name}\. Set .* to at most {most} ",
-        ),
+        pytest.raises(ValueError, match=rf"on {name}\. Set .* to at most {most} "),
     ):
         te.TPUEmbeddingV2(
             te.FeatureConfig(table, output_shape=[64]),

@@ -27,11 +27,7 @@ def _feature(*args: Any, **options: Any) -> FeatureConfig:
 def test_features_keep_their_order_and_point_to_their_tables() -> None:
     shared = TableConfig(8, 4, name="shared")
     plan = _plan(
-        {
-            "a": FeatureConfig(shared),
-            "b/0": _feature(),
-            "b/1": FeatureConfig(shared, 3),
-        }
+        {"a": FeatureConfig(shared), "b/0": _feature(), "b/1": FeatureConfig(shared, 3)}
     )
     assert [(f.index, f.path, f.table) for f in plan.features] == [
         (0, "a", 0),

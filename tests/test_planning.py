@@ -674,10 +674,7 @@ def test_arguments(arguments: Any, text: str) -> None:
 
 FILMS = {"name": "films", "vocabulary_size": 1000, "dim": 16, "optimizer": "Adam"}
 CONFIG = {
-    "tables": [
-        FILMS,
-        {"name": "users", "vocabulary_size": 500, "dim": 8},
-    ],
+    "tables": [FILMS, {"name": "users", "vocabulary_size": 500, "dim": 8}],
     "features": [{"name": "liked", "table": "films"}, {"table": "users"}],
     "optimizer": {"name": "Adagrad", "learning_rate": 0.05},
     "batch_size": 256,
@@ -780,14 +777,8 @@ def test_the_command(
         ({"tables": []}, "object with a list `tables`"),
         ({"tables": [{"dim": 3}]}, "has no `name`"),
         ({"features": [{"table": "x"}]}, "must name one of the tables films, users"),
-        (
-            {"optimizer": "Adamant"},
-            "'Adamant' is not known. Its `name` must be one of",
-        ),
-        (
-            {"tables": [{"name": "a", "rows": 3}]},
-            "'a' has the unknown key 'rows'. Use",
-        ),
+        ({"optimizer": "Adamant"}, "'Adamant' is not known. Its `name` must be one of"),
+        ({"tables": [{"name": "a", "rows": 3}]}, "'a' has the unknown key 'rows'. Use"),
         ({"tables": [{"name": "a", "dim": 3}]}, "'a' lacks `vocabulary_size`."),
         ({"tables": "films"}, "object with a list `tables`"),
         ({"tables": [FILMS, FILMS]}, "two tables 'films'"),

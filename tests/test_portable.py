@@ -87,9 +87,7 @@ MODES: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 
 def make_engine(
-    name: str,
-    features: Sequence[te.FeatureConfig],
-    ranks: Sequence[int],
+    name: str, features: Sequence[te.FeatureConfig], ranks: Sequence[int]
 ) -> Engine:
     """An engine whose features are f0, f1, ... with outputs of the given ranks."""
     keys = {feature.table: feature.table for feature in features}

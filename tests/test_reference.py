@@ -54,19 +54,9 @@ RAGGED = tf.ragged.constant([[5, 3], [], [2], [1, 1, 1]])
         (tf.constant([4, 2]), {}, [[4], [2]], (2,)),
         (tf.constant([[4, 2]]), {}, [[4, 2]], (1,)),
         (tf.constant([[[4], [2]]]), {}, [[4], [2]], (1, 2)),
-        (
-            tf.constant([[4, 2]]),
-            {"max_sequence_length": 3},
-            [[4], [2], []],
-            (1, 3),
-        ),
+        (tf.constant([[4, 2]]), {"max_sequence_length": 3}, [[4], [2], []], (1, 3)),
         (SPARSE, {}, [[5, 3], [], [2]], (3,)),
-        (
-            SPARSE,
-            {"max_sequence_length": 2},
-            [[], [5], [], [], [2], []],
-            (3, 2),
-        ),
+        (SPARSE, {"max_sequence_length": 2}, [[], [5], [], [], [2], []], (3, 2)),
         (
             tf.SparseTensor([[0, 1, 1], [1, 0, 0]], [5, 3], [2, 2, 2]),
             {},
@@ -82,12 +72,7 @@ RAGGED = tf.ragged.constant([[5, 3], [], [2], [1, 1, 1]])
             [[5], [3], [], [], [2], [], [1], [1]],
             (4, 2),
         ),
-        (
-            RAGGED,
-            {"max_sequence_length": 1},
-            [[5], [], [2], [1]],
-            (4, 1),
-        ),
+        (RAGGED, {"max_sequence_length": 1}, [[5], [], [2], [1]], (4, 1)),
     ],
 )
 def test_samples(

@@ -133,10 +133,7 @@ def test_tensorflow_s_default_initializer_is_used_as_it_is() -> None:
     assert ours.initializer is theirs.initializer
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [("dtype", tf.int32)],
-)
+@pytest.mark.parametrize(("option", "value"), [("dtype", tf.int32)])
 def test_what_this_release_lacks_is_refused_by_name(option: str, value: Any) -> None:
     feature = stock.FeatureConfig(_stock_table(**{option: value}))
     with pytest.raises(NotImplementedError, match=rf"^Feature a/0: .*{option}"):

@@ -64,10 +64,7 @@ def test_a_wheel_of_several_libraries_loads_the_fitting_one(tmp_path: pathlib.Pa
     )
     file, *loaded = printed.split()
     assert pathlib.Path(file).is_relative_to(tmp_path)
-    assert loaded == [
-        f"_tpu_embedding_ops.tf{MINOR}.so",
-        f"_software_tpu.tf{MINOR}.so",
-    ]
+    assert loaded == [f"_tpu_embedding_ops.tf{MINOR}.so", f"_software_tpu.tf{MINOR}.so"]
 
 
 def test_the_loader_knows_what_wheels_are_built_for():

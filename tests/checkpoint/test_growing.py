@@ -260,9 +260,7 @@ def test_arrays_of_others(tmp_path: pathlib.Path) -> None:
 
 
 def test_another_budget(
-    trained: te.TPUEmbedding,
-    tmp_path: pathlib.Path,
-    caplog: pytest.LogCaptureFixture,
+    trained: te.TPUEmbedding, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = te.checkpoint.save(trained, tmp_path / "saved")
     options: dict[str, Any] = {"unknown": "shared_row"}
@@ -284,9 +282,7 @@ def test_another_budget(
 
 
 def test_static_and_growing(
-    tmp_path: pathlib.Path,
-    rng: np.random.Generator,
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: pathlib.Path, rng: np.random.Generator, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Row r of a static table is that of id r; the other way ids are given."""
     static, table = _make(6)
@@ -335,9 +331,7 @@ def test_static_and_growing(
 
 
 def test_chosen_ids(
-    trained: te.TPUEmbedding,
-    tmp_path: pathlib.Path,
-    caplog: pytest.LogCaptureFixture,
+    trained: te.TPUEmbedding, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A warm start: rows by id, and the others start anew."""
     path = te.checkpoint.save(trained, tmp_path / "saved")
@@ -397,9 +391,7 @@ def test_ids_that_are_refused(
 
 
 def test_inspect_and_report(
-    trained: te.TPUEmbedding,
-    tmp_path: pathlib.Path,
-    capsys: pytest.CaptureFixture[str],
+    trained: te.TPUEmbedding, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = te.checkpoint.save(trained, tmp_path / "saved")
     assert main(["checkpoint", "inspect", path]) == 0

@@ -93,10 +93,7 @@ def test_replicas(function: Any, rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("engine", ["host"], indirect=True)
 def test_pipelining(rng: np.random.Generator) -> None:
     make_twin(
-        te.Adagrad(RATE),
-        KINDS[:3],
-        "sum",
-        pipeline_execution_with_tensor_core=True,
+        te.Adagrad(RATE), KINDS[:3], "sum", pipeline_execution_with_tensor_core=True
     ).run(rng, 4)
 
 

@@ -70,7 +70,7 @@ CALLS: ErrorTable = {
     TypeError: {
         "Argument `hooks` must be SessionRunHooks. Received: 3 of type int.": (
             lambda e: e.train(input_fn, [3], 1)
-        ),
+        )
     },
 }
 
@@ -164,9 +164,7 @@ FEATURES: ErrorTable = {
             unused,
         ),
     },
-    tf.errors.InvalidArgumentError: {
-        "id 8": (SPEC, {"a": sparse([[8]])}, model_fn),
-    },
+    tf.errors.InvalidArgumentError: {"id 8": (SPEC, {"a": sparse([[8]])}, model_fn)},
 }
 
 

@@ -146,9 +146,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "frequency": (
         lambda: I.TableConfig(
-            8,
-            2,
-            optimization_parameters=I.FrequencyEstimatorParameters(0.1, 1, 1, 1),
+            8, 2, optimization_parameters=I.FrequencyEstimatorParameters(0.1, 1, 1, 1)
         ),
         "so the table's `dimension` must be 1. Received: 2.",
     ),

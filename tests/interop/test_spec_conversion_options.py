@@ -22,10 +22,7 @@ COMMON = {
 }
 CARRIED = [
     (interop.StochasticGradientDescentParameters(0.5), te.SGD(0.5)),
-    (
-        interop.StochasticGradientDescentParameters(0.5, **COMMON),
-        te.SGD(0.5, **COMMON),
-    ),
+    (interop.StochasticGradientDescentParameters(0.5, **COMMON), te.SGD(0.5, **COMMON)),
     (
         interop.StochasticGradientDescentParameters(
             0.5, clip_gradient_min=-1.0, clip_gradient_max=2.0

@@ -35,11 +35,7 @@ def train(strategy: Any, case: Case) -> tuple[list[Any], dict[str, np.ndarray]]:
     """Trains; returns the activations of this process, and whole tables and slots."""
     embedding = training.create(strategy, case)
     activations = training.train(
-        strategy,
-        case,
-        embedding,
-        0,
-        own_batches(strategy, case),
+        strategy, case, embedding, 0, own_batches(strategy, case)
     )
     return activations, training.tables_of(embedding)
 

@@ -42,13 +42,7 @@ POOL = np.array([0, -1, 2**63 - 1, -(2**63), 1 << 40, *range(5, 40)])
 def make(strategy: Any, vocabulary: te.GrowingVocabulary, **table: Any) -> Any:
     """Makes an embedding of one table, "films", whose rows start as ones."""
     films = te.TableConfig(
-        vocabulary,
-        2,
-        "ones",
-        combiner="sum",
-        name="films",
-        placement="rows",
-        **table,
+        vocabulary, 2, "ones", combiner="sum", name="films", placement="rows", **table
     )
     with strategy.scope():
         return te.TPUEmbedding({"film": te.FeatureConfig(films)}, te.SGD(0.5)), films

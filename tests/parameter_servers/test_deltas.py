@@ -38,11 +38,7 @@ def write(embedding: Any, folder: pathlib.Path) -> None:
     with mock.patch("secrets.randbelow", side_effect=itertools.count()):
         for form in FORMS:
             te.serving.export(
-                embedding,
-                folder / form,
-                storage=form,
-                signatures=["dense"],
-                deltas=1.0,
+                embedding, folder / form, storage=form, signatures=["dense"], deltas=1.0
             )
         step(next(number))
         writers = {

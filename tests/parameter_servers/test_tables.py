@@ -93,10 +93,7 @@ def test_each_server_makes_its_own_rows() -> None:
             return read
 
     table = te.TableConfig(V + 1, D, FromFile(), placement="rows", name="films")
-    with (
-        mock.patch.object(variables, "_BLOCK_BYTES", 256),
-        JOB.strategy.scope(),
-    ):
+    with mock.patch.object(variables, "_BLOCK_BYTES", 256), JOB.strategy.scope():
         served = te.TPUEmbedding({"film": te.FeatureConfig(table)}, te.Adagrad(0.1))
         served.build()
     assert max(asked) * D * 4 <= 256

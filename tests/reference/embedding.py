@@ -165,9 +165,7 @@ class ReferenceEmbedding:
         self._tables, self._slots, self._num_updates = copy.deepcopy(state)
 
     def _samples(
-        self,
-        features: Sequence[Sequence[Any]],
-        weights: Sequence[Sequence[Any]] | None,
+        self, features: Sequence[Sequence[Any]], weights: Sequence[Sequence[Any]] | None
     ) -> list[list[lookups.Samples]]:
         if weights is None:
             weights = [[None] * len(self._features) for _ in features]

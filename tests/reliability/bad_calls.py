@@ -53,8 +53,7 @@ Call = Callable[[Subject, Bad], Any]
 def in_tf_data(embedding: Any, features: Any, weights: Any) -> Any:
     """Preprocessing in tf.data, two elements at once."""
     batches = tf.data.Dataset.range(2).map(
-        lambda _: embedding.preprocess_features(features, weights),
-        num_parallel_calls=2,
+        lambda _: embedding.preprocess_features(features, weights), num_parallel_calls=2
     )
     return batches.reduce(0, lambda count, _: count + 1)
 

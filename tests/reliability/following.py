@@ -208,11 +208,7 @@ class Consumer:
         self._folder, self._trainer = folder, trainer
         self.base = folder / f"{self.name}-base"
         te.serving.export(
-            trainer.embedding,
-            self.base,
-            signatures=["dense"],
-            storage=form,
-            deltas=1.0,
+            trainer.embedding, self.base, signatures=["dense"], storage=form, deltas=1.0
         )
         self.model: Any = tf.saved_model.load(str(self.base))
         self._loaded = tf.train.Checkpoint(model=self.model)

@@ -142,11 +142,7 @@ def test_enqueue_on_v4() -> None:
 
 @pytest.mark.parametrize(
     ("call", "cases"),
-    [
-        (eager("preprocess"), EAGER),
-        (graph("data"), TRACED),
-        (graph("run"), TRACED),
-    ],
+    [(eager("preprocess"), EAGER), (graph("data"), TRACED), (graph("run"), TRACED)],
     ids=["preprocess", "data", "run"],
 )
 def test_v6e(call: Any, cases: Any) -> None:

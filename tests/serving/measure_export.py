@@ -66,11 +66,7 @@ def main(folder: str, size: str, *storages: str) -> None:
         path = f"{folder}/{storage}"
         form, _, deltas = storage.partition("+")
         te.serving.export(
-            embedding,
-            path,
-            signatures=["dense"],
-            storage=form,
-            deltas=bool(deltas),
+            embedding, path, signatures=["dense"], storage=form, deltas=bool(deltas)
         )
         shutil.rmtree(path)
         gc.collect()  # The functions of an export refer to themselves.

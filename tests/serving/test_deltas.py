@@ -28,12 +28,7 @@ from threads import repeated
 import tpu_embedding as te
 from tpu_embedding.__main__ import main
 from tpu_embedding.serving import delta_files, following, following_tables
-from tpu_embedding.serving.delta_files import (
-    Base,
-    BaseTable,
-    DeltaRows,
-    Header,
-)
+from tpu_embedding.serving.delta_files import Base, BaseTable, DeltaRows, Header
 from tpu_embedding.serving.quantization import STORAGES, converter
 
 Blocks = list[bytes]
@@ -135,14 +130,8 @@ BAD: dict[str, tuple[Callable[[Blocks], Blocks], str]] = {
         "deletes rows of table users, whose ids are fixed",
     ),
     "reordered": (swap, "Block 2 of delta 3 was sent, but block 1 is next"),
-    "without a block": (
-        lambda b: b[:2] + b[3:],
-        "was sent, but block 2 is",
-    ),
-    "twice a block": (
-        lambda b: b[:2] + b[1:],
-        "delta 3 was sent, but block 2",
-    ),
+    "without a block": (lambda b: b[:2] + b[3:], "was sent, but block 2 is"),
+    "twice a block": (lambda b: b[:2] + b[1:], "delta 3 was sent, but block 2"),
     "empty": (lambda b: [b""], "has only 0 bytes: it is truncated"),
     "cut": (lambda b: [b[0][:-1]], "Block 0 of a delta is damaged"),
     "flipped": (
@@ -241,9 +230,7 @@ def test_refuses_a_table_that_announces_more_than_comes(
     assert_equal(written.trainer.served(follower), written.before)
 
 
-def test_goes_on_with_the_right_block_after_a_damaged_one(
-    written: Written,
-) -> None:
+def test_goes_on_with_the_right_block_after_a_damaged_one(written: Written) -> None:
     model, path = after_two(written), written.path
     with pytest.raises(tf.errors.InvalidArgumentError, match="no delta has begun"):
         send(model, blocks_of(path)[1:])

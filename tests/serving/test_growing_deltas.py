@@ -348,9 +348,7 @@ def test_a_row_is_that_of_its_id(
     assert min(reads) > 20
 
 
-def test_delta_state_has_the_ids_of_its_sequence_number(
-    tmp_path: pathlib.Path,
-) -> None:
+def test_delta_state_has_the_ids_of_its_sequence_number(tmp_path: pathlib.Path) -> None:
     """Also while a delta is committed: each has one id, its own number."""
     publisher = Publisher(tmp_path, 12)
     wrong, reads = list[Any](), 0
@@ -399,10 +397,7 @@ def test_refuses_bad_deltas_with_nothing_changed(tmp_path: pathlib.Path) -> None
         "or changes and deletes the same": blocks_of(publisher.write(rows, [2])),
         "changes 7 rows of table films": [with_field(good[0], 6, 7)],
         "changes -1 rows of table films": [with_field(good[0], 6, -1)],
-        "invalid table index or number": [
-            good[0],
-            with_field(good[1], 2, -1),
-        ],
+        "invalid table index or number": [good[0], with_field(good[1], 2, -1)],
         "do not fit its 2 rows": [good[0], with_field(good[1], 2, 1)],
         "more rows of table films than its header announces": [
             with_field(good[0], 6, 1),

@@ -154,10 +154,7 @@ WRONG_UPDATES: list[tuple[dict[str, Any], str]] = [
         {"accumulator": np.ones((12, 16), np.float32)},
         "slot `accumulator` has the shape [12,16], the table [12,8].",
     ),
-    (
-        {"learning_rate": np.ones(2, np.float32)},
-        "the learning rate must be one number",
-    ),
+    ({"learning_rate": np.ones(2, np.float32)}, "the learning rate must be one number"),
 ]
 
 

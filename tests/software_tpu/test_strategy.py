@@ -51,10 +51,7 @@ def test_it_says_which_hardware_it_is():
             "`cores_per_replica` .* divides `num_devices`, 4. Received: 3",
         ),
         ({"generation": "v3", "cores_per_replica": 0}, "Received: 0"),
-        (
-            {"cores_per_replica": 2},
-            "only for v2, v3 and v4.* generation='v5p'",
-        ),
+        ({"cores_per_replica": 2}, "only for v2, v3 and v4.* generation='v5p'"),
     ],
 )
 def test_bad_arguments_are_refused(arguments: dict, expected: str):
@@ -431,9 +428,7 @@ def test_cores_of_a_device_assignment():
             topology, np.array([[coordinates[c] for c in own] for own in replicas])
         )
         return SoftwareTPUStrategy(
-            "v4",
-            sum(map(len, replicas)),
-            experimental_device_assignment=assignment,
+            "v4", sum(map(len, replicas)), experimental_device_assignment=assignment
         )
 
     strategy = assigned([[3, 1], [0, 2]])

@@ -30,10 +30,7 @@ EPSILON = float(np.finfo(np.float32).eps)
 # Sums of up to 16 terms, twice, the combiner's three products and the rule.
 TOLERANCE = 64 * EPSILON * models.MAX_VALUE
 stock = tf.tpu.experimental.embedding
-STRATEGIES = {
-    "sparse_core": lambda: strategy_of("v6e", 2),
-    "host": lambda: mirrored(1),
-}
+STRATEGIES = {"sparse_core": lambda: strategy_of("v6e", 2), "host": lambda: mirrored(1)}
 
 
 class Trainer:
@@ -320,9 +317,7 @@ def test_minibatches_beside_a_combiner_are_refused() -> None:
         pytest.raises(NotImplementedError, match=r"'films': minibatching is not"),
     ):
         te.TPUEmbeddingV2(
-            feature(combiner=COMBINER),
-            te.SGD(0.1),
-            sparse_core_embedding_config=config,
+            feature(combiner=COMBINER), te.SGD(0.1), sparse_core_embedding_config=config
         )
 
 

@@ -102,8 +102,7 @@ def test_a_loop_in_a_function() -> None:
 def test_pipelined_updates_are_one_step_late(pipelined: bool) -> None:
     rates = tf.Variable(1.0)
     embedding = films(
-        optimizer=te.SGD(lambda: rates),
-        pipeline_execution_with_tensor_core=pipelined,
+        optimizer=te.SGD(lambda: rates), pipeline_execution_with_tensor_core=pipelined
     )
 
     def step() -> Any:

@@ -187,12 +187,7 @@ def test_initializers_by_shard() -> None:
 def test_refused_at_construction(
     change: dict[str, Any], error: type[Exception], text: str
 ) -> None:
-    values = {
-        "optimizer": te.SGD(1.0),
-        "output_shape": [4],
-        "name": "film",
-        **change,
-    }
+    values = {"optimizer": te.SGD(1.0), "output_shape": [4], "name": "film", **change}
     key = te.TableConfig(8, 2, name="films")
     optimizer = values.pop("optimizer")
     with STRATEGY.scope(), pytest.raises(error, match=text):

@@ -153,10 +153,7 @@ def test_float16_fits_with_the_scale_of_the_model(package: Any, seed: int):
 def test_trainable_tables_are_trained_by_the_models_optimizer(seed: int):
     steps = models.batches(seed, STEPS)
     losses = []
-    for optimizer, options in (
-        (te.SGD(RATE), {}),
-        (None, {"trainable_tables": True}),
-    ):
+    for optimizer, options in ((te.SGD(RATE), {}), (None, {"trainable_tables": True})):
         model = Subclassed(optimizer, **options)
         model.compile(legacy.SGD(RATE), "mse")
         history = model.fit(models.dataset(steps), verbose=0, shuffle=False)
