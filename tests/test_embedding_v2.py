@@ -68,30 +68,6 @@ def test_the_sample_count_is_a_scalar_where_shapes_are_given() -> None:
     assert table(embedding, "users")[4].tolist() == [102, 102]
 
 
-def test_updates_reach_the_rows_of_each_table() -> None:
-    embedding = two_tables()
-    _, preserved = embedding(BATCH)
-    gradients = {
-        "a": tf.constant([[1.0, 2.0], [3.0, 4.0]]),
-        "b": tf.constant([[10.0, 20.0], [30.0, 40.0]]),
-        "c": tf.constant([[0.5, 0.25], [9.0, 9.0]]),
-    }
-    embedding.apply_gradients(gradients, preserved)
-    expected = np.repeat(np.arange(8.0)[:, np.newaxis], 2, 1)
-    for row, gradient in ((7, [1, 2]), (0, [3, 4]), (2, [0.5, 0.25]), (3, [0.5, 0.25])):
-        expected[row] -= gradient
-    np.testing.assert_array_equal(table(embedding, "films"), expected)
-    assert table(embedding, "users")[4].tolist() == [84, 64]
-    assert table(embedding, "users")[3].tolist() == [103, 103]
-
-
-def test_a_gradient_of_none_touches_the_rows() -> None:
-    optimizer = te.SGD(1.0, weight_decay_factor=0.5)
-    embedding = te.TPUEmbeddingV2(te.FeatureConfig(films()), optimizer)
-    train_on(embedding, tf.constant([4]), None)
-    assert table(embedding, "films")[:, 0].tolist() == [0, 1, 2, 3, 2, 5, 6, 7]
-
-
 def test_stacking_can_be_disabled() -> None:
     config = te.SparseCoreEmbeddingConfig(disable_table_stacking=True)
     tables = [te.TableConfig(8, 2, name=name) for name in ("b", "a")]
