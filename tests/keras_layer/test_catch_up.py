@@ -10,6 +10,7 @@ import itertools
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable
+from concurrent import futures
 from typing import Any
 
 import numpy as np
@@ -396,6 +397,25 @@ def test_a_function_that_was_traced_before_the_optimizer_was_built(way: str):
         for read in readers:
             pair.train(1)
             near(read(), pair.table.numpy(), 18)
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_another_thread_may_read_the_whole_table_during_a_step(
+    place: int, monkeypatch: pytest.MonkeyPatch
+):
+    pair, writes = Pair(OPTIMIZERS["momentum"]), itertools.count()
+
+    def read_and_scatter(*arguments: Any) -> None:
+        if next(writes) % 3 == place:  # The table, its slot and what waits.
+            with futures.ThreadPoolExecutor(1) as reader:
+                reader.submit(pair.layer.get_weights).result()
+        scatter(*arguments)
+
+    scatter = waiting_module.scatter
+    monkeypatch.setattr(waiting_module, "scatter", read_and_scatter)
+    pair.train(20)
+    assert next(writes) == 60
+    pair.check(20)
 
 
 def test_another_optimizer_takes_a_table_over(way: str):

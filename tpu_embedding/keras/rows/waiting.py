@@ -264,10 +264,11 @@ class Waiting:
 
         A call of `advance` must follow, to end the step.
         """
-        for variable, value in zip(self.variables, values, strict=True):
-            scatter(variable, rows, value)
+        # Another thread may catch up all rows meanwhile; it must not touch these.
         now = tf.cast(_read(self.clock)[0], tf.int32)
         scatter(self.since, rows, tf.fill(tf.shape(rows), now + 1))
+        for variable, value in zip(self.variables, values, strict=True):
+            scatter(variable, rows, value)
 
     def advance(self, step: tf.Tensor, *, dense: bool = False) -> None:
         """Counts a step.

@@ -196,8 +196,8 @@ Wait WaitingRows::Find(int64_t row) const {
   Wait wait;
   const int64_t now = state_.clock[0];
   const int64_t since = Since(row);
+  if (!Waits(row)) return wait;
   wait.steps = now - since;
-  if (wait.steps == 0) return wait;
   const double* const start = Start(since);
   const double* const end = Start(now);
   if (rule_.decays) wait.decay = end[0] - start[0];

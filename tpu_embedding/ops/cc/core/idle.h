@@ -97,7 +97,8 @@ class WaitingRows {
   int64_t owner() const { return state_.clock[2]; }
   int64_t num_rows() const { return state_.num_rows; }
   bool none_waits() const { return state_.clock[0] <= state_.clock[1]; }
-  bool Waits(int64_t row) const { return Since(row) != state_.clock[0]; }
+  // A row that another thread updates may be one step ahead of the clock.
+  bool Waits(int64_t row) const { return Since(row) < state_.clock[0]; }
 
   // Prefetch what `Find` reads for a row: first the step since which the row
   // waits, and later the history of that step.
