@@ -322,7 +322,7 @@ class TableConfig(_ChangeableUntilUsed):
         return _ANY_ID if any_id else (0, self.vocabulary_size - 1)
 
     @property
-    def rejects_ids(self) -> bool:
+    def refuses_ids(self) -> bool:
         # Whether some ids raise an error.
         return self.invalid_ids == "error" and self.id_range != _ANY_ID
 

@@ -61,7 +61,7 @@ class Figure(NamedTuple):
 class Telemetry:
     """Counts the ids, rows, gradients and updates of each table.
 
-    Every n-th update is counted while it is applied, so steps that were rejected or
+    Every n-th update is counted while it is applied, so steps that were refused or
     discarded, and evaluation batches, are not counted. With pipelining an update is
     counted one step later, and the replicas of a strategy count as one batch. Nothing
     is counted before this object is made, and checkpoints do not save the counts.

@@ -28,7 +28,7 @@ class EmbeddingOptions:
 
     Attributes:
       pipelined: Leave each update pending until the lookups of the next step.
-      check_numerics: Reject weights and gradients that are not finite.
+      check_numerics: Refuse weights and gradients that are not finite.
       sparse_core: Limits of SparseCores, and how they stack and fill the tables.
       initialize: On TPU v2 to v4, configure the TPU's engine; False shares the one that
         is configured already.

@@ -195,7 +195,7 @@ def unscaled(
 ) -> list[tf.Tensor]:
     """Returns the gradients of one call divided by the scale of the loss.
 
-    With `check_numerics` it keeps those that are not finite, so that the engine rejects
+    With `check_numerics` it keeps those that are not finite, so that the engine refuses
     them. Without it, if one is not finite, all gradients of the call become 0.
     """
     if loss_scale is None:

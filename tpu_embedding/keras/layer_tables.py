@@ -463,9 +463,9 @@ class EngineTrainedTables:
 
 
 class _CallNumbers:
-    """Numbers calls in graphs, to reject a second gradient of one call.
+    """Numbers calls in graphs, to refuse a second gradient of one call.
 
-    The engine rejects it too, but what it needs for that cannot pass from the graph of
+    The engine refuses it too, but what it needs for that cannot pass from the graph of
     a function to the graph of its gradient, while a number can. Each cell keeps the
     last used number of those that map to it; numbers only grow.
     """

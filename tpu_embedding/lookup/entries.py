@@ -270,7 +270,7 @@ def _check_entries(
     finite = valid = None
     if feature.check_numerics and weights is not None:
         finite = tf.math.is_finite(weights)
-    if config.rejects_ids:
+    if config.refuses_ids:
         valid = ids_in_range(ids, config.vocabulary_size)
     masks = [mask for mask in (finite, valid) if mask is not None]
 
@@ -358,7 +358,7 @@ def _plain_masks(features: Sequence[_Draft]) -> list[tf.Tensor]:
     masks += [
         ids_in_range(f.ids, f.feature.table.config.vocabulary_size)
         for f in features
-        if f.feature.table.config.rejects_ids
+        if f.feature.table.config.refuses_ids
     ]
     # There must be one index for each id.
     num_ids = tf.shape_n([f.ids for f in features], tf.int64)

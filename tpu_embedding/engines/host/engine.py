@@ -104,7 +104,7 @@ class Routed(NamedTuple):
     Attributes:
       own: What this process needs of the batch to combine rows and send gradients.
       parts: The requests that each part of the tables has received.
-      ready: Tensors that exist once no owner can reject the batch any more.
+      ready: Tensors that exist once no owner can refuse the batch any more.
     """
 
     own: tf.Tensor
@@ -381,7 +381,7 @@ class HostEngine(Engine, StepQueue):
             try:
                 part.apply(part.receive_gradients(batches, messages, rates, push))
             except tf.errors.OpError as error:
-                # Each server rejects alone. In a graph nothing is raised here.
+                # Each server refuses alone. In a graph nothing is raised here.
                 refused = refused or error
         if refused is not None:
             raise refused
