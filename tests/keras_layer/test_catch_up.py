@@ -24,6 +24,7 @@ from steps import train_on
 
 import tpu_embedding as te
 from tpu_embedding import keras as te_keras
+from tpu_embedding.keras.keras_api import keras_api
 from tpu_embedding.keras.rows import rules
 from tpu_embedding.keras.rows import waiting as waiting_module
 from tpu_embedding.keras.rows.waiting import make_plain
@@ -704,6 +705,24 @@ def test_rows_that_do_not_move_are_constrained_without_a_warning(name: str, way:
     ways = set(pair.ours.updates_rows_by.values())
     assert ways
     assert "dense" not in ways
+
+
+def test_tables_of_one_name_are_updated_each_in_its_way(way: str):
+    norm: Any = keras.constraints.MaxNorm(1.0, axis=1)
+    layers = [
+        te_keras.Embedding(V, D, name="same", embeddings_constraint=constraint)
+        for constraint in (norm, None)
+    ]
+    for layer in layers:
+        layer.build(None)
+    tables = [layer.embeddings for layer in layers]
+    optimizer = te_keras.RowSparseOptimizer(O.Nadam(0.01))
+    with pytest.warns(UserWarning, match="MaxNorm constrains all rows"):
+        optimizer.build(tables)
+    gradient = gradients(1)[0]
+    variables = [keras_api.value_of(table) for table in tables]
+    by_rows = [optimizer.has_only_rows(gradient, each) for each in variables]
+    assert by_rows == [way == "kernels", True]
 
 
 def train_constrained(pair: Pair, constrained: bool = True) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -90,13 +90,25 @@ class _OnTouchedRows:
         setattr(self._optimizer, name, value)  # Nadam of tf_keras counts.
 
 
+class _OtherRows(NamedTuple):
+    """What a step does to the rows of a table that its gradient does not name.
+
+    Attributes:
+      idle: What it does to such a row, if rows may wait for it; else None.
+      reads_all: Why each step nevertheless reads all rows; "" if it does not.
+    """
+
+    idle: Idle | None
+    reads_all: str = ""
+
+
 class UpdatesRows:
     """Mixin that updates rows; must precede the Keras class in the bases."""
 
     _rule: Any  # The class of Keras.
     lazy: bool = False
     _owner: int | None = None
-    _dense_tables: frozenset[str] = frozenset()  # Their steps compute on all rows.
+    _reads_all_rows: frozenset[Any] = frozenset()  # Variables, by `_var_key`.
     _ways: dict[str, str]
 
     @property
@@ -132,10 +144,12 @@ class UpdatesRows:
         parts = components(variable)
         if not all(isinstance(part, TableVariable) for part in parts):
             return
-        idle, why = self._idle(variable, getattr(variable, "constraint", None))
+        idle, why = self._other_rows(variable, getattr(variable, "constraint", None))
         if why:
-            for part in parts:
-                self._step_densely(part, why)
+            self._warn_of_all_rows(variable, why)
+        else:
+            read = self._reads_all_rows - {self._var_key(variable)}
+            self.__dict__["_reads_all_rows"] = read
         slots = self._slots(keras_api.index_of(self, variable)).values()
         if idle is None or not all(make_table(slot) for slot in slots):
             for part in parts:
@@ -148,31 +162,28 @@ class UpdatesRows:
                 continue
             take_over(part, Waiting(idle, (part, *own), owner, self._decays(variable)))
 
-    def _idle(
-        self: Any, variable: Any, constraint: Any = None
-    ) -> tuple[Idle | None, str]:
-        """Returns what a step does to rows without a gradient; None if none may wait.
-
-        The second result says why a step computes on all rows, or is "".
-        """
+    def _other_rows(self: Any, variable: Any, constraint: Any = None) -> _OtherRows:
+        """Returns what a step with the present options does to the other rows."""
         if self.lazy:
-            return None, ""
+            return _OtherRows(None)
         if getattr(self, "gradient_accumulation_steps", None):
-            return None, "`gradient_accumulation_steps` accumulates dense gradients"
+            why = "`gradient_accumulation_steps` accumulates dense gradients"
+            return _OtherRows(None, why)
         try:
             idle = idle_of(self, self._rule)
         except ValueError as error:
-            return None, str(error)
+            return _OtherRows(None, str(error))
         if idle.changes_nothing and not self._decays(variable):
-            return None, ""  # Keras constrains and averages rows after each step.
+            return _OtherRows(None)  # Keras constrains and averages after each step.
         dtype = tf.as_dtype(variable.dtype)
         if dtype.size < 4:
-            return None, f"each step rounds its {dtype.name} values"
+            return _OtherRows(None, f"each step rounds its {dtype.name} values")
         if self.use_ema:
-            return idle, "`use_ema` averages all rows"
+            return _OtherRows(idle, "`use_ema` averages all rows")
         if constraint is not None:
-            return idle, f"its {type(constraint).__name__} constrains all rows"
-        return idle, ""
+            why = f"its {type(constraint).__name__} constrains all rows"
+            return _OtherRows(idle, why)
+        return _OtherRows(idle)
 
     def _decays(self: Any, variable: Any) -> bool:
         # Keras finds excluded variables by the names in TensorFlow, and remembers them.
@@ -186,6 +197,12 @@ class UpdatesRows:
         waiting = waiting_of(variable)
         is_sparse = isinstance(gradient, tf.IndexedSlices)
         by_rows = self.has_only_rows(gradient, variable)
+        if is_sparse and not by_rows and waiting is None:
+            why = self._other_rows(variable).reads_all
+            if not why and isinstance(variable, TableVariable):
+                why = "an option changed after it was built"
+            why = why or "it does not belong to a te.keras.Embedding"
+            self._warn_of_all_rows(variable, why)
         if not by_rows and (is_sparse or isinstance(variable, TableVariable)):
             self._note(variable, "dense")
         if is_sparse:
@@ -224,7 +241,7 @@ class UpdatesRows:
         if is_own is (waiting is None):
             raise RuntimeError(f"RowSparseOptimizer: {other_optimizer(variable.name)}")
         if waiting is not None:
-            options = self._idle(variable)[0], self._decays(variable)
+            options = self._other_rows(variable).idle, self._decays(variable)
             if options != (waiting.idle, waiting.decays):
                 raise RuntimeError(
                     f"RowSparseOptimizer: an option of this {self._rule.__name__} "
@@ -237,34 +254,24 @@ class UpdatesRows:
 
     def has_only_rows(self: Any, gradient: Any, variable: Any) -> bool:
         """Returns whether a step updates no rows but those that a gradient names."""
-        is_sparse = isinstance(gradient, tf.IndexedSlices)
-        return is_sparse and self._steps_by_rows(variable, waiting_of(variable))
-
-    def _steps_by_rows(self: Any, variable: Any, waiting: Waiting | None) -> bool:
-        """Returns whether the rows of a gradient are all that a step has to update."""
-        if variable.name in self._dense_tables:
+        if not isinstance(gradient, tf.IndexedSlices):
+            return False
+        waiting = waiting_of(variable)
+        if self._var_key(variable) in self._reads_all_rows:
             # After each step Keras reads the whole table, which catches up all rows:
             # one op of the library does that faster than Keras's ops update them.
             return waiting is not None and waiting.has_kernels()
-        if waiting is not None:
-            return True
-        idle, why = self._idle(variable)
-        if idle is None and not why:
-            return True
-        if not why and isinstance(variable, TableVariable):
-            why = "an option changed after it was built"
-        self._step_densely(
-            variable, why or "it does not belong to a te.keras.Embedding"
-        )
-        return False
+        return waiting is not None or self._other_rows(variable) == _OtherRows(None)
 
-    def _step_densely(self: Any, variable: Any, why: str) -> None:
-        """Notes that steps update all rows of a table, and warns once."""
-        if variable.name in self._dense_tables:
+    def _warn_of_all_rows(self: Any, variable: Any, why: str) -> None:
+        """Notes that steps read all rows of a table, and warns once."""
+        key = self._var_key(variable)
+        if key in self._reads_all_rows:
             return
-        self.__dict__["_dense_tables"] = self._dense_tables | {variable.name}
+        self.__dict__["_reads_all_rows"] = self._reads_all_rows | {key}
+        name = components(variable)[0].name
         warnings.warn(
-            f"RowSparseOptimizer updates all rows of {variable.name} in each step, as "
+            f"RowSparseOptimizer updates all rows of {name} in each step, as "
             f"Keras does: {why}. `lazy=True` updates only the rows of the batch, which "
             "gives other results.",
             stacklevel=2,
