@@ -374,7 +374,11 @@ class UpdatesRows:
             target.assign_sub(target * decay * rate)
 
     def _apply_weight_decay(self: Any, variables: Any) -> None:
-        """Refuses a step before it changes anything; `update_step` decays weights."""
+        """Checks a step before it changes anything; `update_step` decays weights.
+
+        Keras calls this for each step, and then `update_all`; Nadam of Keras 3 counts a
+        step in between.
+        """
         for variable in variables:
             for part in components(variable):
                 self._check_step(part)
