@@ -21,18 +21,17 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpu_embedding import optimizers as rules
-from tpu_embedding import tf_configs
+from tpu_embedding import optimizers, tf_configs
 from tpu_embedding.keras.keras_api import keras_api
 from tpu_embedding.layout.plan import FeatureSpec, Plan, feature_specs, make_plan
 from tpu_embedding.lookup.feature_structure import FeatureStructure
 from tpu_embedding.optimizers import takes_step
 
 _OPTIMIZERS_BY_NAME = {
-    "sgd": rules.SGD,
-    "adagrad": rules.Adagrad,
-    "adam": rules.Adam,
-    "ftrl": rules.FTRL,
+    "sgd": optimizers.SGD,
+    "adagrad": optimizers.Adagrad,
+    "adam": optimizers.Adam,
+    "ftrl": optimizers.FTRL,
 }
 
 
@@ -48,7 +47,7 @@ class Features:
 
     structure: FeatureStructure
     plan: Plan
-    optimizer: rules.Optimizer | None
+    optimizer: optimizers.Optimizer | None
 
 
 def convert_features(
@@ -88,7 +87,7 @@ def convert_serving(serving_config: Any, layer: Features) -> Features:
     return Features(FeatureStructure(serving_config, plan.features), plan, None)
 
 
-def convert_optimizer(optimizer: Any, where: str) -> rules.Optimizer | None:
+def convert_optimizer(optimizer: Any, where: str) -> optimizers.Optimizer | None:
     """Converts what the layer accepts as an optimizer; errors name `where` it is."""
     if isinstance(optimizer, str):
         if optimizer not in _OPTIMIZERS_BY_NAME:
@@ -115,7 +114,7 @@ class _Conversion:
       all_rows: The arguments that make `rule` update all rows; None if it cannot.
     """
 
-    rule: Callable[..., rules.Optimizer]
+    rule: Callable[..., optimizers.Optimizer]
     converted: tuple[str, ...] = ()
     neutral: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -123,21 +122,21 @@ class _Conversion:
 
 
 _CONVERSIONS: dict[str, _Conversion] = {
-    "SGD": _Conversion(rules.SGD, neutral={"momentum": 0.0, "nesterov": False}),
+    "SGD": _Conversion(optimizers.SGD, neutral={"momentum": 0.0, "nesterov": False}),
     "Adagrad": _Conversion(
-        rules.Adagrad,
+        optimizers.Adagrad,
         converted=("initial_accumulator_value",),
         neutral={"epsilon": 1e-7},
     ),
     "Adam": _Conversion(
-        rules.Adam,
+        optimizers.Adam,
         converted=("beta_1", "beta_2", "epsilon"),
         neutral={"amsgrad": False, "adaptive_epsilon": False},
         fixed={"sum_inside_sqrt": False},  # Keras adds epsilon outside the root.
         all_rows={"lazy_adam": False},
     ),
     "Ftrl": _Conversion(
-        rules.FTRL,
+        optimizers.FTRL,
         converted=(
             "learning_rate_power",
             "initial_accumulator_value",
@@ -173,7 +172,7 @@ def is_keras_optimizer(value: object) -> bool:
 
 def translate_keras_optimizer(
     optimizer: Any, *, bias_correction: bool = True, lazy: bool = True
-) -> rules.Optimizer:
+) -> optimizers.Optimizer:
     """Converts an optimizer of Keras 3 or tf_keras for embedding tables.
 
     A learning rate held in a variable is read at each update, so callbacks that set
@@ -233,7 +232,7 @@ def translate_keras_optimizer(
     rate = _held_rate(optimizer)
     if not callable(rate):
         rate = OptimizerRate(optimizer)
-    if bias_correction and conversion.rule is rules.Adam:
+    if bias_correction and conversion.rule is optimizers.Adam:
         rate = BiasCorrectedRate(rate, options["beta_1"], options["beta_2"])
     return conversion.rule(
         learning_rate=rate,

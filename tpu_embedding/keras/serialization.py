@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import init_ops_v2
 
-from tpu_embedding import optimizers as rules
+from tpu_embedding import optimizers
 from tpu_embedding.checkpoint.checkpoint_view import (
     check_hashing,
     hashing_name,
@@ -119,11 +119,11 @@ def decode_optimizer(config: Any) -> Any:
             options["config"]
         )
     name = options.pop("class")
-    rule = rules.OPTIMIZERS.get(name)
+    rule = optimizers.OPTIMIZERS.get(name)
     if rule is None:
         raise ValueError(
             f"The file was saved with the optimizer {name}, which this release does "
-            f"not support. It supports {', '.join(rules.OPTIMIZERS)}."
+            f"not support. It supports {', '.join(optimizers.OPTIMIZERS)}."
         )
     options = {name: decode_object(value) for name, value in options.items()}
     clip = options["clipvalue"]

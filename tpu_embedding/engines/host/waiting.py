@@ -59,8 +59,8 @@ def waiting_bytes(spec: TableSpec, rows: int) -> int:
     idle = idle_of(spec)
     if idle is None:
         return 0
-    rule = idle.quadrature
-    terms, horizon = rule.weights.shape[::-1] if rule else (1, 1)
+    quadrature = idle.quadrature
+    terms, horizon = quadrature.weights.shape[::-1] if quadrature else (1, 1)
     history = history_length(spec.config.max_rows, horizon)
     return 4 * rows + 8 * history * (2 + terms)
 

@@ -105,7 +105,7 @@ class _OtherRows(NamedTuple):
 class UpdatesRows:
     """Mixin that updates rows; must precede the Keras class in the bases."""
 
-    _rule: Any  # The class of Keras.
+    _keras_class: Any
     lazy: bool = False
     _owner: int | None = None
     _reads_all_rows: frozenset[Any] = frozenset()  # Variables, by `_var_key`.
@@ -118,9 +118,9 @@ class UpdatesRows:
 
     def build(self: Any, variables: Any) -> None:
         """Creates the slots, after another check of the options and the strategy."""
-        _check_use(self, self._rule.__name__)
+        _check_use(self, self._keras_class.__name__)
         had_slots = keras_api.is_built(self)  # tf_keras builds in each step.
-        self._rule.build(self, variables)
+        self._keras_class.build(self, variables)
         if self._owner is None or not had_slots:
             self.wait_for(variables)
 
@@ -129,7 +129,7 @@ class UpdatesRows:
         """Creates the optimizer of a configuration; earlier versions saved `lazy`."""
         config = dict(config)
         lazy = config.pop("lazy", False)
-        optimizer = cls._rule.from_config.__func__(cls, config, **kwargs)
+        optimizer = cls._keras_class.from_config.__func__(cls, config, **kwargs)
         optimizer.__dict__["lazy"] = lazy
         return optimizer
 
@@ -170,7 +170,7 @@ class UpdatesRows:
             why = "`gradient_accumulation_steps` accumulates dense gradients"
             return _OtherRows(None, why)
         try:
-            idle = idle_of(self, self._rule)
+            idle = idle_of(self, self._keras_class)
         except ValueError as error:
             return _OtherRows(None, str(error))
         if idle.changes_nothing and not self._decays(variable):
@@ -212,7 +212,7 @@ class UpdatesRows:
                 self._update_touched(gradient, variable, None, *rate)
             else:
                 self._decay(variable, variable)
-                self._rule.update_step(self, gradient, variable, *rate)
+                self._keras_class.update_step(self, gradient, variable, *rate)
             return
         if waiting.decays and is_in_xla():
             with tf.init_scope():  # At the current rate.
@@ -230,7 +230,7 @@ class UpdatesRows:
             waiting.flush()
             with waiting.quiet():
                 self._decay(variable, variable)
-                self._rule.update_step(self, gradient, variable, *rate)
+                self._keras_class.update_step(self, gradient, variable, *rate)
         waiting.advance(self._step(waiting, *rate), dense=not by_rows)
 
     def _check_step(self: Any, variable: Any) -> None:
@@ -244,11 +244,11 @@ class UpdatesRows:
             options = self._other_rows(variable).idle, self._decays(variable)
             if options != (waiting.idle, waiting.decays):
                 raise RuntimeError(
-                    f"RowSparseOptimizer: an option of this {self._rule.__name__} "
-                    f"changed after it was built for {variable.name}, whose rows may "
-                    "wait for steps with the former one. Call te.keras.unconvert(model)"
-                    " before the change and te.keras.convert(model) after it, or create"
-                    " another optimizer."
+                    "RowSparseOptimizer: an option of this "
+                    f"{self._keras_class.__name__} changed after it was built for "
+                    f"{variable.name}, whose rows may wait for steps with the former "
+                    "one. Call te.keras.unconvert(model) before the change and "
+                    "te.keras.convert(model) after it, or create another optimizer."
                 )
         check_calls(variable, waiting)
 
@@ -296,7 +296,7 @@ class UpdatesRows:
             name: {index: rows} for name, rows in zip(whole, touched[1:], strict=True)
         }
         self._decay(touched[0], variable)
-        self._rule.update_step(
+        self._keras_class.update_step(
             _OnTouchedRows(self, slots), gradient.values, touched[0], *rate
         )
         if waiting is None:
@@ -314,7 +314,7 @@ class UpdatesRows:
     def _step(self: Any, waiting: Waiting, *rate: Any) -> tf.Tensor:
         """Returns what `Waiting.advance` takes, after the update of a step."""
         used = rate[0] if rate else self.learning_rate
-        own = step_of(self, self._rule, used, waiting.variables[0].dtype)
+        own = step_of(self, self._keras_class, used, waiting.variables[0].dtype)
         step = (*own, self._shrinkage(waiting, *rate))
         return tf.stack([tf.cast(part, tf.float64) for part in step])
 
@@ -332,7 +332,7 @@ class UpdatesRows:
         sparse = [
             n for n, (g, _) in enumerate(pairs) if isinstance(g, tf.IndexedSlices)
         ]
-        rule = rule_of(self, self._rule, rate) if sparse else None
+        rule = rule_of(self, self._keras_class, rate) if sparse else None
         if rule is None:
             return pairs
         named = collections.Counter(self._var_key(variable) for _, variable in pairs)
@@ -365,7 +365,7 @@ class UpdatesRows:
         return pairs
 
     def _slots(self: Any, index: int) -> dict[str, Any]:
-        return slots_at(self, self._rule, index)
+        return slots_at(self, self._keras_class, index)
 
     def _decay(self: Any, target: Any, variable: Any) -> None:
         if self._decays(variable):
@@ -395,7 +395,7 @@ class UpdatesRows:
             sum_duplicates(g) if isinstance(g, tf.IndexedSlices) else g
             for g in gradients
         ]
-        clipped = self._rule._clip_gradients(
+        clipped = self._keras_class._clip_gradients(
             self, [g.values if isinstance(g, tf.IndexedSlices) else g for g in summed]
         )
         return [
@@ -406,11 +406,17 @@ class UpdatesRows:
         ]
 
 
-def slots_at(optimizer: Any, rule: type, index: int) -> dict[str, Any]:
+def keras_class(optimizer: Any) -> Any:
+    """Returns the class of Keras of an optimizer, whether it updates rows or not."""
+    is_by_rows = isinstance(optimizer, UpdatesRows)
+    return optimizer._keras_class if is_by_rows else type(optimizer)
+
+
+def slots_at(optimizer: Any, cls: type, index: int) -> dict[str, Any]:
     """Returns the slots of a variable by the attribute that has them."""
     return {
         name: getattr(optimizer, name)[index]
-        for name in RULES[rule.__name__].slots
+        for name in RULES[cls.__name__].slots
         if getattr(optimizer, name, None)
     }
 
@@ -444,8 +450,8 @@ def _dense(gradient: tf.IndexedSlices) -> tf.Tensor:
     return tf.math.unsorted_segment_sum(gradient.values, gradient.indices, shape[0])
 
 
-def _row_sparse_class(rule: Any) -> Any:
-    name = f"RowSparse{rule.__name__}"
+def _row_sparse_class(keras_class: Any) -> Any:
+    name = f"RowSparse{keras_class.__name__}"
     step = keras_api.ALL_VARIABLES_STEP
 
     def update_all(self: Any, strategy: Any, pairs: Any, *rate: Any) -> Any:
@@ -453,22 +459,22 @@ def _row_sparse_class(rule: Any) -> Any:
         pairs = list(pairs)
         with counted(pairs, self.has_only_rows):
             pairs = self.update_rows(pairs, used)
-            return getattr(rule, step)(self, strategy, pairs, *rate)
+            return getattr(keras_class, step)(self, strategy, pairs, *rate)
 
     members = {
-        "__doc__": f"{rule.__name__} of Keras, by rows.",
-        "_rule": rule,
+        "__doc__": f"{keras_class.__name__} of Keras, by rows.",
+        "_keras_class": keras_class,
         step: update_all,
     }
-    cls = type(name, (UpdatesRows, rule), members)
-    keras_api.save_as(cls, rule)
+    cls = type(name, (UpdatesRows, keras_class), members)
+    keras_api.save_as(cls, keras_class)
     return cls
 
 
 # The class that updates rows, by the class of Keras.
 CLASSES = {
-    rule: _row_sparse_class(rule)
-    for rule in (getattr(keras_api.optimizers, name) for name in RULES)
+    keras_class: _row_sparse_class(keras_class)
+    for keras_class in (getattr(keras_api.optimizers, name) for name in RULES)
 }
 globals().update({cls.__name__: cls for cls in CLASSES.values()})  # For pickle.
 
@@ -535,8 +541,9 @@ def RowSparseOptimizer(inner: Any, lazy: bool = False) -> Any:  # noqa: N802
         if inner.lazy == lazy:
             return inner
         raise ValueError(
-            f"RowSparseOptimizer: this {inner._rule.__name__} is already row-sparse, "
-            f"with lazy={inner.lazy}. Create another optimizer for lazy={lazy}."
+            f"RowSparseOptimizer: this {inner._keras_class.__name__} is already "
+            f"row-sparse, with lazy={inner.lazy}. Create another optimizer for "
+            f"lazy={lazy}."
         )
     if type(inner) not in CLASSES:
         wraps = hasattr(inner, "inner_optimizer")
@@ -559,12 +566,12 @@ def RowSparseOptimizer(inner: Any, lazy: bool = False) -> Any:  # noqa: N802
     return inner
 
 
-def _check_use(optimizer: Any, rule: str) -> None:
+def _check_use(optimizer: Any, class_name: str) -> None:
     scale = getattr(optimizer, "loss_scale_factor", None)
     if scale is not None:
         raise ValueError(
-            f"RowSparseOptimizer: `loss_scale_factor={scale!r}` of {rule} works on all "
-            f"rows. {_LOSS_SCALE}"
+            f"RowSparseOptimizer: `loss_scale_factor={scale!r}` of {class_name} works "
+            f"on all rows. {_LOSS_SCALE}"
         )
     strategy = type(tf.distribute.get_strategy())
     if tf.distribute.has_strategy() and strategy not in _STRATEGIES:
@@ -585,5 +592,5 @@ def plain_optimizer(optimizer: Any) -> Any:
     """Makes a row-sparse optimizer one of Keras again, and returns it."""
     for variable in keras_api.built_for(optimizer):
         make_plain(variable)
-    object.__setattr__(optimizer, "__class__", optimizer._rule)
+    object.__setattr__(optimizer, "__class__", optimizer._keras_class)
     return optimizer

@@ -17,8 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tpu_embedding import distribution
-from tpu_embedding import optimizers as rules
+from tpu_embedding import distribution, optimizers
 from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.engines.calls import EngineOptions
 from tpu_embedding.engines.host.batches import HostBatches, plan_record
@@ -103,7 +102,7 @@ def _ftrl(
 ) -> base.Optimizer | None:
     if initial_accumulator_value <= 0 or beta < 0:
         return None  # Keras divides 0 by 0.
-    return rules.FTRL(rate, beta=beta, **options)
+    return optimizers.FTRL(rate, beta=beta, **options)
 
 
 def _adam_waits(o: Any) -> Idle:
@@ -244,7 +243,7 @@ RULES: dict[str, _Rule] = {
         ("momentums",),
         _sgd_waits,
         lambda o, rate: -o.momentum if o.nesterov else -1.0,
-        make=rules.SGD,
+        make=optimizers.SGD,
         unset=("momentum",),
         casts=True,
     ),

@@ -22,7 +22,13 @@ from tpu_embedding.inputs import InputKind
 from tpu_embedding.keras.conversion import translate_keras_optimizer
 from tpu_embedding.keras.keras_api import keras_api
 from tpu_embedding.keras.rows.counting import start_counting
-from tpu_embedding.keras.rows.optimizer import CLASSES, UpdatesRows, innermost, slots_at
+from tpu_embedding.keras.rows.optimizer import (
+    CLASSES,
+    UpdatesRows,
+    innermost,
+    keras_class,
+    slots_at,
+)
 from tpu_embedding.keras.rows.rules import checkpoint_names
 from tpu_embedding.keras.rows.waiting import TableVariable, components
 from tpu_embedding.layout.plan import TableSpec, make_plan
@@ -82,12 +88,10 @@ class ModelTables(WeightTables):
         optimizer = self._optimizer
         if optimizer is None:
             return
-        rule = (
-            optimizer._rule if isinstance(optimizer, UpdatesRows) else type(optimizer)
-        )
-        if rule not in CLASSES:
+        cls = keras_class(optimizer)
+        if cls not in CLASSES:
             raise NotImplementedError(
-                f"The slots of {rule.__module__}.{rule.__qualname__} are not known, "
+                f"The slots of {cls.__module__}.{cls.__qualname__} are not known, "
                 f"so the tables of a model with {_LAYER} that it trains cannot be "
                 "saved or restored. Pass a layer, whose table has no slots: "
                 "`model.get_layer(name)`."
@@ -95,11 +99,11 @@ class ModelTables(WeightTables):
         if not keras_api.is_built(optimizer):
             with self._model.distribute_strategy.scope():
                 self._model.optimizer.build(self._model.trainable_variables)
-        names = checkpoint_names(rule)
+        names = checkpoint_names(cls)
         for layer in self.layers:
             index = keras_api.find_index(optimizer, layer.embeddings)
             if index is not None:
-                for name, slot in slots_at(optimizer, rule, index).items():
+                for name, slot in slots_at(optimizer, cls, index).items():
                     yield layer.name, names[name], slot
 
     def tables(self) -> dict[str, Table]:
@@ -142,8 +146,8 @@ class ModelTables(WeightTables):
             return source
         slots = {id(slot): (table, name) for table, name, slot in self._slots()}
         variables = list(optimizer.variables)
-        rule = getattr(optimizer, "_rule", type(optimizer)).__name__.lower()
-        if numbered.optimizer not in ("", rule, plain_name(optimizer.name)):
+        name = keras_class(optimizer).__name__.lower()
+        if numbered.optimizer not in ("", name, plain_name(optimizer.name)):
             return source
         ranks = [len(shape) for shape in numbered.shapes]
         if ranks != [len(variable.shape) for variable in variables]:
@@ -207,8 +211,8 @@ class ModelTables(WeightTables):
         optimizer = self._optimizer
         if optimizer is None:
             return None
-        rule = getattr(optimizer, "_rule", type(optimizer))
-        return translate_keras_optimizer(rule.from_config(optimizer.get_config()))
+        inner = keras_class(optimizer).from_config(optimizer.get_config())
+        return translate_keras_optimizer(inner)
 
     def changes(self, consumer: str) -> ComparedRows:
         """See `StoredTables.changes`; it compares rows: Keras writes them, too."""
