@@ -121,7 +121,8 @@ class _Conversion:
     all_rows: Mapping[str, Any] | None = dataclasses.field(default_factory=dict)
 
 
-_CONVERSIONS: dict[str, _Conversion] = {
+# By the name of the class.
+CONVERSIONS: dict[str, _Conversion] = {
     "SGD": _Conversion(optimizers.SGD, neutral={"momentum": 0.0, "nesterov": False}),
     "Adagrad": _Conversion(
         optimizers.Adagrad,
@@ -206,7 +207,7 @@ def translate_keras_optimizer(
         `lazy=False` is used for Ftrl.
     """
     cls = type(optimizer)
-    conversion = _CONVERSIONS.get(cls.__name__)
+    conversion = CONVERSIONS.get(cls.__name__)
     if conversion is None or not is_keras_optimizer(optimizer):
         wraps = hasattr(optimizer, "inner_optimizer")
         hint = (
@@ -214,7 +215,7 @@ def translate_keras_optimizer(
         )
         raise ValueError(
             f"translate_keras_optimizer cannot convert {cls.__module__}."
-            f"{cls.__qualname__}. It accepts {', '.join(_CONVERSIONS)} of Keras 3 and "
+            f"{cls.__qualname__}. It accepts {', '.join(CONVERSIONS)} of Keras 3 and "
             f"of tf_keras, but not their subclasses.{hint if wraps else ''}"
         )
     options = optimizer.get_config()

@@ -23,7 +23,7 @@ from tpu_embedding.engines.calls import EngineOptions
 from tpu_embedding.engines.host.batches import HostBatches, plan_record
 from tpu_embedding.engines.rates import evaluate_rate
 from tpu_embedding.inputs import IdBatch, InputKind
-from tpu_embedding.keras.conversion import BiasCorrectedRate
+from tpu_embedding.keras.conversion import CONVERSIONS, BiasCorrectedRate
 from tpu_embedding.keras.rows.waiting import Waiting, kernels_for, serialized
 from tpu_embedding.layout.output_shapes import OutputShapes
 from tpu_embedding.layout.plan import make_plan
@@ -189,8 +189,8 @@ _ADAM = _Rule(
     _adam_weight,
     names=("momenta", "velocities"),
     make=_adam,
-    options=("beta_1", "beta_2", "epsilon"),
-    unset=("amsgrad", "adaptive_epsilon"),
+    options=CONVERSIONS["Adam"].converted,
+    unset=tuple(CONVERSIONS["Adam"].neutral),
 )
 RULES: dict[str, _Rule] = {
     "Adadelta": _Rule(
@@ -212,14 +212,8 @@ RULES: dict[str, _Rule] = {
         note=lambda optimizer, rate: rate,
         names=("accumulators", "linears"),
         make=_ftrl,
-        options=(
-            "initial_accumulator_value",
-            "beta",
-            "learning_rate_power",
-            "l1_regularization_strength",
-            "l2_regularization_strength",
-        ),
-        unset=("l2_shrinkage_regularization_strength",),
+        options=CONVERSIONS["Ftrl"].converted,
+        unset=tuple(CONVERSIONS["Ftrl"].neutral),
     ),
     "Lion": _Rule(
         ("_momentums", "momentums"),  # Of Keras 3 and of tf_keras.
