@@ -13,7 +13,8 @@ from absl import logging
 
 from tpu_embedding.checkpoint import errors
 from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint, LogicalTable
-from tpu_embedding.checkpoint.writing import Progress
+from tpu_embedding.checkpoint.stored import StoredTables
+from tpu_embedding.checkpoint.writing import Progress, in_all_processes
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.tables.codes import stored_as_codes
 from tpu_embedding.tables.growing import first_slots, first_stored
@@ -22,6 +23,7 @@ from tpu_embedding.tables.rows import (
     PARAMETERS,
     SCALE_OFFSET,
     MutableTableRows,
+    ProcessGroup,
     TableRows,
 )
 from tpu_embedding.tables.table import Table
@@ -160,8 +162,8 @@ def _write_places(
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
-    """The work of one restore.
+class Restore:
+    """A restore that `prepared` has checked, and that `run` carries out.
 
     Attributes:
       copies: Parameters and slots that the checkpoint has.
@@ -169,7 +171,6 @@ class Job:
       resets: Slots that the checkpoint lacks.
       lacking: The names of these slots.
       growing: The restores of growing tables.
-      parts: What `verify` makes for each of them: the content that `run` will write.
     """
 
     copies: list[_Copy] = dataclasses.field(default_factory=list)
@@ -177,34 +178,57 @@ class Job:
     resets: list[_Reset] = dataclasses.field(default_factory=list)
     lacking: list[str] = dataclasses.field(default_factory=list)
     growing: list[_Growth] = dataclasses.field(default_factory=list)
-    parts: list[list[dict[str, np.ndarray]]] = dataclasses.field(default_factory=list)
 
     @classmethod
-    def match(
+    def prepared(
         cls,
         source: LogicalCheckpoint,
         live: Mapping[str, Table],
         names: Mapping[str, str],
+        progress: Progress,
         *,
-        slots: bool,
+        slots: bool = True,
+        resize: bool = False,
         fill: Any = None,
         ids: Mapping[str, np.ndarray] | None = None,
-    ) -> Job:
-        """Makes the job that copies what is stored into the arrays of an embedding.
+    ) -> Restore:
+        """Checks that what is stored fits into the arrays of an embedding.
+
+        All values are read once, and nothing changes.
 
         Args:
           source: The checkpoint.
           live: The tables of the embedding by name.
           names: The name in the checkpoint of each table to restore.
+          progress: What shows how far the check is.
           slots: False restores the tables alone.
+          resize: Whether a static table may have another number of rows there.
           fill: See `_Fill.make`; None leaves other rows as they are.
           ids: By table, the ids whose rows are restored; for a static table in the
             order of its rows.
 
         Raises:
           KeyError: If the checkpoint lacks a table.
-          ValueError: If a table grows in the checkpoint only, and it has no `ids`.
+          ValueError: If a table has another shape, if it grows in the checkpoint only
+            and has no `ids`, or if a growing table cannot hold what is stored.
+          tf.errors.DataLossError: If a file is truncated or damaged.
         """
+        restore = cls._matched(source, live, names, slots, fill, ids or {})
+        restore._check_shapes(source.path, resize)
+        restore._verify(progress)
+        return restore
+
+    @classmethod
+    def _matched(
+        cls,
+        source: LogicalCheckpoint,
+        live: Mapping[str, Table],
+        names: Mapping[str, str],
+        slots: bool,
+        fill: Any,
+        ids: Mapping[str, np.ndarray],
+    ) -> Restore:
+        """Finds what is stored for each array of the embedding."""
         missing = [name for name in names.values() if name not in source]
         if missing:
             raise KeyError(
@@ -212,21 +236,21 @@ class Job:
                 f"{', '.join(source) or 'none'}. If a table has another name there, "
                 "pass `rename={'name in the embedding': 'name in the checkpoint'}`."
             )
-        job, chosen = cls(), ids or {}
+        restore = cls()
         for table, name in names.items():
             target, stored = live[table], source[name]
             if isinstance(target.ids, Vocabulary):
-                own = chosen.get(table)
+                chosen = ids.get(table)
                 growth = _Growth(
-                    target.spec, target.ids, stored, source.path, slots, own
+                    target.spec, target.ids, stored, source.path, slots, chosen
                 )
-                job.growing.append(growth)
+                restore.growing.append(growth)
                 continue
             arrays = stored.arrays
             places = None
-            if table in chosen:
+            if table in ids:
                 height = target.rows[PARAMETERS].shape[0]
-                places = _places(stored, chosen[table], table, height)
+                places = _places(stored, ids[table], table, height)
             elif stored.vocabulary:
                 raise ValueError(
                     f"Table {table!r} grows in {source.path}, so its rows are in "
@@ -236,23 +260,23 @@ class Job:
             for array, rows in target.rows.items():
                 if array in arrays and (slots or array == PARAMETERS):
                     copy = _Copy(table, array, arrays[array], rows, places)
-                    job.copies.extend(copy.stored())
+                    restore.copies.extend(copy.stored())
                     if fill is not None:
-                        job.fills.append(_Fill(copy, fill))
+                        restore.fills.append(_Fill(copy, fill))
                 else:
-                    job.resets.append(_Reset(rows, places))
-                    job.lacking.append(f"{table}/{array}")
-        for growth in job.growing:
-            job.lacking.extend(growth.lacking)
-        return job
+                    restore.resets.append(_Reset(rows, places))
+                    restore.lacking.append(f"{table}/{array}")
+        for growth in restore.growing:
+            restore.lacking.extend(growth.lacking)
+        return restore
 
     @property
     def _nbytes(self) -> int:
         static = sum(copy.source.nbytes for copy in self.copies)
         return static + sum(growth.nbytes for growth in self.growing)
 
-    def check(self, path: str, *, resize: bool) -> None:
-        """Raises ValueError unless every shape fits."""
+    def _check_shapes(self, path: str, resize: bool) -> None:
+        """Raises ValueError unless every shape of a static table fits."""
         heights: dict[str, int] = {}  # By table; a table is checked before its slots.
         for copy in self.copies:
             expected, actual = copy.target.shape, copy.source.shape
@@ -280,12 +304,8 @@ class Job:
                     "restore tables without slots."
                 )
 
-    def verify(self, progress: Progress) -> None:
-        """Reads all values once; damaged files raise tf.errors.DataLossError.
-
-        Raises:
-          ValueError: If a growing table cannot hold what is stored.
-        """
+    def _verify(self, progress: Progress) -> None:
+        """Reads all values once; damaged files raise tf.errors.DataLossError."""
         progress.start("Checking", self._nbytes)
         for copy in self.copies:
             copy.source.verify()
@@ -293,15 +313,28 @@ class Job:
         for fill in self.fills:
             fill.verify()
         for growth in self.growing:
-            self.parts.append(growth.parts())
+            _ = growth.parts
             progress.advance(growth.nbytes)
 
-    def run(self, progress: Progress) -> None:
-        """Assigns all values.
+    def run(
+        self, core: StoredTables, progress: Progress, group: ProcessGroup | None = None
+    ) -> None:
+        """Assigns all values, after the pending update.
+
+        Args:
+          core: What has the tables.
+          progress: What shows how far the restore is.
+          group: The processes that restore together, or None.
 
         Raises:
-          tf.errors.DataLossError: If a file changed after `verify`.
+          tf.errors.DataLossError: If a file changed after it was checked.
         """
+        core.refresh()
+        with in_all_processes(group):
+            self._assign(progress)
+            core.load_checkpoint_rows()
+
+    def _assign(self, progress: Progress) -> None:
         progress.start("Restoring", self._nbytes)
         try:
             for copy in self.copies:
@@ -313,7 +346,7 @@ class Job:
             for reset in self.resets:
                 reset.run()
             for growth in self.growing:
-                growth.target.load(self.parts.pop(0), growth.rows)
+                growth.load()
                 progress.advance(growth.nbytes)
         except tf.errors.DataLossError as error:
             raise errors.data_loss(
@@ -399,8 +432,14 @@ class _Growth:
         wanted = [PARAMETERS, *(self.source.slots if self.slots else ())]
         return [name for name in wanted if name in self.target.parts]
 
+    def load(self) -> None:
+        """Writes the table, and frees the memory of `parts`."""
+        self.target.load(self.parts, self.rows)
+        vars(self).pop("parts")
+
+    @functools.cached_property
     def parts(self) -> list[dict[str, np.ndarray]]:
-        """Checks everything, and returns what the parts here will contain.
+        """What the parts of the table here will contain; checks everything.
 
         Raises:
           ValueError: If the table does not fit, or its stored arrays do not agree.

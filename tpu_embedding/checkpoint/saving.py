@@ -23,7 +23,7 @@ from tpu_embedding.checkpoint.checkpoint_view import (
 )
 from tpu_embedding.checkpoint.keras_format import is_keras, read_keras
 from tpu_embedding.checkpoint.numpy_format import is_numpy, read_numpy
-from tpu_embedding.checkpoint.restoring import Job
+from tpu_embedding.checkpoint.restoring import Restore
 from tpu_embedding.checkpoint.stored import SavesTables, core_of
 from tpu_embedding.checkpoint.tensorflow_format import (
     read_first_layouts,
@@ -243,10 +243,14 @@ def restore(
         source = read(path, root=root, tables=list(names.values()))
         source = core.completed(source, names)
         check_hashings(source, core.plan.tables, names, resize=resize is not False)
-        job = Job.match(source, live, names, slots=slots, fill=fill, ids=chosen)
-        job.check(source.path, resize=resize is not False)
-        job.verify(progress)
-    lacking = list(job.lacking)
+        restoring = Restore.prepared(
+            *(source, live, names, progress),
+            slots=slots,
+            resize=resize is not False,
+            fill=fill,
+            ids=chosen,
+        )
+    lacking = list(restoring.lacking)
     if counted and core.resets_updates and source.updates is None:
         lacking.append(UPDATES)
     if slots and lacking:
@@ -255,10 +259,7 @@ def restore(
             source.path,
             ", ".join(lacking),
         )
-    core.refresh()  # The pending update is applied before rows are restored.
-    with in_all_processes(group):
-        job.run(progress)
-        core.load_checkpoint_rows()
+    restoring.run(core, progress, group)
     stored = source.updates if slots else None
     if counted and (core.resets_updates or stored is not None):
         assert updates is not None

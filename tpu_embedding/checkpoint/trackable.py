@@ -17,7 +17,7 @@ from tpu_embedding.checkpoint.checkpoint_view import (
     hashing_name,
     parse_hashing,
 )
-from tpu_embedding.checkpoint.restoring import Job
+from tpu_embedding.checkpoint.restoring import Restore
 from tpu_embedding.checkpoint.sparse_core_format import (
     LAYOUTS,
     LayoutRecord,
@@ -119,15 +119,14 @@ class _Conversion:
           NotImplementedError: If a table has a CustomCombiner with weights.
         """
         live = tables.core.checkpoint_tables()
+        names = {name: name for name in live}
         source = read_tensorflow(path, root, list(live))
         values = Bundle(path).objects()[root].values
         self.names = values.keys() - {UPDATES}
         self.awaited = False
         self._tables = tables
-        check_hashings(source, tables.core.plan.tables, {name: name for name in live})
-        self._job = Job.match(source, live, {name: name for name in live}, slots=True)
-        self._job.check(path, resize=False)
-        self._job.verify(NoProgress())
+        check_hashings(source, tables.core.plan.tables, names)
+        self._restore = Restore.prepared(source, live, names, NoProgress())
         self._parts: list[Any] = []  # Positions hold weak references.
 
     def setdefault(self, name: str, default: Any) -> _Conversion:
@@ -145,9 +144,7 @@ class _Conversion:
         self._parts.append(part)
         if len(self._parts) > 1:
             return
-        self._tables.core.refresh()  # Pending updates come before restored values.
-        self._job.run(NoProgress())
-        self._tables.core.load_checkpoint_rows()
+        self._restore.run(self._tables.core, NoProgress())
         # The status of the restore counts these as matched.
         children = self._tables._trackable_children()
         own = [child for name, child in children.items() if name != UPDATES]
