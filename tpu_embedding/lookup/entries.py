@@ -33,11 +33,11 @@ from tpu_embedding.lookup.input_rows import (
     MAX_UNBACKED_ROWS,
     Checks,
     FeatureInput,
-    SampleRows,
+    InputRows,
     axes_of,
     ids_in_range,
+    input_rows_of,
     output_axes,
-    rows_of,
     with_sizes,
 )
 
@@ -140,14 +140,14 @@ class _Draft:
 
     Attributes:
       feature: The feature.
-      rows: The rows of its input.
+      input_rows: The rows of its input.
       ids: The ids, int64 [n].
       checks: Makes the checks.
       finish: Makes the selection from the ids, which must depend on the checks.
     """
 
     feature: FeatureInput
-    rows: SampleRows
+    input_rows: InputRows
     ids: tf.Tensor
     checks: Checks
     finish: Callable[[tf.Tensor], Selection]
@@ -200,18 +200,18 @@ def _equal(
 
 def _draft(feature: FeatureInput) -> _Draft:
     batch, config = feature.batch, feature.table.config
-    rows = rows_of(feature)
-    axes, positions, shape_checks = output_axes(feature, rows)
+    input_rows = input_rows_of(feature)
+    axes, positions, shape_checks = output_axes(feature, input_rows)
     ids = tf.cast(_flat(batch.ids), tf.int64)
     weights = None if batch.weights is None else _flat(batch.weights)
     kept = []  # Masks of the entries to keep.
     if config.invalid_ids == "drop":
         kept.append(ids_in_range(ids, config.vocabulary_size))
-    sample = rows.row
+    sample = input_rows.row
     if positions is not None:
         is_sequence = positions > 0
-        sample = tf.where(is_sequence, sample * positions + rows.position, sample)
-        kept.append(~is_sequence | (rows.position < positions))
+        sample = tf.where(is_sequence, sample * positions + input_rows.position, sample)
+        kept.append(~is_sequence | (input_rows.position < positions))
 
     def finish(ids: tf.Tensor) -> Selection:
         columns = [ids, sample] if weights is None else [ids, sample, weights]
@@ -228,15 +228,15 @@ def _draft(feature: FeatureInput) -> _Draft:
             weights=None if weights is None else columns[2],
             axes=axes,
             combiner=config.entry_combiner,
-            one_each=rows.one_each and not kept,
+            one_each=input_rows.one_each and not kept,
         )
 
     def checks() -> list[Check | Bound]:
-        structure = [*_check_sizes(feature), *rows.checks()]
+        structure = [*_check_sizes(feature), *input_rows.checks()]
         structure += [*_check_weight_structure(feature), *shape_checks()]
-        return [*structure, *_check_entries(feature, rows.row, ids, weights)]
+        return [*structure, *_check_entries(feature, input_rows.row, ids, weights)]
 
-    return _Draft(feature, rows, ids, checks, finish)
+    return _Draft(feature, input_rows, ids, checks, finish)
 
 
 def _flat(tensor: tf.Tensor) -> tf.Tensor:
@@ -345,11 +345,13 @@ def _plain_masks(features: Sequence[_Draft]) -> list[tf.Tensor]:
     largest = []  # Rows and columns for which the test is exact.
     for f in features:
         positions = max(f.feature.spec.config.max_sequence_length, 1)
-        rows = min(MAX_UNBACKED_ROWS, f.feature.max_samples) // positions
-        largest += [rows, _MAX_COLUMNS]
+        num_rows = min(MAX_UNBACKED_ROWS, f.feature.max_samples) // positions
+        largest += [num_rows, _MAX_COLUMNS]
     masks = [shapes <= tf.constant(largest, tf.uint64)]
     bounds = tf.unstack(shapes, num=2 * len(features))
-    indices = [index for f in features for index in (f.rows.row, f.rows.position)]
+    indices = [
+        index for f in features for index in (f.input_rows.row, f.input_rows.position)
+    ]
     # Negative indices are the largest as unsigned numbers: one comparison is enough.
     masks += [
         tf.bitcast(index, tf.uint64) < bound
@@ -362,11 +364,11 @@ def _plain_masks(features: Sequence[_Draft]) -> list[tf.Tensor]:
     ]
     # There must be one index for each id.
     num_ids = tf.shape_n([f.ids for f in features], tf.int64)
-    num_indices = tf.shape_n([f.rows.row for f in features], tf.int64)
+    num_indices = tf.shape_n([f.input_rows.row for f in features], tf.int64)
     masks.append(tf.equal(_concat(num_ids), _concat(num_indices)))
     # Indices must ascend; a first and a last key enclose those of each feature.
     first_key, last_key = (tf.constant([key], tf.int64) for key in (-1, 2**63 - 1))
-    keys = [f.rows.row * _MAX_COLUMNS + f.rows.position for f in features]
+    keys = [f.input_rows.row * _MAX_COLUMNS + f.input_rows.position for f in features]
     before = tf.concat([part for own in keys for part in (first_key, own)], 0)
     after = tf.concat([part for own in keys for part in (own, last_key)], 0)
     masks.append(before < after)

@@ -1,9 +1,9 @@
-"""The row and position of each entry of a feature, and the output shape.
+"""The input row and position of each entry of a feature, and the output shape.
 
-A row is one slice of the input along its last axis. The rules and messages are those
-of ops/cc/core/feature.cc, in TensorFlow's ops. All checks are computed before the
-first one fails, so no op here may fail on malformed input. The exceptions are a shape
-and indices of another rank.
+An input row is one slice of the input along its last axis, which this module also calls
+row. The rules and messages are those of ops/cc/core/feature.cc, in TensorFlow's ops.
+All checks are computed before the first one fails, so no op here may fail on malformed
+input. The exceptions are a shape and indices of another rank.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ class FeatureInput:
 
 
 @dataclasses.dataclass(frozen=True)
-class SampleRows:
+class InputRows:
     """The rows of an input.
 
     Attributes:
       axes: int64 scalars, the shape without the last axis. The number of rows is
         their product.
-      row: int64 [n], the row of each entry.
+      row: int64 [n], the input row of each entry.
       position: int64 [n], the position of each entry in its row.
       checks: Makes the checks of the input's structure.
       one_each: Whether entry i is the only entry of row i.
@@ -124,7 +124,7 @@ def with_sizes(
     ]
 
 
-def rows_of(feature: FeatureInput) -> SampleRows:
+def input_rows_of(feature: FeatureInput) -> InputRows:
     """Returns the rows of a feature's input."""
     return _READERS[feature.batch.kind](feature)
 
@@ -172,7 +172,7 @@ def finite_gradient(path: str, gradient: tf.Tensor) -> Check:
 
 
 def output_axes(
-    feature: FeatureInput, rows: SampleRows
+    feature: FeatureInput, input_rows: InputRows
 ) -> tuple[list[tf.Tensor], tf.Tensor | None, Checks]:
     """Finds the output shape of a feature.
 
@@ -183,14 +183,14 @@ def output_axes(
     """
     length, declared = feature.spec.config.max_sequence_length, feature.declared
     if not length and declared and feature.batch.kind is InputKind.RAGGED:
-        (count,) = rows.axes
+        (count,) = input_rows.axes
         if not feature.positions:
             return _filled(feature, declared, count)
         inner = [axis for axis in declared.shape[1:] if axis is not None]
         axes = [count, *(tf.constant(axis, tf.int64) for axis in inner)]
         positions = tf.constant(feature.positions, tf.int64)
         return axes, positions, lambda: _check_size(feature, axes, feature.max_samples)
-    axes, positions = rows.axes, None
+    axes, positions = input_rows.axes, None
     if length:
         positions = tf.constant(length, tf.int64)
         axes = [*axes, positions]
@@ -198,7 +198,7 @@ def output_axes(
     def checks() -> list[Check | Bound]:
         made: list[Check | Bound] = []
         if feature.claims:
-            made += _check_size(feature, rows.axes, feature.max_rows)
+            made += _check_size(feature, input_rows.axes, feature.max_rows)
         if declared is not None:
             made.append(_check_declared(feature, declared, axes))
         if length:
@@ -288,18 +288,18 @@ def _check_declared(
     )
 
 
-def _dense_rows(feature: FeatureInput) -> SampleRows:
+def _dense_rows(feature: FeatureInput) -> InputRows:
     batch = feature.batch
     index = tf.range(tf.size(batch.ids, tf.int64))
     if batch.static_shape.rank == 1:
         count = tf.unstack(batch.shape, num=1)
-        return SampleRows(count, index, tf.zeros_like(index), list, one_each=True)
+        return InputRows(count, index, tf.zeros_like(index), list, one_each=True)
     *axes, length = tf.unstack(batch.shape, num=batch.static_shape.rank)
     length = tf.maximum(length, 1)  # A length of 0 would divide by 0.
-    return SampleRows(axes, index // length, index % length, list)
+    return InputRows(axes, index // length, index % length, list)
 
 
-def _ragged_rows(feature: FeatureInput) -> SampleRows:
+def _ragged_rows(feature: FeatureInput) -> InputRows:
     splits, name = feature.batch.structure, feature.name
     num_ids = tf.size(feature.batch.ids, tf.int64)
     begins, ends = splits[:-1], splits[1:]
@@ -338,10 +338,10 @@ def _ragged_rows(feature: FeatureInput) -> SampleRows:
     # The extra split and the maximum are needed only if splits fail the checks.
     starts = tf.gather(tf.concat([splits, [0]], 0), tf.maximum(row, 0))
     count = tf.size(splits, tf.int64) - 1
-    return SampleRows([count], row, index - starts, lambda: checks)
+    return InputRows([count], row, index - starts, lambda: checks)
 
 
-def _sparse_rows(feature: FeatureInput) -> SampleRows:
+def _sparse_rows(feature: FeatureInput) -> InputRows:
     batch = feature.batch
     rank, name = batch.static_shape.rank, _op_name("indices", feature)
     axes = axes_of(feature)
@@ -350,7 +350,7 @@ def _sparse_rows(feature: FeatureInput) -> SampleRows:
     for axis, index in zip(axes[1:], middle, strict=False):
         row = row * axis + index
     checks = functools.partial(_check_indices, feature, axes)
-    return SampleRows(axes[:-1], row, column, checks)
+    return InputRows(axes[:-1], row, column, checks)
 
 
 def _check_indices(feature: FeatureInput, axes: list[tf.Tensor]) -> list[Check | Bound]:
