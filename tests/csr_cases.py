@@ -15,7 +15,7 @@ import tensorflow as tf
 from tpu_embedding.inputs import IdBatch, to_id_batch
 from tpu_embedding.layout.csr import (
     PartitionedFeature,
-    PartitionedTable,
+    PartitionedStack,
     Partitioning,
 )
 
@@ -55,7 +55,7 @@ def to_partitioning(meta: Mapping[str, Any], **changes: Any) -> Partitioning:
         )
         for i, feature in enumerate(meta["feats"])
     )
-    table = PartitionedTable(
+    table = PartitionedStack(
         name="t",
         rows=meta["stacked_vocab"],
         samples=meta["stacked_samples"],
@@ -69,7 +69,7 @@ def to_partitioning(meta: Mapping[str, Any], **changes: Any) -> Partitioning:
         sparse_cores_per_device=meta["num_sc"],
         num_replicas=meta["num_replica"],
         features=features,
-        tables=(dataclasses.replace(table, **table_changes),),
+        stacks=(dataclasses.replace(table, **table_changes),),
         max_ids_per_chip_per_sample=meta["max_ids_per_chip_per_sample"],
         allow_id_dropping=meta.get("allow_id_dropping", False),
         max_minibatches=meta["max_minibatches"],

@@ -18,7 +18,7 @@ from tpu_embedding import preprocessing
 from tpu_embedding.inputs import to_id_batch
 from tpu_embedding.layout.csr import (
     PartitionedFeature,
-    PartitionedTable,
+    PartitionedStack,
     Partitioning,
 )
 
@@ -36,7 +36,7 @@ FEATURE = PartitionedFeature(
     rotation=0,
     output_shape=(2,),
 )
-TABLE = PartitionedTable(
+TABLE = PartitionedStack(
     name="stack",
     rows=8,
     samples=2,
@@ -53,7 +53,7 @@ def one_table(**changes: Any) -> Partitioning:
         dataclasses.replace(p, **{k: v for k, v in changes.items() if hasattr(p, k)})
         for p in parts
     )
-    return dataclasses.replace(whole, features=(feature,), tables=(table,))
+    return dataclasses.replace(whole, features=(feature,), stacks=(table,))
 
 
 def ragged(rows: Any, dtype: Any = np.int64) -> tf.RaggedTensor:

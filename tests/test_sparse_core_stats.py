@@ -171,19 +171,19 @@ def test_the_limits_are_enough_and_no_more(batch: Any):
     def run(ids: int = 0, unique: int = 0, buffer: int = 0) -> None:
         limits = [
             dataclasses.replace(
-                table,
-                max_ids_per_partition=int(needs.max_ids[table.name]) + ids,
-                max_unique_ids_per_partition=int(needs.max_unique_ids[table.name])
+                stack,
+                max_ids_per_partition=int(needs.max_ids[stack.name]) + ids,
+                max_unique_ids_per_partition=int(needs.max_unique_ids[stack.name])
                 + unique,
             )
-            for table in whole.tables
+            for stack in whole.stacks
         ]
         per_sample = int(needs.max_ids_per_chip_per_sample) + buffer
         partition(
             batches,
             dataclasses.replace(
                 whole,
-                tables=tuple(limits),
+                stacks=tuple(limits),
                 max_ids_per_chip_per_sample=per_sample,
                 allow_id_dropping=False,
             ),

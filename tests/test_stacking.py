@@ -276,10 +276,10 @@ def test_a_partitioning_places_every_feature() -> None:
     parts = make_partitioning(plan, layout, OPTIONS, config)
     assert (parts.sparse_cores_per_device, parts.num_replicas) == (2, 2)
     assert (parts.max_ids_per_chip_per_sample, parts.allow_id_dropping) == (5, False)
-    (table,) = parts.tables
-    assert (table.name, table.rows, table.samples) == ("a_b", 160, 40)
-    assert table.features == (0, 1, 2)
-    assert (table.max_ids_per_partition, table.max_unique_ids_per_partition) == (7, 256)
+    (stack,) = parts.stacks
+    assert (stack.name, stack.rows, stack.samples) == ("a_b", 160, 40)
+    assert stack.features == (0, 1, 2)
+    assert (stack.max_ids_per_partition, stack.max_unique_ids_per_partition) == (7, 256)
     places = [(f.sample_offset, f.row_offset, f.rotation) for f in parts.features]
     assert places == [(0, 32, 2), (8, 0, 0), (24, 32, 2)]
     feature = parts.features[1]

@@ -28,7 +28,7 @@ from steps import train_on
 import tpu_embedding as te
 from tpu_embedding.checkpoint import restoring, writing
 from tpu_embedding.cluster_config import STATUS_VARIABLE
-from tpu_embedding.layout.placement import IdPartition
+from tpu_embedding.layout.placement import IdDivision
 from tpu_embedding.tables import rows as table_rows
 from tpu_embedding.tables import vocabularies
 from tpu_embedding.tables.reach import InJob
@@ -88,7 +88,7 @@ class Reference:
         for number, part in enumerate(after):
             lookups, places = [], []
             for batch in batches:
-                own = IdPartition(len(after)).owner(batch) == number
+                own = IdDivision(len(after)).owner(batch) == number
                 places.append(np.flatnonzero(own).tolist())
                 lookups.append(part.look_up(batch[own].tolist(), training=True))
             for process, lookup in enumerate(lookups):

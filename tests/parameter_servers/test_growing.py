@@ -25,7 +25,7 @@ from parameter_servers.cluster import (
 )
 
 import tpu_embedding as te
-from tpu_embedding.layout.placement import IdPartition
+from tpu_embedding.layout.placement import IdDivision
 
 pytestmark = pytest.mark.second_tier
 
@@ -128,7 +128,7 @@ def test_a_full_server_rejects_alone() -> None:
     with JOB.strategy.scope():
         embedding = te.TPUEmbedding({"film": te.FeatureConfig(table)}, te.SGD(0.5))
     ids = np.arange(100)
-    owners = IdPartition(2).owner(ids)
+    owners = IdDivision(2).owner(ids)
     first, second = ids[owners == 0], ids[owners == 1]
 
     def train(ids: Any) -> None:

@@ -23,7 +23,7 @@ from tpu_embedding.checkpoint.checkpoint_view import (
     Vector,
     stored_hashing,
 )
-from tpu_embedding.layout.partition import TableLayout
+from tpu_embedding.layout.stacking import TableLayout
 from tpu_embedding.tables.rows import (
     PARAMETERS,
     StackedRows,

@@ -4,8 +4,8 @@ TPUEmbeddingV2 returns batches as tuples of tensors. They can pass through tf.fu
 tf.data and strategy.run like any structure of tensors.
 
 The tables of one width are *stacked*: the rows of one table follow those of another,
-and so do the samples of the features in the stacked batch. `TableLayout.partition` says
-in which shard a row is stored, and where. A *partition* here holds the entries that one
+and so do the samples of the features in the stacked batch. `TableLayout.division` says
+in which shard a row is stored, and where. A *partition* holds the entries that one
 SparseCore fetches from one shard. This module does not import TensorFlow.
 """
 
@@ -173,7 +173,7 @@ class PartitionedFeature:
 
 
 @dataclasses.dataclass(frozen=True)
-class PartitionedTable:
+class PartitionedStack:
     """One stack and the features that look it up.
 
     Attributes:
@@ -204,7 +204,7 @@ class Partitioning:
       sparse_cores_per_device: SparseCores of each device.
       num_replicas: Devices that share the tables.
       features: The features in the order of the user's structure.
-      tables: The stacks. Every feature is in one of them.
+      stacks: The stacks. Every feature is in one of them.
       max_ids_per_chip_per_sample: Capacity of the per-device id buffer, in ids per
         stacked sample.
       allow_id_dropping: Drop entries that exceed the id buffer instead of failing.
@@ -216,7 +216,7 @@ class Partitioning:
     sparse_cores_per_device: int
     num_replicas: int
     features: tuple[PartitionedFeature, ...]
-    tables: tuple[PartitionedTable, ...]
+    stacks: tuple[PartitionedStack, ...]
     max_ids_per_chip_per_sample: int = 64
     allow_id_dropping: bool = False
     max_minibatches: int = 64
@@ -230,7 +230,7 @@ class Partitioning:
     @property
     def marks(self) -> tuple[int, int, int]:
         """The devices, the SparseCores of each, and a checksum of everything else."""
-        rest = (self.features, self.tables, self.max_ids_per_chip_per_sample)
+        rest = (self.features, self.stacks, self.max_ids_per_chip_per_sample)
         checksum = zlib.crc32(repr(rest).encode())
         return self.num_replicas, self.sparse_cores_per_device, checksum
 
@@ -290,8 +290,8 @@ def make_partitioning(
         sparse_cores_per_device=options.sparse_cores_per_device,
         num_replicas=options.num_devices,
         features=_features(plan, layout, options.sparse_cores_per_device),
-        tables=tuple(
-            PartitionedTable(
+        stacks=tuple(
+            PartitionedStack(
                 name=stack.name,
                 rows=stack.rows,
                 samples=stack.samples,

@@ -103,7 +103,7 @@ def program_bytes(
 
 def _batch_bytes(partitioning: Partitioning, stack: Stack) -> int:
     ids = stack.samples * partitioning.max_ids_per_chip_per_sample
-    positions = any(t.positions for t in partitioning.tables if t.name == stack.name)
+    positions = any(t.positions for t in partitioning.stacks if t.name == stack.name)
     return _BYTES * (ids * (4 if positions else 3) + partitioning.num_row_pointers)
 
 
@@ -129,13 +129,16 @@ def sparse_core_excesses(
 ) -> list[Excess]:
     """Returns the limits of SparseCores that a plan exceeds."""
     found: list[Excess] = []
-    for stack, table in zip(layout.stacks, partitioning.tables, strict=True):
+    for stack, partitioned in zip(layout.stacks, partitioning.stacks, strict=True):
         where = _StackOf(plan, stack)
         found += _tensor_excess(where)
         found += _width_excess(where, generation)
         found += _valency_excess(where, _max_valency(partitioning, stack), generation)
         compiled = custom_limit(plan, stack, partitioning.sparse_cores_per_device)
-        asked = (table.max_ids_per_partition, table.max_unique_ids_per_partition)
+        asked = (
+            partitioned.max_ids_per_partition,
+            partitioned.max_unique_ids_per_partition,
+        )
         place = (generation, partitioning.num_shards)
         found += _partition_excess(where, asked, compiled, place)
     used = []

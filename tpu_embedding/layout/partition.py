@@ -27,18 +27,18 @@ class Run(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Partition:
+class Division:
     """Divides the rows of a table over processes, servers or SparseCores, its *parts*.
 
     Row r is row `offset + r // parts` of part `(r + rotation) mod parts`. The methods
     that take a row also take an integer array or tensor, and return the same type.
 
-    >>> partition = Partition(2)
-    >>> partition.owner(5), partition.local(5)
+    >>> division = Division(2)
+    >>> division.owner(5), division.local(5)
     (1, 2)
-    >>> partition.row(1, 2), partition.rows(1, count=6)
+    >>> division.row(1, 2), division.rows(1, count=6)
     (5, range(1, 6, 2))
-    >>> Partition(8, rotation=5).stacked(12, height=10)
+    >>> Division(8, rotation=5).stacked(12, height=10)
     11
 
     `ops/cc/core/routing.h` has the same rule.
@@ -86,49 +86,3 @@ class Partition:
             run = self.within(part, start, stop)
             if run.count:
                 yield run
-
-
-@dataclasses.dataclass(frozen=True)
-class TableLayout:
-    """Describes the place of one table, as TensorFlow's SparseCoreTableLayout does.
-
-    Attributes:
-      table_name: The name of the table.
-      stacked_table_name: The name of its stack.
-      num_sparse_cores: SparseCores of all devices, which is the number of shards.
-      num_partitions: The number of devices.
-      total_rows_per_sparse_core_shard: Rows of the whole stack in one shard.
-      unsharded_shape: (V, D).
-      unsharded_padded_shape: (V, D) with padding.
-      sparse_core_shard_row_offset: Rows of other tables before it in each shard.
-      sparse_core_shard_rotation: The shard of id 0.
-      per_sparse_core_batch_size: Samples of the table on one SparseCore.
-      num_features: Features that look the table up.
-    """
-
-    table_name: str
-    stacked_table_name: str
-    num_sparse_cores: int
-    num_partitions: int
-    total_rows_per_sparse_core_shard: int
-    unsharded_shape: tuple[int, ...]
-    unsharded_padded_shape: tuple[int, ...]
-    sparse_core_shard_row_offset: int
-    sparse_core_shard_rotation: int
-    per_sparse_core_batch_size: int = 0
-    num_features: int = 0
-
-    @property
-    def partition(self) -> Partition:
-        # This divides the rows among the shards.
-        return Partition(
-            self.num_sparse_cores,
-            rotation=self.sparse_core_shard_rotation,
-            offset=self.sparse_core_shard_row_offset,
-        )
-
-    @property
-    def end(self) -> int:
-        # First row of each shard after the rows of the table.
-        rows = self.unsharded_padded_shape[0] // self.num_sparse_cores
-        return self.sparse_core_shard_row_offset + rows

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tpu_embedding.layout.partition import Partition, Run
+from tpu_embedding.layout.partition import Division, Run
 from tpu_embedding.vocabulary import mix_bits
 
 # Owners of divided tables: divided by rows, or if growing by a hash of each id.
@@ -15,12 +15,12 @@ ALL_PROCESSES, BY_ID = -1, -2
 
 
 @dataclasses.dataclass(frozen=True)
-class IdPartition:
+class IdDivision:
     """Divides the ids of a growing table among processes or servers, by a hash of each.
 
     Each part numbers its own rows, so `local` and `row` return an id unchanged.
 
-    >>> IdPartition(3).owner(np.array([7, -1, 1 << 32])).tolist()
+    >>> IdDivision(3).owner(np.array([7, -1, 1 << 32])).tolist()
     [1, 0, 1]
 
     `ops/cc/core/routing.h` has the same rule.
@@ -38,11 +38,11 @@ class IdPartition:
         return (high * np.uint64(self.parts) >> np.uint64(32)).astype(np.int64)
 
     def local(self, ids: Any) -> Any:
-        """See `Partition.local`."""
+        """See `Division.local`."""
         return ids
 
     def row(self, part: int, local: Any) -> Any:
-        """See `Partition.row`."""
+        """See `Division.row`."""
         del part
         return local
 
@@ -51,7 +51,7 @@ class IdPartition:
 class Placement:
     """Places the tables of a plan on the processes of a job, or on parameter servers.
 
-    `Partition` divides a table by rows, and `IdPartition` a growing one, into a part
+    `Division` divides a table by rows, and `IdDivision` a growing one, into a part
     for each process. Any other table lives whole in one process.
 
     Attributes:
@@ -68,9 +68,9 @@ class Placement:
         """Returns whether a table is divided by rows."""
         return self.owners[table] < 0
 
-    def partition(self, table: int) -> Partition | IdPartition:
-        """Returns the partition of a table that is divided by rows."""
-        kind = IdPartition if self.owners[table] == BY_ID else Partition
+    def division(self, table: int) -> Division | IdDivision:
+        """Returns how the rows of a table are divided, one that is divided by rows."""
+        kind = IdDivision if self.owners[table] == BY_ID else Division
         return kind(self.num_processes)
 
     def part(self, table: int) -> tuple[int, int]:
@@ -80,15 +80,15 @@ class Placement:
     def within(self, table: int, process: int, start: int, stop: int) -> Run:
         """Returns the rows of a table that a process has among [start, stop)."""
         if self.owners[table] == ALL_PROCESSES:
-            return Partition(self.num_processes).within(process, start, stop)
+            return Division(self.num_processes).within(process, start, stop)
         if self.owners[table] in (process, BY_ID):
-            return Partition(1).within(0, start, stop)
+            return Division(1).within(0, start, stop)
         return Run(process, 0, slice(0, 0))
 
     def rows_of(self, table: int, vocabulary_size: int) -> range:
         """Returns the rows of a table that this process has."""
         if self.is_divided(table):
-            return Partition(self.num_processes).rows(self.process, vocabulary_size)
+            return Division(self.num_processes).rows(self.process, vocabulary_size)
         return range(vocabulary_size if self.owners[table] == self.process else 0)
 
     def count(self, table: int, vocabulary_size: int) -> int:
@@ -106,12 +106,12 @@ class Placement:
         if not self.is_divided(table):
             own = np.full(len(rows), self.owners[table] == self.process)
             return own, rows[own]
-        partition = self.partition(table)
-        own = partition.owner(rows) == self.process
-        return own, partition.local(rows[own])
+        division = self.division(table)
+        own = division.owner(rows) == self.process
+        return own, division.local(rows[own])
 
     def rows_at(self, table: int, local: np.ndarray) -> np.ndarray:
         """Returns the rows of a table that have these numbers in this process."""
         if not self.is_divided(table):
             return local
-        return self.partition(table).row(self.process, local)
+        return self.division(table).row(self.process, local)

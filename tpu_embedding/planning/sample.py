@@ -228,8 +228,8 @@ def _need(
             samples, ids = np.divmod(np.unique(samples * height + ids), height)
         # SparseCores have equal blocks of the samples, in order.
         core = samples * shards // max(filled.num_samples, 1)
-        partitions.append(core * shards + table.partition.owner(ids))
-        rows.append(table.partition.local(ids))
+        partitions.append(core * shards + table.division.owner(ids))
+        rows.append(table.division.local(ids))
     partition, row = np.concatenate(partitions), np.concatenate(rows)
     found, counts = np.unique(partition, return_counts=True)
     height = layout.stacks[stack].rows_per_shard
@@ -251,7 +251,7 @@ def _stack_limits(
     compiled: int | None,
 ) -> StackLimits:
     """Returns the limits of one stack; `compiled`, if not None, caps suggested ones."""
-    table, shards = partitioning.tables[index], partitioning.num_shards
+    stack, shards = partitioning.stacks[index], partitioning.num_shards
     partitions, counts, unique, required = map(np.concatenate, zip(*needs, strict=True))
     total = max(int(counts.sum()), 1)
     max_ids, max_unique = (int(own.max(initial=0)) for own in (counts, unique))
@@ -268,17 +268,17 @@ def _stack_limits(
         over = np.maximum(counts - ids, unique - distinct)
         return float(over.clip(0).sum() / total)
 
-    capacity = table.samples * partitioning.max_ids_per_chip_per_sample
+    capacity = stack.samples * partitioning.max_ids_per_chip_per_sample
     by_shard = np.bincount(partitions % shards, counts, shards)
     return StackLimits(
-        stack=table.name,
+        stack=stack.name,
         max_ids=max_ids,
         max_unique_ids=max_unique,
         required_ids=int(required.max()),
         suggested_max_ids=suggested,
         suggested_max_unique_ids=suggested_unique,
         beyond_default=beyond(
-            table.max_ids_per_partition, table.max_unique_ids_per_partition
+            stack.max_ids_per_partition, stack.max_unique_ids_per_partition
         ),
         beyond_suggested=beyond(suggested, suggested_unique),
         dropped=float(np.maximum(required - capacity, 0).sum() / total),
@@ -290,21 +290,21 @@ def without_sample(partitioning: Partitioning, generation: Generation) -> str:
     """Returns what one random id for each sample needs beyond the limits, or ""."""
     shards, cores = partitioning.num_shards, partitioning.sparse_cores_per_device
     found = []
-    for table in partitioning.tables:
-        mean = table.samples / cores / shards
+    for stack in partitioning.stacks:
+        mean = stack.samples / cores / shards
         # Ids are random, so the busiest partition gets more than the mean.
         ids = math.ceil(mean + 3 * math.sqrt(mean))
-        distinct = math.ceil(expected_distinct(table.rows // shards, ids))
-        limits = table.max_ids_per_partition, table.max_unique_ids_per_partition
+        distinct = math.ceil(expected_distinct(stack.rows // shards, ids))
+        limits = stack.max_ids_per_partition, stack.max_unique_ids_per_partition
         if ids <= limits[0] and distinct <= limits[1]:
             continue
         multiple = generation.id_multiple
         unique = _suggested(distinct, multiple, generation.max_unique_ids(shards))
         most = _suggested(ids, multiple, generation.max_ids(shards, unique))
         found.append(
-            f"{ids} ids ({distinct} distinct) of stack {table.name}, but the limits "
-            f"are {limits[0]} and {limits[1]}: set max_ids_per_table[{table.name!r}] "
-            f"to {most} and max_unique_ids_per_table[{table.name!r}] to {unique}"
+            f"{ids} ids ({distinct} distinct) of stack {stack.name}, but the limits "
+            f"are {limits[0]} and {limits[1]}: set max_ids_per_table[{stack.name!r}] "
+            f"to {most} and max_unique_ids_per_table[{stack.name!r}] to {unique}"
         )
     if not found or partitioning.minibatching:
         return ""

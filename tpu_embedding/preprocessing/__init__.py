@@ -142,7 +142,7 @@ def partition(
     Args:
       batches: A batch for each of `partitioning.features`, in the same order.
       partitioning: The places of features and tables.
-      splits: An int64 scalar for each of `partitioning.tables`, with the cuts between
+      splits: An int64 scalar for each of `partitioning.stacks`, with the cuts between
         minibatches that the batches of all replicas need: the bitwise OR of the
         `splits` that a call without this argument returns in each replica.
       options: See PartitionOptions.
@@ -248,15 +248,15 @@ def _unlimited(
             max_ids_per_chip_per_sample=_SMALLEST_BUFFER, allow_id_dropping=True
         ),
     )
-    tables = [
+    stacks = [
         dataclasses.replace(
-            table,
+            stack,
             max_ids_per_partition=_NO_LIMIT,
             max_unique_ids_per_partition=_NO_LIMIT,
         )
-        for table in partitioning.tables
+        for stack in partitioning.stacks
     ]
-    return dataclasses.replace(partitioning, tables=tuple(tables))
+    return dataclasses.replace(partitioning, stacks=tuple(stacks))
 
 
 def _limits(most: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
@@ -272,8 +272,8 @@ def _per_sample(
     partitioning: Partitioning, required: dict[str, tf.Tensor]
 ) -> tf.Tensor:
     """Returns ids per sample that make every buffer sufficient, a multiple of 8."""
-    per_sample = [-(-required[t.name] // t.samples) for t in partitioning.tables]
-    common = math.gcd(_SMALLEST_BUFFER, *(t.samples for t in partitioning.tables))
+    per_sample = [-(-required[t.name] // t.samples) for t in partitioning.stacks]
+    common = math.gcd(_SMALLEST_BUFFER, *(t.samples for t in partitioning.stacks))
     step = _SMALLEST_BUFFER // common
     most = tf.maximum(tf.reduce_max(tf.stack(per_sample)), 1)
     return tf.cast(-(-most // step) * step, tf.int32)

@@ -71,9 +71,9 @@ def partition(
     """See `preprocessing.partition`."""
     result = library.load().tpu_embedding_partition(
         inputs=op_inputs(batches),
-        splits=[0] * len(partitioning.tables) if splits is None else list(splits),
-        num_tables=len(partitioning.tables),
-        num_positions=sum(table.positions for table in partitioning.tables),
+        splits=[0] * len(partitioning.stacks) if splits is None else list(splits),
+        num_tables=len(partitioning.stacks),
+        num_positions=sum(stack.positions for stack in partitioning.stacks),
         plan=_plan(partitioning, options.padded, options.check_numerics),
         call=library.serialize(
             training=False,
@@ -90,24 +90,24 @@ def partition(
 
 
 def _read(result: Any, partitioning: Partitioning) -> PartitionedBatch:
-    names = [table.name for table in partitioning.tables]
+    names = [stack.name for stack in partitioning.stacks]
 
     def by_name(values: Any) -> dict[str, Any]:
         return dict(zip(names, values, strict=True))
 
-    positions = [table.name for table in partitioning.tables if table.positions]
+    positions = [stack.name for stack in partitioning.stacks if stack.positions]
     tables = [feature.table for feature in partitioning.features]
     return PartitionedBatch(
         tables={
-            table.name: PartitionedCsrFormatTensor(
+            stack.name: PartitionedCsrFormatTensor(
                 row_pointers=result.row_pointers[t],
                 sorted_sample_ids=result.sorted_sample_ids[t],
                 sorted_token_ids=result.sorted_token_ids[t],
                 sorted_gains=result.sorted_gains[t],
-                sample_count=table.samples,
+                sample_count=stack.samples,
                 num_minibatches_per_physical_sparse_core=result.num_minibatches[t],
             )
-            for t, table in enumerate(partitioning.tables)
+            for t, stack in enumerate(partitioning.stacks)
         },
         row_pointers_sizes=by_name(result.row_pointers_sizes),
         ids_sizes=by_name(result.ids_sizes),
@@ -150,14 +150,14 @@ def _plan(partitioning: Partitioning, padded: bool, check_numerics: bool) -> byt
         ],
         tables=[
             library.record(
-                name=table.name,
-                rows=table.rows,
-                samples=table.samples,
-                features=list(table.features),
-                max_ids=table.max_ids_per_partition,
-                max_unique_ids=table.max_unique_ids_per_partition,
-                keep_positions=table.positions,
+                name=stack.name,
+                rows=stack.rows,
+                samples=stack.samples,
+                features=list(stack.features),
+                max_ids=stack.max_ids_per_partition,
+                max_unique_ids=stack.max_unique_ids_per_partition,
+                keep_positions=stack.positions,
             )
-            for table in partitioning.tables
+            for stack in partitioning.stacks
         ],
     )

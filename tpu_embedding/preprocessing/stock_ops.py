@@ -21,7 +21,7 @@ from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout.csr import (
     PartitionedCsrFormatTensor,
     PartitionedFeature,
-    PartitionedTable,
+    PartitionedStack,
     Partitioning,
 )
 from tpu_embedding.layout.output_shapes import Declared
@@ -68,8 +68,8 @@ def partition(
         ]
     )
     stacks = {
-        table.name: _stack(partitioning, table, selections, padded=options.padded)
-        for table in partitioning.tables
+        stack.name: _stack(partitioning, stack, selections, padded=options.padded)
+        for stack in partitioning.stacks
     }
 
     def each(field: str) -> dict[str, Any]:
@@ -93,15 +93,15 @@ def partition(
 
 
 def _refuse(partitioning: Partitioning, splits: Sequence[tf.Tensor] | None) -> None:
-    for table in partitioning.tables:
+    for stack in partitioning.stacks:
         missing = None
         if partitioning.minibatching or splits is not None:
             missing = "minibatches. Raise the limits of the table"
-        elif table.positions:
+        elif stack.positions:
             missing = "the positions that a CustomCombiner needs. Use another combiner"
         if missing:
             raise NotImplementedError(
-                f"Table {table.name}: TensorFlow's host ops, which preprocess this "
+                f"Table {stack.name}: TensorFlow's host ops, which preprocess this "
                 f"batch, do not support {missing}, or let the library of this package "
                 "preprocess (TPU_EMBEDDING_HOST_OPS=library)."
             )
@@ -129,36 +129,36 @@ def _input(
 
 def _stack(
     partitioning: Partitioning,
-    table: PartitionedTable,
+    stack: PartitionedStack,
     selections: Sequence[Selection],
     *,
     padded: bool,
 ) -> _Stack:
     cores = _sort(
         partitioning,
-        table,
+        stack,
         [
-            _lists(partitioning, table, partitioning.features[f], selections[f])
-            for f in table.features
+            _lists(partitioning, stack, partitioning.features[f], selections[f])
+            for f in stack.features
         ],
     )
-    csr = _wrap(partitioning, table, cores)
+    csr = _wrap(partitioning, stack, cores)
     sizes = csr.row_pointers_unpadded_size, csr.ids_unpadded_size
     counts = tf.stack([core.id_counts[1:] - core.id_counts[:-1] for core in cores])
     room, required = _buffer(
-        counts, partitioning.max_ids_per_chip_per_sample * table.samples
+        counts, partitioning.max_ids_per_chip_per_sample * stack.samples
     )
     entries = [csr.sorted_sample_ids, csr.sorted_token_ids, csr.sorted_gains]
     return _Stack(
         csr=PartitionedCsrFormatTensor(
             csr.row_pointers if padded else csr.row_pointers[: sizes[0]],
             *(entries if padded else [column[: sizes[1]] for column in entries]),
-            sample_count=table.samples,
+            sample_count=stack.samples,
             num_minibatches_per_physical_sparse_core=(csr.num_minibatches_per_sc),
         ),
         row_pointers_size=sizes[0],
         ids_size=sizes[1],
-        dropped_ids=_dropped(partitioning, table, cores, room),
+        dropped_ids=_dropped(partitioning, stack, cores, room),
         required_ids=required,
         max_ids=tf.cast(tf.reduce_max(counts), tf.int64),
         max_unique_ids=tf.reduce_max(tf.stack([_most_unique(core) for core in cores])),
@@ -166,10 +166,10 @@ def _stack(
 
 
 def _sort(
-    partitioning: Partitioning, table: PartitionedTable, lists: Sequence[Any]
+    partitioning: Partitioning, stack: PartitionedStack, lists: Sequence[Any]
 ) -> list[Any]:
     """Returns the partitions of each SparseCore."""
-    features = [partitioning.features[f] for f in table.features]
+    features = [partitioning.features[f] for f in stack.features]
     cores = partitioning.sparse_cores_per_device
     return [
         tf.raw_ops.SortListOfSparseCoreCooTensors(
@@ -179,12 +179,12 @@ def _sort(
             sample_count_list=[feature.samples // cores for feature in features],
             col_offset_list=[feature.row_offset for feature in features],
             num_replica=partitioning.num_replicas,
-            table_vocab_size=table.rows,
+            table_vocab_size=stack.rows,
             feature_width=_WIDTH,
             num_sc_per_chip=cores,
-            max_ids_per_sparse_core=table.max_ids_per_partition,
-            max_unique_ids_per_sparse_core=table.max_unique_ids_per_partition,
-            table_name=table.name,
+            max_ids_per_sparse_core=stack.max_ids_per_partition,
+            max_unique_ids_per_sparse_core=stack.max_unique_ids_per_partition,
+            table_name=stack.name,
         )
         for core in range(cores)
     ]
@@ -192,7 +192,7 @@ def _sort(
 
 def _lists(
     partitioning: Partitioning,
-    table: PartitionedTable,
+    stack: PartitionedStack,
     feature: PartitionedFeature,
     selection: Selection,
 ) -> Any:
@@ -211,13 +211,13 @@ def _lists(
         col_offset=feature.row_offset,
         col_shift=feature.rotation,
         num_sc_shards=partitioning.num_shards,
-        stacked_table_sample_count=table.samples,
+        stacked_table_sample_count=stack.samples,
         combiner=feature.combiner,
     )
 
 
 def _wrap(
-    partitioning: Partitioning, table: PartitionedTable, cores: Sequence[Any]
+    partitioning: Partitioning, stack: PartitionedStack, cores: Sequence[Any]
 ) -> Any:
     return tf.raw_ops.ConvertToSparseCoreCsrWrappedCooTensor(
         sorted_row_ids_list=[core.sorted_row_ids for core in cores],
@@ -225,13 +225,13 @@ def _wrap(
         sorted_gains_list=[core.sorted_gains for core in cores],
         id_counts_list=[core.id_counts for core in cores],
         splits=tf.constant(0, tf.int64),
-        sample_count_per_sc=table.samples // partitioning.sparse_cores_per_device,
+        sample_count_per_sc=stack.samples // partitioning.sparse_cores_per_device,
         num_replica=partitioning.num_replicas,
         max_minibatches_per_sc=partitioning.max_minibatches,
         max_ids_per_chip_per_sample=partitioning.max_ids_per_chip_per_sample,
-        table_vocab_size=table.rows,
+        table_vocab_size=stack.rows,
         feature_width=_WIDTH,
-        table_name=table.name,
+        table_name=stack.name,
         allow_id_dropping=partitioning.allow_id_dropping,
     )
 
@@ -267,12 +267,12 @@ def _buffer(counts: tf.Tensor, capacity: int) -> tuple[tf.Tensor, tf.Tensor]:
 
 def _dropped(
     partitioning: Partitioning,
-    table: PartitionedTable,
+    stack: PartitionedStack,
     cores: Sequence[Any],
     room: tf.Tensor,
 ) -> dict[str, tf.Tensor]:
     """Returns the number of dropped entries of each table of a stack, by table name."""
-    features = [partitioning.features[f] for f in table.features]
+    features = [partitioning.features[f] for f in stack.features]
     # Within a partition the entries are in the order of the tables in the stack.
     tables = {feature.row_offset: feature.table for feature in features}
     starts = sorted(tables)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import tensorflow as tf
 
-from tpu_embedding.layout.partition import Partition, Run
+from tpu_embedding.layout.partition import Division, Run
 from tpu_embedding.layout.placement import ALL_PROCESSES, BY_ID, Placement
 from tpu_embedding.parameter_server import ClusterCoordinator
 from tpu_embedding.tables.readers import StoredReader
@@ -60,7 +60,7 @@ class Reach:
     def within(self, table: int, process: int, start: int, stop: int) -> Run:
         """Returns the rows that a process reaches among the rows [start, stop)."""
         del table, process
-        return Partition(1).within(0, start, stop)
+        return Division(1).within(0, start, stop)
 
     def owned(
         self, table: int, rows: np.ndarray

@@ -16,7 +16,8 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from tpu_embedding.layout.partition import Partition, Run, TableLayout
+from tpu_embedding.layout.partition import Division, Run
+from tpu_embedding.layout.stacking import TableLayout
 
 PARAMETERS = "parameters"  # Name of the table itself, beside its slots.
 SCALE_OFFSET = "scale_offset"  # In int8 tables, whose parameters are codes.
@@ -262,11 +263,11 @@ def joined(
 
 
 def interleaved(parts: Sequence[MutableTableRows]) -> MutableTableRows:
-    """Returns the matrix of the parts of `Partition(len(parts))`."""
+    """Returns the matrix of the parts of `Division(len(parts))`."""
     if len(parts) == 1:
         return parts[0]
     shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
-    runs = Partition(len(parts)).runs
+    runs = Division(len(parts)).runs
     return RowsOfParts(shape, parts, runs, parts[0].initial_value)
 
 
@@ -287,8 +288,8 @@ def _runs_in_stack(
     layout: TableLayout, stack_rows: int, start: int, stop: int
 ) -> Iterator[Run]:
     """Yields where rows of a table are in its stack, the only part: a run per shard."""
-    height = stack_rows // layout.partition.parts
-    for shard, first, within in layout.partition.runs(start, stop):
+    height = stack_rows // layout.division.parts
+    for shard, first, within in layout.division.runs(start, stop):
         yield Run(0, shard * height + first, within)
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tpu_embedding.layout.partition import Partition
+from tpu_embedding.layout.partition import Division
 from tpu_embedding.layout.placement import Placement
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.ops import library
@@ -198,7 +198,7 @@ def stored_table(
 
     Args:
       spec: The table.
-      parts: The variables of each part of a `Partition`.
+      parts: The variables of each part of a `Division`.
       reach: How this process reaches the table.
       vocabulary: The vocabulary of each part of a growing table; empty for others.
     """
@@ -264,11 +264,11 @@ def _stored_reader(parameters: Sequence[tf.Variable], columns: int) -> StoredRea
     # The rows of parts of growing tables are read by their ids only.
     heights: list[Any] = [variable.shape[0] or 0 for variable in parameters]
     starts = [sum(heights[:k]) for k in range(len(heights))]
-    partition = Partition(len(parameters))
+    division = Division(len(parameters))
 
     def row_of(ids: tf.Tensor) -> tf.Tensor:
-        first = tf.gather(tf.constant(starts, tf.int64), partition.owner(ids))
-        return first + partition.local(ids)
+        first = tf.gather(tf.constant(starts, tf.int64), division.owner(ids))
+        return first + division.local(ids)
 
     return PartsReader(parameters, row_of, columns)
 

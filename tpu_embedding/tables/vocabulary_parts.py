@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tpu_embedding.layout.placement import IdPartition
+from tpu_embedding.layout.placement import IdDivision
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.vocabulary import (
     CLOCK,
@@ -146,14 +146,14 @@ def _divided(
     whole: _Arrays, states: np.ndarray, number: int, shared: int
 ) -> list[_Arrays]:
     """Returns a table's parts: those that were joined, or others with rows in order."""
-    owners = IdPartition(number).owner(whole["ids"])
-    of_candidates = IdPartition(number).owner(whole["candidates"])
+    owners = IdDivision(number).owner(whole["ids"])
+    of_candidates = IdDivision(number).owner(whole["candidates"])
     if len(states) == number == 1:
         return [whole | {"state": states[0]}]
     again = len(states) == number
     if not again:
         whole = whole | _in_order(whole, states)
-        of_candidates = IdPartition(number).owner(whole["candidates"])
+        of_candidates = IdDivision(number).owner(whole["candidates"])
     starts = np.cumsum([0, *states[:-1, NUM_ROWS]])
     parts = []
     for k in range(number):
@@ -179,7 +179,7 @@ def _divided(
 
 def _in_order(whole: _Arrays, states: np.ndarray) -> _Arrays:
     """Returns the candidates of all parts, each from the oldest on."""
-    owners = IdPartition(len(states)).owner(whole["candidates"])
+    owners = IdDivision(len(states)).owner(whole["candidates"])
     ordered = np.concatenate(
         [
             np.roll(np.flatnonzero(owners == k), -state[_NEXT_CANDIDATE])

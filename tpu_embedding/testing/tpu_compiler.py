@@ -407,10 +407,12 @@ def _stacks(options: Any) -> list[dict[str, Any]]:
             "buffer_bytes": limits.buffer_bytes(
                 partitioning, stack, pipelined=options.pipelined
             ),
-            "max_ids": table.max_ids_per_partition,
-            "max_unique_ids": table.max_unique_ids_per_partition,
+            "max_ids": partitioned.max_ids_per_partition,
+            "max_unique_ids": partitioned.max_unique_ids_per_partition,
         }
-        for stack, table in zip(options.layout.stacks, partitioning.tables, strict=True)
+        for stack, partitioned in zip(
+            options.layout.stacks, partitioning.stacks, strict=True
+        )
     ]
 
 

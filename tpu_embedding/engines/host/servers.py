@@ -36,7 +36,7 @@ from tpu_embedding.engines.host.engine import (
 from tpu_embedding.engines.host.part import TablePart
 from tpu_embedding.layout.balancing import part_of_plan, place_on_servers, rows_of_plan
 from tpu_embedding.layout.csr import PreprocessedFeatures
-from tpu_embedding.layout.partition import Partition
+from tpu_embedding.layout.partition import Division
 from tpu_embedding.layout.placement import Placement
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.layout.stacking import Layout
@@ -288,9 +288,9 @@ def places_on_servers(
     """Returns the server of each part of a table, and the part's rows."""
     if not placement.is_divided(spec.index):
         return [(servers[placement.owners[spec.index]], None)]
-    partition = Partition(len(servers))
+    division = Division(len(servers))
     return [
-        (server, partition.rows(k, spec.config.max_rows))
+        (server, division.rows(k, spec.config.max_rows))
         for k, server in enumerate(servers)
     ]
 

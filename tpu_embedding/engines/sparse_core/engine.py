@@ -31,7 +31,7 @@ from tpu_embedding.inputs import IdBatch
 from tpu_embedding.layout import limits
 from tpu_embedding.layout.csr import (
     BufferSizes,
-    PartitionedTable,
+    PartitionedStack,
     PreprocessedFeatures,
     check_optimizers,
     make_partitioning,
@@ -251,17 +251,17 @@ class SparseCoreEngine(Engine):
         """Returns the activations, and the batches with what their updates need."""
         tables = dict(batches)
         activations = {}
-        for table, stack, functions in self._each_stack():
-            name, parameters = table.name, stack.parameters.read_value()
+        for partitioned, stack, functions in self._each_stack():
+            name, parameters = partitioned.name, stack.parameters.read_value()
             spec = self._plan.tables[stack.stack.tables[0]]
             quantization = spec.config.quantization_config
             if functions.combiner is None:
                 activations[name] = ops.look_up(
-                    table, tables[name], parameters, quantization
+                    partitioned, tables[name], parameters, quantization
                 )
             else:
                 activations[name], tables[name] = ops.look_up_combined(
-                    table,
+                    partitioned,
                     tables[name],
                     (parameters, stack.read_combiner_weights()),
                     quantization,
@@ -327,13 +327,13 @@ class SparseCoreEngine(Engine):
             )
         by_stack = self._samples.join(gradients)
         inputs = {
-            table.name: ops.update_inputs(
-                tables[table.name],
-                by_stack[table.name],
+            partitioned.name: ops.update_inputs(
+                tables[partitioned.name],
+                by_stack[partitioned.name],
                 self._rates.of_table(rates, stack.stack.tables[0]),
                 functions,
             )
-            for table, stack, functions in self._each_stack()
+            for partitioned, stack, functions in self._each_stack()
         }
         if self._pending is None:
             changes = self._updated(inputs, tf.constant(True))
@@ -359,7 +359,7 @@ class SparseCoreEngine(Engine):
 
     def _cuts(self, batch: Sequence[IdBatch]) -> tf.Tensor:
         result = partition(batch, self._partitioning, options=self._preprocessing)
-        return tf.stack([result.splits[t.name] for t in self._partitioning.tables])
+        return tf.stack([result.splits[t.name] for t in self._partitioning.stacks])
 
     def _host_of(self, device: str | tf.Tensor) -> str:
         """Returns the host of a device, which may be a number if there is one host."""
@@ -373,10 +373,10 @@ class SparseCoreEngine(Engine):
         result = partition(batch, self._partitioning, splits, self._preprocessing)
         return PreprocessedFeatures(
             tables={
-                table.name: result.tables[table.name]._replace(
-                    sample_count=tf.constant(table.samples, tf.int32)
+                partitioned.name: result.tables[partitioned.name]._replace(
+                    sample_count=tf.constant(partitioned.samples, tf.int32)
                 )
-                for table in self._partitioning.tables
+                for partitioned in self._partitioning.stacks
             },
             output_shapes=tuple(
                 tf.constant(feature.output_shape, tf.int64)
@@ -393,9 +393,9 @@ class SparseCoreEngine(Engine):
 
     def _each_stack(
         self,
-    ) -> Iterator[tuple[PartitionedTable, StackState, CustomFunctions]]:
+    ) -> Iterator[tuple[PartitionedStack, StackState, CustomFunctions]]:
         return zip(
-            self._partitioning.tables, self._stacks, self._functions, strict=True
+            self._partitioning.stacks, self._stacks, self._functions, strict=True
         )
 
     def _updated(
@@ -403,7 +403,7 @@ class SparseCoreEngine(Engine):
     ) -> list[tuple[Any, tf.Tensor]]:
         """Returns each variable of the stacks with its updated value, if `is_there`."""
         changes = []
-        for table, stack, functions in self._each_stack():
+        for partitioned, stack, functions in self._each_stack():
             optimizer = self._plan.tables[stack.stack.tables[0]].optimizer
             assert optimizer is not None
             variables = list(stack.arrays.values())
@@ -411,7 +411,7 @@ class SparseCoreEngine(Engine):
             if functions.combiner is not None:
                 values.append(stack.read_combiner_weights())
             updated = ops.update(
-                table, optimizer, functions, inputs[table.name], values
+                partitioned, optimizer, functions, inputs[partitioned.name], values
             )
             if stack.combiner_weights is not None:
                 # An update without entries is NaN if the user's function returns NaN.
@@ -441,10 +441,10 @@ class SparseCoreEngine(Engine):
 
     def _create_pending(self) -> PendingUpdate:
         specs = {
-            table.name: ops.update_input_specs(
-                self._partitioning, table, stack.stack.width, functions
+            partitioned.name: ops.update_input_specs(
+                self._partitioning, partitioned, stack.stack.width, functions
             )
-            for table, stack, functions in self._each_stack()
+            for partitioned, stack, functions in self._each_stack()
         }
 
         def create() -> PendingUpdate:

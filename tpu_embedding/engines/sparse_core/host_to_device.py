@@ -26,7 +26,7 @@ from tpu_embedding.layout.csr import (
     BufferSizes,
     CombinedCsrFormatTensor,
     PartitionedCsrFormatTensor,
-    PartitionedTable,
+    PartitionedStack,
     Partitioning,
     PreprocessedFeatures,
 )
@@ -90,26 +90,26 @@ def batch_specs(partitioning: Partitioning) -> PreprocessedFeatures:
     """Returns specs of the tensors that `copy_to_device` needs, for full buffers."""
     size = tf.TensorSpec([], tf.int32)
 
-    def entries(table: PartitionedTable, dtype: tf.DType = tf.int32) -> tf.TensorSpec:
-        ids = table.samples * partitioning.max_ids_per_chip_per_sample
+    def entries(stack: PartitionedStack, dtype: tf.DType = tf.int32) -> tf.TensorSpec:
+        ids = stack.samples * partitioning.max_ids_per_chip_per_sample
         return tf.TensorSpec([ids], dtype)
 
     return PreprocessedFeatures(
         tables={
-            table.name: PartitionedCsrFormatTensor(
+            stack.name: PartitionedCsrFormatTensor(
                 row_pointers=tf.TensorSpec([partitioning.num_row_pointers], tf.int32),
-                sorted_sample_ids=entries(table),
-                sorted_token_ids=entries(table),
-                sorted_gains=entries(table, tf.float32),
+                sorted_sample_ids=entries(stack),
+                sorted_token_ids=entries(stack),
+                sorted_gains=entries(stack, tf.float32),
                 sample_count=size,
                 num_minibatches_per_physical_sparse_core=size,
             )
-            for table in partitioning.tables
+            for stack in partitioning.stacks
         },
         output_shapes=(),
         dropped_ids={},
-        sizes={table.name: BufferSizes(size, size) for table in partitioning.tables},
-        sorted_pos_ids={t.name: entries(t) for t in partitioning.tables if t.positions},
+        sizes={stack.name: BufferSizes(size, size) for stack in partitioning.stacks},
+        sorted_pos_ids={t.name: entries(t) for t in partitioning.stacks if t.positions},
         marks=tf.TensorSpec([len(partitioning.marks)], tf.int64),
     )
 
@@ -215,22 +215,22 @@ def _copy_table(
 
 def check_sizes(tables: Mapping[str, Any], partitioning: Partitioning) -> None:
     """Refuses preserved outputs with buffers made for other hardware or limits."""
-    for table in partitioning.tables:
-        batch = tables[table.name]
+    for stack in partitioning.stacks:
+        batch = tables[stack.name]
         expected = {
             "row_pointers": partitioning.num_row_pointers,
-            "sorted_token_ids": table.samples
+            "sorted_token_ids": stack.samples
             * partitioning.max_ids_per_chip_per_sample,
         }
         found: dict[str, Any] = {f: getattr(batch, f).shape for f in expected}
         wrong = [f for f in expected if not found[f].is_compatible_with([expected[f]])]
         count = tf.get_static_value(batch.sample_count)
-        if count is not None and count != table.samples:
+        if count is not None and count != stack.samples:
             wrong.append("sample_count")
-            expected["sample_count"], found["sample_count"] = table.samples, count
+            expected["sample_count"], found["sample_count"] = stack.samples, count
         if wrong:
             raise ValueError(
-                f"Preserved outputs of stacked table {table.name!r}: `{wrong[0]}` has "
+                f"Preserved outputs of stacked table {stack.name!r}: `{wrong[0]}` has "
                 f"size {found[wrong[0]]}, but this embedding has {expected[wrong[0]]}. "
                 "Pass the second output of its own embedding_lookup."
             )

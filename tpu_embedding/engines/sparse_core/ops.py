@@ -27,7 +27,7 @@ from tpu_embedding.engines.rates import UpdateScalars, trace_function
 from tpu_embedding.layout.csr import (
     CombinedCsrFormatTensor,
     PartitionedCsrFormatTensor,
-    PartitionedTable,
+    PartitionedStack,
     Partitioning,
 )
 from tpu_embedding.layout.plan import Plan
@@ -66,7 +66,7 @@ def check_combiners(plan: Plan) -> None:
 
 
 def look_up(
-    table: PartitionedTable,
+    stack: PartitionedStack,
     batch: Batch,
     parameters: tf.Tensor,
     quantization: QuantizationConfig | None,
@@ -76,13 +76,13 @@ def look_up(
         **_entries(batch),
         **_minibatches(batch),
         embedding_table=parameters,
-        **_lookup_attributes(table, quantization),
-        **_limits(table),
+        **_lookup_attributes(stack, quantization),
+        **_limits(stack),
     )
 
 
 def look_up_combined(
-    table: PartitionedTable,
+    stack: PartitionedStack,
     batch: CombinedCsrFormatTensor,
     state: tuple[tf.Tensor, tf.Tensor],
     quantization: QuantizationConfig | None,
@@ -97,9 +97,9 @@ def look_up_combined(
         embedding_table=parameters,
         weights=weights,
         combiner_computation=_in_graph(functions.combine),
-        **_lookup_attributes(table, quantization),
+        **_lookup_attributes(stack, quantization),
         **_combiner_attributes(functions),
-        table_name=table.name,
+        table_name=stack.name,
     )
     return found.activations, batch._replace(
         valencies=found.preserved_valencies,
@@ -109,7 +109,7 @@ def look_up_combined(
 
 
 def update(
-    table: PartitionedTable,
+    stack: PartitionedStack,
     optimizer: Optimizer,
     functions: CustomFunctions,
     inputs: Mapping[str, Any],
@@ -139,9 +139,9 @@ def update(
     elif functions.optimizer is not None:
         form, extra = f"Grad{rule.name}CsrInput", {}
     else:
-        form, extra = f"Grad{rule.name}StaticBufferSize", _limits(table)
+        form, extra = f"Grad{rule.name}StaticBufferSize", _limits(stack)
     call = getattr(tf.raw_ops, f"XlaSparseDenseMatmul{form}")
-    found = call(**{"table_name": table.name, **inputs, **rule.arguments, **extra})
+    found = call(**{"table_name": stack.name, **inputs, **rule.arguments, **extra})
     return tf.nest.flatten(tuple(found) if isinstance(found, tuple) else found)
 
 
@@ -174,19 +174,19 @@ def update_inputs(
 
 def update_input_specs(
     partitioning: Partitioning,
-    table: PartitionedTable,
+    stack: PartitionedStack,
     width: int,
     functions: CustomFunctions,
 ) -> dict[str, tf.TensorSpec]:
     """Returns shape and dtype of each of `update_inputs`, for full buffers."""
-    ids = table.samples * partitioning.max_ids_per_chip_per_sample
+    ids = stack.samples * partitioning.max_ids_per_chip_per_sample
     pointers = partitioning.num_row_pointers
     specs = {
         "row_pointers": tf.TensorSpec([pointers], tf.int32),
         "sorted_sample_ids": tf.TensorSpec([ids], tf.int32),
         "sorted_token_ids": tf.TensorSpec([ids], tf.int32),
         "sorted_gains": tf.TensorSpec([ids], tf.float32),
-        "activation_gradients": tf.TensorSpec([table.samples, width], tf.float32),
+        "activation_gradients": tf.TensorSpec([stack.samples, width], tf.float32),
     }
     if functions.optimizer is None:
         specs["learning_rate"] = tf.TensorSpec([], tf.float32)
@@ -196,11 +196,11 @@ def update_input_specs(
     if functions.combiner is None:
         return {**specs, MINIBATCHES: tf.TensorSpec([], tf.int32)}
     config = functions.combiner.config
-    vectors = [table.samples, functions.combiner.max_valency, width]
+    vectors = [stack.samples, functions.combiner.max_valency, width]
     return {
         **specs,
         "sorted_pos_ids": tf.TensorSpec([ids], tf.int32),
-        "preserved_valencies": tf.TensorSpec([table.samples], tf.int32),
+        "preserved_valencies": tf.TensorSpec([stack.samples], tf.int32),
         "preserved_vectors": tf.TensorSpec(vectors, tf.float32),
         "preserved_weights": tf.TensorSpec([config.num_weights], tf.float32),
         "combiner_weights_learning_rate": tf.TensorSpec([], tf.float32),
@@ -271,10 +271,10 @@ def _minibatches(batch: Batch) -> dict[str, tf.Tensor]:
 
 
 def _lookup_attributes(
-    table: PartitionedTable, quantization: QuantizationConfig | None
+    stack: PartitionedStack, quantization: QuantizationConfig | None
 ) -> dict[str, Any]:
     return {
-        "input_size": table.samples,
+        "input_size": stack.samples,
         "quantization_config_low": quantization.lower if quantization else 0.0,
         "quantization_config_high": quantization.upper if quantization else 0.0,
         "quantization_config_num_buckets": (
@@ -290,11 +290,11 @@ def _combiner_attributes(combiner: CombinerFunctions) -> dict[str, int]:
     }
 
 
-def _limits(table: PartitionedTable) -> dict[str, Any]:
+def _limits(stack: PartitionedStack) -> dict[str, Any]:
     return {
-        "max_ids_per_sparse_core": table.max_ids_per_partition,
-        "max_unique_ids_per_sparse_core": table.max_unique_ids_per_partition,
-        "table_name": table.name,
+        "max_ids_per_sparse_core": stack.max_ids_per_partition,
+        "max_unique_ids_per_sparse_core": stack.max_unique_ids_per_partition,
+        "table_name": stack.name,
     }
 
 

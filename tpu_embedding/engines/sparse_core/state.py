@@ -17,9 +17,8 @@ from tensorflow.python.ops import resource_variable_ops
 
 from tpu_embedding.combiners import CustomCombiner
 from tpu_embedding.engines.calls import EngineOptions
-from tpu_embedding.layout.partition import TableLayout
 from tpu_embedding.layout.plan import TableSpec
-from tpu_embedding.layout.stacking import Layout, Stack
+from tpu_embedding.layout.stacking import Layout, Stack, TableLayout
 from tpu_embedding.optimizers.base import Slot
 from tpu_embedding.tables.initial import (
     FirstValues,
@@ -124,7 +123,7 @@ class StackState:
         for index, layout in zip(self.stack.tables, self.stack.layouts, strict=True):
             rows = self.rows_of_table(layout)
             row_of = functools.partial(
-                layout.partition.stacked, height=self.stack.rows_per_shard
+                layout.division.stacked, height=self.stack.rows_per_shard
             )
             yield Table(
                 spec=specs[index],
@@ -154,9 +153,7 @@ class StackState:
 
     def _shards(self, layout: TableLayout) -> list[tuple[str, tf.Tensor]]:
         vocabulary, dim = layout.unsharded_shape
-        rows = layout.partition.stacked(
-            np.arange(vocabulary), self.stack.rows_per_shard
-        )
+        rows = layout.division.stacked(np.arange(vocabulary), self.stack.rows_per_shard)
         devices, local = np.divmod(rows, self.stack.rows_per_device)
         return [
             (

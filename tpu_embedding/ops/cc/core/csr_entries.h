@@ -3,7 +3,7 @@
 // A stacked table is divided over all SparseCores of all devices: row after row
 // goes to the next shard, and its number there is its token. Within a stack a
 // table may be rotated, so that the first rows of all tables do not crowd on
-// one shard. `Partition` of layout/partition.py follows the same rule.
+// one shard. `Division` of layout/partition.py follows the same rule.
 //
 //   4 shards, rotation 1  id:     0  1  2  3  4
 //                         shard:  1  2  3  0  1
