@@ -57,12 +57,8 @@ class TableVariable(_Variable):
 
     def sparse_read(self, indices: Any, name: str | None = None) -> Any:
         """Reads caught-up rows."""
-        waiting = self.waiting
-        graph = outermost_graph()
-        before = waiting is None or (graph is not None and _flushes_before.get())
-        if graph is not None and (before or not is_recording()):
-            self._flush_before_calls(graph, None if before else waiting)
-        if waiting is None or before or waiting.is_quiet():
+        waiting = self._reader(by_rows=True)
+        if waiting is None:
             return super().sparse_read(indices, name)
         if self is not waiting.variables[0]:  # A slot.
             waiting.flush()
@@ -83,19 +79,29 @@ class TableVariable(_Variable):
         return super()._restore_from_tensors(restored_tensors)
 
     def _flush(self) -> None:
-        waiting, graph = self.waiting, outermost_graph()
-        before = graph is not None and _flushes_before.get()
-        if graph is not None and not (waiting is not None and waiting.is_quiet()):
-            self._flush_before_calls(graph, None if before else waiting)
-        if waiting is not None and not before:
+        waiting = self._reader()
+        if waiting is not None:
             waiting.flush()
 
-    def _flush_before_calls(self, graph: Any, traced: Waits | None) -> None:
-        """Flushes before each call of a graph, unless the graph catches up rows.
+    def _reader(self, *, by_rows: bool = False) -> Waits | None:
+        """Returns what catches this read up; None if values are read as stored.
 
-        This is for an optimizer that is built, or that first trains the table, after
-        the graph was traced.
+        A graph also flushes before its calls, for an optimizer that is built after it
+        was traced. Under a tape a read by rows does without: the step that follows is
+        refused then.
         """
+        waiting, graph = self.waiting, outermost_graph()
+        if graph is not None and _flushes_before.get():
+            waiting = None
+        elif waiting is not None and waiting.is_quiet():
+            return None
+        may_step = by_rows and waiting is not None and is_recording()
+        if graph is not None and not may_step:
+            self._flush_before_calls(graph, waiting)
+        return waiting
+
+    def _flush_before_calls(self, graph: Any, traced: Waits | None) -> None:
+        """Flushes before each call of a graph, unless `traced` still has the rows."""
 
         def flush() -> None:
             if self.waiting is not None and self.waiting is not traced:
