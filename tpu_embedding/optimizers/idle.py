@@ -125,11 +125,20 @@ class Idle:
         constant = not self.epsilon_beta
         return quadrature(self.fades[self.moment], self.root_fade, inside, constant)
 
+    @property
+    def horizon(self) -> int:
+        """The number of steps for which momenta move a row that waits."""
+        return self.quadrature.horizon if self.quadrature else 1
 
-def history_length(rows: int, horizon: int) -> int:
-    """Returns for how many steps the history of a table is kept."""
-    own = max(rows // _ROWS_FOR_EACH_STEP, 2 * horizon + 2, 512)
-    return min(own, _LONGEST_HISTORY)
+    @property
+    def num_terms(self) -> int:
+        """The number of weights that the history has for each step."""
+        return len(self.quadrature.nodes) if self.quadrature else 1
+
+    def history_length(self, rows: int) -> int:
+        """Returns for how many steps the history of a table is kept."""
+        needed = max(rows // _ROWS_FOR_EACH_STEP, 2 * self.horizon + 2, 512)
+        return min(needed, _LONGEST_HISTORY)
 
 
 @functools.cache

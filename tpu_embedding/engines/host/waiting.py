@@ -10,7 +10,6 @@ variable first catch up all rows, by `TablePart.catch_up`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -19,8 +18,8 @@ from tensorflow.python.ops import resource_variable_ops
 
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.ops.library import idle_record
-from tpu_embedding.optimizers.idle import Idle, history_length
-from tpu_embedding.tables.waiting import EngineVariable, instead, make_waiting
+from tpu_embedding.optimizers.idle import Idle
+from tpu_embedding.tables.waiting import EngineVariable, Waits, instead, make_waiting
 
 if TYPE_CHECKING:
     from tpu_embedding.engines.host.part import TablePart
@@ -46,10 +45,9 @@ def waiting_records(spec: TableSpec) -> dict[str, Any]:
         return {"idle": [], "history": 0}
     assert spec.optimizer is not None
     decays = bool(spec.optimizer.weight_decay_factor)
-    horizon = idle.quadrature.horizon if idle.quadrature else 1
     return {
         "idle": [idle_record(idle, name=spec.name, decays=decays)],
-        "history": history_length(spec.config.max_rows, horizon),
+        "history": idle.history_length(spec.config.max_rows),
         "all_rows": False,
     }
 
@@ -59,19 +57,17 @@ def waiting_bytes(spec: TableSpec, rows: int) -> int:
     idle = idle_of(spec)
     if idle is None:
         return 0
-    quadrature = idle.quadrature
-    terms, horizon = quadrature.weights.shape[::-1] if quadrature else (1, 1)
-    history = history_length(spec.config.max_rows, horizon)
-    return 4 * rows + 8 * history * (2 + terms)
+    history = idle.history_length(spec.config.max_rows)
+    return 4 * rows + 8 * history * (2 + idle.num_terms)
 
 
-class PartWaits:
+class PartWaits(Waits):
     """The steps that rows of a part's table wait for; see `tables.waiting.Waits`."""
 
     def __init__(self, part: TablePart, table: int) -> None:
         """Makes reads of the table's variables catch rows up."""
         self._part, self._table = part, table
-        self.variables: Sequence[Any] = list(part.variables[table].arrays.values())
+        self.variables = list(part.variables[table].arrays.values())
         for variable in self.variables:
             assert make_waiting(variable, EngineVariable), variable
             variable.waiting = self

@@ -18,7 +18,7 @@ from tpu_embedding.errors import type_name
 from tpu_embedding.keras.keras_api import keras_api, of_other_keras
 from tpu_embedding.keras.rows import rules
 from tpu_embedding.keras.rows.counting import counted
-from tpu_embedding.keras.rows.rules import RULES, idle_of, rule_of, step_of
+from tpu_embedding.keras.rows.rules import RULES, idle_of_keras, rule_of, step_of
 from tpu_embedding.keras.rows.waiting import (
     TableVariable,
     Waiting,
@@ -170,7 +170,7 @@ class UpdatesRows:
             why = "`gradient_accumulation_steps` accumulates dense gradients"
             return _OtherRows(None, why)
         try:
-            idle = idle_of(self, self._keras_class)
+            idle = idle_of_keras(self, self._keras_class)
         except ValueError as error:
             return _OtherRows(None, str(error))
         if idle.changes_nothing and not self._decays(variable):

@@ -1,9 +1,9 @@
 """What this package knows of the rules of Keras's optimizers.
 
-`rule_of` returns those that the kernels have, and `idle_of` returns what each rule does
-to rows without a gradient. `update_rows` updates the rows of all tables of a step by
-one op of the library. It is the op of the host engine, applied to the variables of
-Keras: each gradient plays the part of a feature of an embedding.
+`rule_of` returns those that the kernels have, and `idle_of_keras` returns what each
+rule does to rows without a gradient. `update_rows` updates the rows of all tables of a
+step by one op of the library. It is the op of the host engine, applied to the variables
+of Keras: each gradient plays the part of a feature of an embedding.
 """
 
 from __future__ import annotations
@@ -275,7 +275,7 @@ def checkpoint_names(cls: type) -> dict[str, str]:
     return {name: names.get(name, name.strip("_")) for name in rule.slots}
 
 
-def idle_of(optimizer: Any, cls: type) -> Idle:
+def idle_of_keras(optimizer: Any, cls: type) -> Idle:
     """Returns what an optimizer of a class of Keras does to a row without a gradient.
 
     Raises:

@@ -27,9 +27,10 @@ from tpu_embedding import distribution
 from tpu_embedding.keras.keras_api import keras_api
 from tpu_embedding.ops import library
 from tpu_embedding.ops.library import idle_record
-from tpu_embedding.optimizers.idle import Idle, history_length
+from tpu_embedding.optimizers.idle import Idle
 from tpu_embedding.tables.waiting import (
     TableVariable,
+    Waits,
     before_calls,
     gather,
     instead,
@@ -95,7 +96,7 @@ def _read(variable: Any) -> tf.Tensor:
     )
 
 
-class Waiting:
+class Waiting(Waits):
     """The steps that the rows of one table wait for.
 
     Attributes:
@@ -114,17 +115,15 @@ class Waiting:
         self._quiet_in: int | None = None  # The thread that has caught all rows up.
         self._quadrature = idle.quadrature
         rows = int(variables[0].shape[0])
-        horizon = self._quadrature.horizon if self._quadrature else 1
-        self._ages = np.arange(1, horizon + 1)
-        self.capacity = history_length(rows, horizon)
-        terms = len(self._quadrature.nodes) if self._quadrature else 1
+        self._ages = np.arange(1, idle.horizon + 1)
+        self.capacity = idle.history_length(rows)
         with tf.init_scope(), tf.device(variables[0].device):
             # The number of steps, the last at which all rows were caught up, the owner.
             self.clock = make_variable(np.array([0, 0, owner], np.int64))
             self.since = make_variable(np.zeros(rows, np.int32))
             # For each step: the logarithm of all decay factors so far, a number that
             # the rule needs, and the weights of a row that has waited since then.
-            self.history = make_variable(np.zeros([self.capacity, 2 + terms]))
+            self.history = make_variable(np.zeros([self.capacity, 2 + idle.num_terms]))
 
     def arguments(self) -> dict[str, Any]:
         """Returns the arguments that the ops of the library have in common."""
