@@ -28,8 +28,7 @@ class Waits(Protocol):
       variables: The table, then its slots.
     """
 
-    @property
-    def variables(self) -> Sequence[Any]: ...
+    variables: Sequence[Any]
 
     def read(self, rows: tf.Tensor) -> tf.Tensor:
         """Reads rows of the table, caught up; their gradient is that of a gather."""
@@ -173,10 +172,7 @@ def read_rows(variable: Any, rows: Any) -> np.ndarray:
     """Reads rows of a variable, int32 or int64 [n], caught up."""
     with tf.device(variable.device):
         catch_up(variable)
-        found = tf.raw_ops.ResourceGather(
-            resource=variable.handle, indices=rows, dtype=variable.dtype
-        )
-    return found.numpy()
+        return gather(variable, rows).numpy()
 
 
 def make_waiting(variable: Any, cls: type[TableVariable]) -> bool:
