@@ -13,10 +13,17 @@ from tpu_embedding.engines.calls import Call, Counts, EngineOptions, TableCounts
 from tpu_embedding.engines.host.waiting import PartWaits, idle_of
 from tpu_embedding.engines.rates import Rates
 from tpu_embedding.layout.placement import Placement
+from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.ops import library
 from tpu_embedding.tables.table import Marks
 from tpu_embedding.tables.variables import TableVariables, create_counter
 from tpu_embedding.tables.vocabularies import QueueVocabulary
+
+# The columns of `totals`, in the order of kernels/telemetry.cc.
+_TOTALS = (
+    *("ids", "invalid_ids", "samples", "samples_without_ids"),
+    *("distinct_ids", "rows_touched"),
+)
 
 
 class TablePart:
@@ -268,41 +275,38 @@ class TablePart:
             )
         steps, counted_steps, depth, pending, samples = found.steps.numpy().tolist()
         return Counts(
-            steps,
-            counted_steps,
-            depth,
-            pending,
+            steps=steps,
+            counted_steps=counted_steps,
+            queue_depth=depth,
+            pending_updates=pending,
             tables={
-                spec.name: self._placed(
-                    spec.index,
-                    *found.totals[spec.index].numpy().tolist(),
-                    *(
-                        arrays[spec.index].numpy()
-                        for arrays in (
-                            found.hot_rows,
-                            found.rows,
-                            found.ids,
-                            found.gradient_norms,
-                            found.update_norms,
-                        )
-                    ),
-                    vocabulary=(
-                        tuple(found.vocabularies[spec.index].numpy().tolist())
-                        if spec.name in self.vocabularies
-                        else ()
-                    ),
-                )
+                spec.name: self._placed(spec.index, self._counts_of(spec, found))
                 for spec in tables
             },
             samples=samples,
         )
 
-    def _placed(self, table: int, *figures: Any, **others: Any) -> TableCounts:
-        """Makes the counts of a table, with the row numbers of the whole table.
+    def _counts_of(self, spec: TableSpec, found: Any) -> TableCounts:
+        """Returns the counts of a table among the outputs of the op."""
+        table, vocabulary = spec.index, ()
+        if spec.name in self.vocabularies:
+            vocabulary = tuple(found.vocabularies[table].numpy().tolist())
+        totals = found.totals[table].numpy().tolist()
+        return TableCounts(
+            **dict(zip(_TOTALS, totals, strict=True)),
+            hot_rows=found.hot_rows[table].numpy(),
+            rows=found.rows[table].numpy(),
+            row_ids=found.ids[table].numpy(),
+            gradient_norms=found.gradient_norms[table].numpy(),
+            update_norms=found.update_norms[table].numpy(),
+            vocabulary=vocabulary,
+        )
+
+    def _placed(self, table: int, counts: TableCounts) -> TableCounts:
+        """Returns the counts of a table with the row numbers of the whole table.
 
         If the rows of a sample are in several parts, no part counts samples.
         """
-        counts = TableCounts(*figures, **others)
         if self._counts_samples:
             return counts
         assert counts.hot_rows is not None

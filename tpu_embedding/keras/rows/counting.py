@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -25,6 +25,30 @@ from tpu_embedding.tables.waiting import gather
 _LAST = (np.int64, np.int64, np.float32, np.float32)
 
 
+class _Totals(NamedTuple):
+    """Numbers of one table, in the order of the variable that holds them.
+
+    Attributes:
+      every: Every how many-th update is counted; 0 while none is.
+      updates: The updates.
+      counted: The counted updates.
+      ids: The ids of counted updates.
+      distinct_ids: Their distinct ids, summed over updates.
+      dense: The counted updates with a dense gradient, which names no ids.
+    """
+
+    every: Any = 0
+    updates: Any = 0
+    counted: Any = 0
+    ids: Any = 0
+    distinct_ids: Any = 0
+    dense: Any = 0
+
+    def stacked(self) -> tf.Tensor:
+        """Returns the numbers as one tensor, int64 [6]."""
+        return tf.stack([tf.cast(number, tf.int64) for number in self])
+
+
 class RowCounter:
     """Counts every n-th update of a table; traced functions keep its ops.
 
@@ -39,36 +63,34 @@ class RowCounter:
     def __init__(self, table: Any) -> None:
         self._table = table
         self._size, self._dim = (int(axis) for axis in table.shape)
-        # `every`, or 0; then numbers: of updates, of counted updates, of their ids and
-        # distinct ids, of counted updates with a dense gradient, which names no ids.
-        self._totals = make_variable(np.zeros([6], np.int64))
+        self._totals = make_variable(np.zeros([len(_Totals._fields)], np.int64))
         self._ids_by_row = make_variable(np.zeros([0], np.int64), [None])
         self._last = [make_variable(np.zeros([0], kind), [None]) for kind in _LAST]
 
     def start(self, every: int, owner: Any) -> None:
         """Forgets the counts; then counts for the owner, if `every` is not 0."""
         self.owner = owner if every else None
-        self._totals.assign(np.zeros([6], np.int64))
+        self._totals.assign(_Totals().stacked())
         self._ids_by_row.assign(np.zeros([self._size if every else 0], np.int64))
         for last in self._last:
             last.assign(tf.zeros([0], last.dtype))
-        self._totals.assign([every, 0, 0, 0, 0, 0])  # Only now steps are counted.
+        self._totals.assign(_Totals(every).stacked())  # Only now steps are counted.
 
     def read(self, num_hot_rows: int) -> TableCounts:
         """Returns the counts; those of ids and rows are None after a dense gradient."""
         by_row = self._ids_by_row.numpy()
         rows = np.flatnonzero(by_row)
         hottest = rows[np.lexsort((rows, -by_row[rows]))[:num_hot_rows]]
-        _, _, counted, ids, distinct_ids, dense = self._totals.numpy().tolist()
+        totals = _Totals(*self._totals.numpy().tolist())
         named, row_ids, gradient_norms, update_norms = (x.numpy() for x in self._last)
-        known = not dense
+        known = not totals.dense
         return TableCounts(
-            counted_steps=counted,
-            ids=ids if known else None,
+            counted_steps=totals.counted,
+            ids=totals.ids if known else None,
             invalid_ids=None,
             samples=None,
             samples_without_ids=None,
-            distinct_ids=distinct_ids if known else None,
+            distinct_ids=totals.distinct_ids if known else None,
             rows_touched=len(rows) if known else None,
             hot_rows=np.stack([hottest, by_row[hottest]], 1) if known else None,
             rows=named,
@@ -79,8 +101,8 @@ class RowCounter:
 
     def steps(self) -> tuple[int, int]:
         """Returns the number of updates, and of those that were counted."""
-        _, updates, counted, *_ = self._totals.numpy().tolist()
-        return updates, counted
+        totals = _Totals(*self._totals.numpy().tolist())
+        return totals.updates, totals.counted
 
     def begin(self, gradient: Any, all_rows: bool) -> Callable[[], None]:
         """Reads what an update will change; returns a function that counts it later."""
@@ -93,8 +115,9 @@ class RowCounter:
             )
         is_sparse = isinstance(gradient, tf.IndexedSlices)
         table = self._table
-        every, updates, *_ = tf.unstack(self._totals.read_value())
-        is_counted = tf.equal(updates % tf.maximum(every, 1), 0) & (every > 0)
+        totals = _Totals(*tf.unstack(self._totals.read_value()))
+        is_counted = tf.equal(totals.updates % tf.maximum(totals.every, 1), 0)
+        is_counted &= totals.every > 0
 
         def rows() -> tf.Tensor:
             return tf.range(self._size) if all_rows else tf.unique(gradient.indices)[0]
@@ -113,11 +136,13 @@ class RowCounter:
                     gradient.values, found.idx, tf.size(ids)
                 )
             self._ids_by_row.scatter_add(tf.IndexedSlices(ids, named))
-            added = [
-                *(0, 0, 1, tf.reduce_sum(ids), tf.size(ids, tf.int64)),
-                int(not is_sparse),
-            ]
-            self._totals.assign_add(tf.stack([tf.cast(n, tf.int64) for n in added]))
+            added = _Totals(
+                counted=1,
+                ids=tf.reduce_sum(ids),
+                distinct_ids=tf.size(ids, tf.int64),
+                dense=int(not is_sparse),
+            )
+            self._totals.assign_add(added.stacked())
             change = gather(table, rows()) - before
             values = (named, ids, _norms(sums), _norms(change))
             for last, value in zip(self._last, values, strict=True):
@@ -129,9 +154,10 @@ class RowCounter:
         )
 
         def end() -> None:
-            goes_on = self._totals.read_value()[0] > 0  # Counting may have stopped.
+            now = _Totals(*tf.unstack(self._totals.read_value()))
+            goes_on = now.every > 0  # Counting may have stopped.
             tf.cond(is_counted & goes_on, count, lambda: tf.constant(0))
-            self._totals.assign_add([0, tf.cast(goes_on, tf.int64), 0, 0, 0, 0])
+            self._totals.assign_add(_Totals(updates=goes_on).stacked())
 
         return end
 
