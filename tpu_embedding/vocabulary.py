@@ -16,14 +16,19 @@ _MAX_SEED = 2**63 - 1
 
 # Files store a growing vocabulary as the int64 vectors of a VocabularySnapshot of
 # core/vocabulary.h: those with an element for each id, those with one for each id that
-# has no row yet, and "state", in which NUM_ROWS and UPDATES_BEGUN are indices.
+# has no row yet, and "state".
 PARTS_OF_IDS = ("ids", "rows", "hits", "last_updates")
 PARTS_OF_CANDIDATES = ("candidates", "candidate_hits")
 PARTS = (*PARTS_OF_IDS, *PARTS_OF_CANDIDATES, "state")
-STATE_SIZE, NUM_ROWS, UPDATES_BEGUN = 12, 0, 1
-COUNTS = slice(2, 6)  # In the state: the counts unknown, admitted, refused, evicted.
-SWEEP = slice(7, 11)  # In the state: which rows are about to be evicted.
-CLOCK = 11  # In the state: the clock of the last update plus 1; 0 without a clock.
+# The places of numbers in "state", in the order of the file.
+NUM_ROWS, UPDATES_BEGUN = 0, 1
+UNKNOWN, ADMITTED, REFUSED, EVICTED = range(2, 6)
+COUNTS = slice(UNKNOWN, EVICTED + 1)
+NEXT_CANDIDATE = 6
+CURSOR, IS_SWEEPING, THRESHOLD, TIES = range(7, 11)
+SWEEP = slice(CURSOR, TIES + 1)  # Which rows are about to be evicted.
+CLOCK = 11  # The clock of the last update plus 1; 0 without a clock.
+STATE_SIZE = 12
 MIXING = 0xD6E8FEB86659FD93  # The factor of MixBits in core/id_map.h.
 COMBINES: tuple[str, ...] = ("concat", "sum")
 _MOST_HASHES = 16

@@ -27,6 +27,7 @@ from tpu_embedding.tables.rows import (
 )
 from tpu_embedding.tables.vocabulary_parts import (
     PLACES,
+    Arrays,
     fitted_parts,
     joined_parts,
     num_shared,
@@ -43,8 +44,6 @@ from tpu_embedding.vocabulary import (
     SHARED_ID,
     VocabularyContents,
 )
-
-_Arrays = dict[str, Any]  # NumPy arrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +85,7 @@ class StoredVocabulary(abc.ABC):
     limited: bool = True
 
     @abc.abstractmethod
-    def read(self, names: Collection[str]) -> _Arrays:
+    def read(self, names: Collection[str]) -> Arrays:
         """Returns the state at one moment, with only the arrays of these names.
 
         The result has the ids, ascending, and what is known of them. By "parameters"
@@ -115,7 +114,7 @@ class StoredVocabulary(abc.ABC):
         """Evicts rows now, after a flush, as `TPUEmbedding.evict`; returns how many."""
         raise NotImplementedError("Only tables that are trained evict rows.")
 
-    def take(self, consumer: str) -> _Arrays:
+    def take(self, consumer: str) -> Arrays:
         """Returns changes for a consumer of deltas; see the op TpuEmbeddingTakeIds."""
         raise NotImplementedError("Only tables that are trained have changes.")
 
@@ -152,7 +151,7 @@ class QueueVocabulary(StoredVocabulary):
                 self._ops.tpu_embedding_evict(queue=self._queue, table=self._spec.index)
             )
 
-    def take(self, consumer: str) -> _Arrays:
+    def take(self, consumer: str) -> Arrays:
         """See `StoredVocabulary.take`; rows have their values at this moment."""
         catch_up(self._rows[0])
         with tf.device(self._device):
@@ -167,7 +166,7 @@ class QueueVocabulary(StoredVocabulary):
         found |= zip(STORED, taken.rows, strict=False)
         return {name: value.numpy() for name, value in found.items()}
 
-    def read(self, names: Collection[str]) -> _Arrays:
+    def read(self, names: Collection[str]) -> Arrays:
         variables = [self.arrays[name] for name in names]
         if variables:
             catch_up(variables[0])
@@ -235,7 +234,7 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
         ):
             return {**self._stored[0].arrays}
 
-        def read(part: StoredVocabulary) -> _Arrays:
+        def read(part: StoredVocabulary) -> Arrays:
             return {name: array.numpy() for name, array in part.arrays.items()}
 
         parts = self._everywhere(read, "the reading of the")
@@ -262,7 +261,7 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
         """See `StoredVocabulary.evict`; all processes must call it."""
         self._reach.agree(f"evict of table {self._spec.name}")
 
-        def evict(part: StoredVocabulary) -> _Arrays:
+        def evict(part: StoredVocabulary) -> Arrays:
             return {"evicted": np.asarray(part.evict())}
 
         counts = self._everywhere(evict, "the reading of the evictions of")
@@ -301,7 +300,7 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
         """Returns stored arrays and what is known about ids, for reading in blocks."""
         stored, spec, none = self._stored, self._spec, np.zeros(0, np.int64)
 
-        def read() -> tuple[list[_Arrays], list[np.ndarray], _Arrays]:
+        def read() -> tuple[list[Arrays], list[np.ndarray], Arrays]:
             arrays = stored[0].arrays.items()
             known = [part.read([]) for part in stored]
             places = [p.places(own) for p, own in zip(stored, known, strict=True)]
@@ -375,7 +374,7 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
         """Returns the number of updates so far; cheaper than `read`."""
         return updates_begun(self._spec.name, self._read([], "updates of")["state"])
 
-    def read(self) -> _Arrays:
+    def read(self) -> Arrays:
         """Returns all of `StoredVocabulary.read`; outside of jobs no part changes."""
         return dict(self.read_in_turn())
 
@@ -388,20 +387,20 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
         for name, rows in (known | arrays).items():
             yield name, rows.numpy().reshape(rows.file_shape)
 
-    def _read(self, names: Collection[str], what: str) -> _Arrays:
+    def _read(self, names: Collection[str], what: str) -> Arrays:
         return joined_parts(
             self._everywhere(lambda p: p.read(names), f"the reading of the {what}")
         )
 
     def _everywhere(
-        self, read: Callable[[StoredVocabulary], _Arrays], call: str
-    ) -> list[_Arrays]:
+        self, read: Callable[[StoredVocabulary], Arrays], call: str
+    ) -> list[Arrays]:
         """Returns in all processes what is read of each part; all must call it."""
         local = self._reach.call(lambda: [read(part) for part in self._stored])
         call = f"{call} table {self._spec.name}"
         return self._reach.from_owners(self._spec.index, local, call)
 
-    def fit(self, known: Mapping[str, np.ndarray]) -> list[_Arrays]:
+    def fit(self, known: Mapping[str, np.ndarray]) -> list[Arrays]:
         """Returns the future content of each part here, for `load`; changes nothing.
 
         `known` has `PARTS` as `read` returns them, and `PLACES` of the rows.
@@ -432,7 +431,7 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
         self._load(parts, lambda places: {n: state[n][places] for n in self._arrays})
 
     def load(
-        self, parts: Sequence[_Arrays], read: Callable[[np.ndarray], _Arrays]
+        self, parts: Sequence[Arrays], read: Callable[[np.ndarray], Arrays]
     ) -> None:
         """Replaces everything by what `fit` returned.
 
@@ -441,7 +440,7 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
         self._reach.call(lambda: self._load(parts, read))
 
     def _load(
-        self, parts: Sequence[_Arrays], read: Callable[[np.ndarray], _Arrays]
+        self, parts: Sequence[Arrays], read: Callable[[np.ndarray], Arrays]
     ) -> None:
         for part, own in zip(self._stored, parts, strict=False):
             part.write(own | read(own[PLACES]))

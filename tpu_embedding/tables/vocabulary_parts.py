@@ -17,6 +17,8 @@ from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.vocabulary import (
     CLOCK,
     COUNTS,
+    EVICTED,
+    NEXT_CANDIDATE,
     NUM_ROWS,
     PARTS,
     PARTS_OF_CANDIDATES,
@@ -27,12 +29,10 @@ from tpu_embedding.vocabulary import (
     GrowingVocabulary,
 )
 
-# Places in the `state` of a VocabularySnapshot (core/vocabulary.h).
-_EVICTED, _NEXT_CANDIDATE = 5, 6
 # The field of a new part with the places of its rows in the arrays that are read.
 PLACES = "places"
 
-_Arrays = dict[str, Any]  # NumPy arrays
+Arrays = dict[str, Any]  # NumPy arrays
 
 
 def num_shared(vocabulary: GrowingVocabulary, state: Mapping[str, np.ndarray]) -> int:
@@ -64,7 +64,7 @@ def _total(states: np.ndarray) -> np.ndarray:
     total = states.max(axis=0)
     total[[NUM_ROWS, *range(STATE_SIZE)[COUNTS]]] = 0
     total[NUM_ROWS], total[COUNTS] = states[:, NUM_ROWS].sum(), states[:, COUNTS].sum(0)
-    total[SWEEP] = total[_NEXT_CANDIDATE] = 0
+    total[SWEEP] = total[NEXT_CANDIDATE] = 0
     return total
 
 
@@ -91,7 +91,7 @@ def renumbered(table: str, state: np.ndarray, num_rows: int) -> np.ndarray:
 
 def fitted_parts(
     spec: TableSpec, known: Mapping[str, np.ndarray], num_parts: int, *, limited: bool
-) -> list[_Arrays]:
+) -> list[Arrays]:
     """Returns the new content of `num_parts` parts, from what `Vocabulary.fit` takes.
 
     Raises:
@@ -126,7 +126,7 @@ def fitted_parts(
     return parts
 
 
-def joined_parts(parts: Sequence[_Arrays]) -> _Arrays:
+def joined_parts(parts: Sequence[Arrays]) -> Arrays:
     """Joins parts to a table: their rows follow one another, and so do their states."""
     if len(parts) == 1:
         return parts[0]
@@ -143,17 +143,16 @@ def joined_parts(parts: Sequence[_Arrays]) -> _Arrays:
 
 
 def _divided(
-    whole: _Arrays, states: np.ndarray, number: int, shared: int
-) -> list[_Arrays]:
+    whole: Arrays, states: np.ndarray, number: int, shared: int
+) -> list[Arrays]:
     """Returns a table's parts: those that were joined, or others with rows in order."""
     owners = IdDivision(number).owner(whole["ids"])
-    of_candidates = IdDivision(number).owner(whole["candidates"])
     if len(states) == number == 1:
         return [whole | {"state": states[0]}]
     again = len(states) == number
     if not again:
         whole = whole | _in_order(whole, states)
-        of_candidates = IdDivision(number).owner(whole["candidates"])
+    of_candidates = IdDivision(number).owner(whole["candidates"])
     starts = np.cumsum([0, *states[:-1, NUM_ROWS]])
     parts = []
     for k in range(number):
@@ -170,19 +169,19 @@ def _divided(
             part["rows"] = np.argsort(np.argsort(part["rows"])) + shared
             part["state"] = _total(states).copy()
             part["state"][NUM_ROWS], part["state"][SWEEP] = len(rows), 0
-            part["state"][_NEXT_CANDIDATE] = 0
+            part["state"][NEXT_CANDIDATE] = 0
             if k:  # Part 0 keeps the counts of the table.
                 part["state"][COUNTS] = 0
         parts.append(part)
     return parts
 
 
-def _in_order(whole: _Arrays, states: np.ndarray) -> _Arrays:
+def _in_order(whole: Arrays, states: np.ndarray) -> Arrays:
     """Returns the candidates of all parts, each from the oldest on."""
     owners = IdDivision(len(states)).owner(whole["candidates"])
     ordered = np.concatenate(
         [
-            np.roll(np.flatnonzero(owners == k), -state[_NEXT_CANDIDATE])
+            np.roll(np.flatnonzero(owners == k), -state[NEXT_CANDIDATE])
             for k, state in enumerate(states)
         ]
     )
@@ -191,7 +190,7 @@ def _in_order(whole: _Arrays, states: np.ndarray) -> _Arrays:
 
 
 def _keep_ids(
-    fitting: _Arrays, table: str, vocabulary: GrowingVocabulary, shared: int
+    fitting: Arrays, table: str, vocabulary: GrowingVocabulary, shared: int
 ) -> None:
     """Leaves out the ids that an eviction would evict, and rows without an id.
 
@@ -214,7 +213,7 @@ def _keep_ids(
         kept = np.append(kept, [size] * shared).astype(np.int64)
         for name in fitting.keys() - {*PARTS}:
             fitting[name] = fitting[name][kept]
-        numbers[_EVICTED] += size - room
+        numbers[EVICTED] += size - room
         logging.warning("Table %s: %d ids were evicted.", table, size - room)
     full = len(fitting["ids"]) + shared
     if numbers[NUM_ROWS] > (full if vocabulary.eviction is None else room + shared):
@@ -224,12 +223,12 @@ def _keep_ids(
         numbers[NUM_ROWS], numbers[SWEEP] = full, 0
 
 
-def _keep_candidates(fitting: _Arrays, vocabulary: GrowingVocabulary) -> None:
+def _keep_candidates(fitting: Arrays, vocabulary: GrowingVocabulary) -> None:
     """Leaves out the oldest ids without a row that would not be remembered."""
     numbers = fitting["state"]
     most = vocabulary.max_candidates or vocabulary.max_rows
     for name in PARTS_OF_CANDIDATES:
-        ordered = np.roll(fitting[name], -numbers[_NEXT_CANDIDATE])
+        ordered = np.roll(fitting[name], -numbers[NEXT_CANDIDATE])
         kept = ordered[-most:] if vocabulary.min_count > 1 else ordered[:0]
         fitting[name] = kept
-    numbers[_NEXT_CANDIDATE] = 0
+    numbers[NEXT_CANDIDATE] = 0
