@@ -217,8 +217,4 @@ def _load(plan: Plan, spec: TableSpec) -> int:
 
 def _bytes(spec: TableSpec) -> int:
     """Returns the bytes of the table and its slots."""
-    config = spec.config
-    width = config.storage.row_bytes(config.dim)
-    for slot in spec.optimizer.slots if spec.optimizer else ():
-        width += 4 if slot.per_row else 4 * config.dim
-    return config.max_rows * width
+    return sum(array.bytes for array in spec.arrays())

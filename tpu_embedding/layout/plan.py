@@ -6,17 +6,38 @@ import dataclasses
 import functools
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from tpu_embedding.config import FeatureConfig, TableConfig
+from tpu_embedding.config import STORAGES, FeatureConfig, TableConfig
 from tpu_embedding.optimizers.base import ENGINES, SEVERAL_MACHINES, Optimizer
 from tpu_embedding.vocabulary import GrowingVocabulary, Hashing, RowHash
 
 HASHING = "hashing"  # The end of the name of a Hashing in checkpoints.
 UPDATES = "_updates"  # The name of the count of updates in checkpoints.
 MAX_ROWS = 2**31 - 1  # Rows are numbered by int32, as on TPUs.
+
+
+class ArraySpec(NamedTuple):
+    """The shape of a table or slot.
+
+    Attributes:
+      name: "parameters", or the name of the slot.
+      rows: The number of rows; for a growing table the largest one.
+      columns: The number of columns.
+      dtype: "float32", "bfloat16" or "int8".
+    """
+
+    name: str
+    rows: int
+    columns: int
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        """The size of all rows; for int8 with scales and offsets."""
+        return self.rows * STORAGES[self.dtype].row_bytes(self.columns)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,6 +62,18 @@ class TableSpec:
     optimizer: Optimizer | None
     features: tuple[int, ...]
     hashing: Hashing | None = None
+
+    def arrays(self) -> list[ArraySpec]:
+        """Returns the shapes of the table and its slots."""
+        rows, dim = self.config.max_rows, self.config.dim
+        slots = self.optimizer.slots if self.optimizer else ()
+        return [
+            ArraySpec("parameters", rows, dim, self.config.dtype),
+            *(
+                ArraySpec(s.name, rows, 1 if s.per_row else dim, "float32")
+                for s in slots
+            ),
+        ]
 
     @property
     def function(self) -> str | None:

@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tpu_embedding.config import STORAGES
 from tpu_embedding.layout.limits import Excess
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.text import aligned, size_text
@@ -43,21 +42,9 @@ class ArrayBytes:
 
 def table_arrays(table: TableSpec) -> list[ArrayBytes]:
     """Returns the arrays of a table and its slots."""
-    rows, dim = table.config.max_rows, table.config.dim
-    slots = table.optimizer.slots if table.optimizer else ()
-    shapes = [
-        ("parameters", (rows, dim), table.config.dtype),
-        *((s.name, (rows, 1 if s.per_row else dim), "float32") for s in slots),
-    ]
     return [
-        ArrayBytes(
-            table.name,
-            name,
-            shape,
-            dtype,
-            shape[0] * STORAGES[dtype].row_bytes(shape[1]),
-        )
-        for name, shape, dtype in shapes
+        ArrayBytes(table.name, a.name, (a.rows, a.columns), a.dtype, a.bytes)
+        for a in table.arrays()
     ]
 
 

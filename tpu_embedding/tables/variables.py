@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import pathlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -282,13 +281,12 @@ def _create_part(
 
 
 def _all_bytes(plan: Plan) -> Iterator[tuple[str, int]]:
-    """Yields the name and the size of each table and slot."""
+    """Yields the name and the first size of each table and slot."""
     for spec in plan.tables:
-        rows, dim = table_values(spec).shape
-        yield spec.name, rows * spec.config.storage.row_bytes(dim)
-        for slot in spec.optimizer.slots if spec.optimizer else ():
-            values = slot_values(spec, slot)
-            yield values.name, math.prod(values.shape) * values.dtype.size
+        has_rows = spec.config.vocabulary is None
+        for array in spec.arrays():
+            size = array.bytes if has_rows else 0
+            yield checkpoint_name(spec.name, array.name), size
 
 
 def _is_here(device: str) -> bool:
