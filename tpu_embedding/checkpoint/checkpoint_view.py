@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.trackable import base
 
 from tpu_embedding.checkpoint import errors
-from tpu_embedding.layout.plan import HASHING, Plan, TableSpec
+from tpu_embedding.checkpoint.hashings import stored_hashing
+from tpu_embedding.layout.plan import HASHING
 from tpu_embedding.tables.codes import CodedRows
 from tpu_embedding.tables.rows import (
     PARAMETERS,
     SCALE_OFFSET,
     TableRows,
     by_checkpoint_name,
-    checkpoint_name,
     stored_arrays,
 )
-from tpu_embedding.vocabulary import COMBINES, PARTS, Hashing
+from tpu_embedding.vocabulary import PARTS, Hashing
 
-VALUE_KEY: str = vars(base)["VARIABLE_VALUE_KEY"]  # pyright sees none of its names.
 _SUFFIX = f"/{PARAMETERS}"
 _DTYPES = {
     np.dtype(dtype.as_numpy_dtype)
@@ -197,135 +195,6 @@ def vector_owner(name: str) -> str:
     """
     table, _, part = name.rpartition("/")
     return table if part in (*PARTS, HASHING) else ""
-
-
-def hashing_name(table: str) -> str:
-    """Returns the name under which files store the Hashing of a table."""
-    return checkpoint_name(table, HASHING)
-
-
-def hashing_numbers(hashing: Hashing) -> np.ndarray:
-    """Returns the numbers that files store for a Hashing, int64 [4]."""
-    combine = COMBINES.index(hashing.combine)
-    return np.array([hashing.num_rows, hashing.hashes, combine, hashing.salt], np.int64)
-
-
-def hashing_vectors(tables: Mapping[str, Hashing | None]) -> dict[str, Vector]:
-    """Returns the vectors that files store for hashed tables, by name."""
-    return {
-        hashing_name(name): Vector(len(numbers), lambda numbers=numbers: numbers)
-        for name, own in tables.items()
-        if own is not None
-        for numbers in [hashing_numbers(own)]
-    }
-
-
-def stored_hashing(
-    path: str, table: str, vectors: Mapping[str, Vector]
-) -> Hashing | None:
-    """Returns the Hashing that a file stores for a table, or None if it is not hashed.
-
-    Raises:
-      tf.errors.DataLossError: If the stored numbers do not describe a Hashing.
-    """
-    vector = vectors.get(hashing_name(table))
-    return None if vector is None else parse_hashing(path, vector.read())
-
-
-def parse_hashing(path: str, numbers: Any) -> Hashing:
-    """Reverses `hashing_numbers`; the errors are those of `stored_hashing`."""
-    try:
-        num_rows, hashes, combine, salt = np.asarray(numbers).tolist()
-        return Hashing(num_rows, hashes, COMBINES[combine], salt)
-    except (TypeError, ValueError, IndexError) as error:
-        raise errors.corrupted(
-            path, f"{numbers!r} does not describe a Hashing"
-        ) from error
-
-
-class HashingRecord(tf.__internal__.tracking.Trackable):
-    """The Hashing of one table, as TensorFlow's checkpoints store it."""
-
-    def __init__(self, hashing: Hashing) -> None:
-        """Takes the Hashing that is saved."""
-        self.hashing = hashing
-
-    def _copy_trackable_to_cpu(self, object_map: Any) -> None:
-        object_map[self] = self  # It does not change while an asynchronous save writes.
-
-    def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
-        return {VALUE_KEY: tf.constant(hashing_numbers(self.hashing))}
-
-    def _restore_from_tensors(self, restored_tensors: Mapping[str, Any]) -> None:
-        if not tf.executing_eagerly():
-            return  # This is the graph of a SavedModel, which reads its own record.
-        # `RestoresLayouts` checked the records before, but cannot tell which of several
-        # records belongs to this object.
-        numbers = restored_tensors[VALUE_KEY].numpy()
-        stored = parse_hashing("the checkpoint", numbers)
-        if stored != self.hashing:
-            raise differs("A table", "the checkpoint", self.hashing, stored)
-
-
-def hashing_records(plan: Plan) -> dict[str, HashingRecord]:
-    """Returns the records of an embedding by their names in checkpoints."""
-    return {
-        hashing_name(spec.name): HashingRecord(spec.hashing)
-        for spec in plan.tables
-        if spec.hashing is not None
-    }
-
-
-def check_hashings(
-    source: LogicalCheckpoint,
-    specs: Iterable[TableSpec],
-    names: Mapping[str, str],
-    *,
-    resize: bool = False,
-) -> None:
-    """Refuses tables whose ids belong to other rows in a checkpoint.
-
-    Args:
-      source: The checkpoint.
-      specs: The tables of the embedding.
-      names: The name in the checkpoint of each table to restore; tables that the
-        checkpoint lacks are not checked.
-      resize: Whether tables may have other numbers of rows.
-
-    Raises:
-      ValueError: If a table is hashed differently, or hashed on only one side.
-      NotImplementedError: If, with `resize`, the Hashings of a table differ.
-    """
-    for spec in specs:
-        table = source.get(names.get(spec.name, spec.name))
-        if spec.name not in names or table is None:
-            continue
-        stored = table.hashing
-        if resize and None not in (stored, spec.hashing) and stored != spec.hashing:
-            raise NotImplementedError(
-                f"`resize=True` does not support table {spec.name!r}, which is hashed: "
-                "another number of rows gives each id other rows. Leave `resize` out, "
-                f"and create the table with {stored}."
-            )
-        check_hashing(spec, source.path, stored)
-
-
-def check_hashing(spec: TableSpec, path: str, stored: Hashing | None) -> None:
-    """Checks one table as `check_hashings` does; `stored` is its Hashing there."""
-    if stored != spec.hashing:
-        raise differs(f"Table {spec.name!r}", path, spec.hashing, stored)
-
-
-def differs(
-    table: str, path: str, own: Hashing | None, stored: Hashing | None
-) -> ValueError:
-    """Returns the error for a table whose ids have other rows in a file."""
-    here = "is not hashed" if own is None else f"has {own}"
-    there = "it is not hashed" if stored is None else f"it has {stored}"
-    return ValueError(
-        f"{table} {here}, but in {path} {there}, so its rows belong to other ids. Use "
-        "the Hashing of the file, or none if the file has none."
-    )
 
 
 def group_tables(

@@ -11,10 +11,10 @@ from google.protobuf import message
 from tensorflow.core.protobuf import trackable_object_graph_pb2
 
 from tpu_embedding.checkpoint import errors
+from tpu_embedding.tables.trackable import VALUE_KEY
 
 GRAPH_KEY = "_CHECKPOINTABLE_OBJECT_GRAPH"
-_ATTRIBUTE = "VARIABLE_VALUE"
-_SUFFIX = "/.ATTRIBUTES/" + _ATTRIBUTE
+_SUFFIX = "/.ATTRIBUTES/" + VALUE_KEY
 
 _Graph = trackable_object_graph_pb2.TrackableObjectGraph
 
@@ -86,7 +86,7 @@ def read_objects(
     if not numbers <= {*range(len(graph.nodes))}:
         raise errors.corrupted(path, "its object graph refers to missing objects")
     tensors = [{a.name: a.checkpoint_key for a in n.attributes} for n in graph.nodes]
-    keys = [own.get(_ATTRIBUTE, "") for own in tensors]
+    keys = [own.get(VALUE_KEY, "") for own in tensors]
     # A growing table has several tensors with other names, such as "ids".
     parts = [own if "ids" in own else {} for own in tensors]
     found = [*keys, *(key for own in parts for key in own.values())]
@@ -119,7 +119,7 @@ def read_objects(
     }
 
 
-def variable_key(path: str, name: str, part: str = _ATTRIBUTE) -> str:
+def variable_key(path: str, name: str, part: str = VALUE_KEY) -> str:
     """Returns the key of a variable that is the child `name` of the object at `path`.
 
     Args:
@@ -147,7 +147,7 @@ def make_graph(
     for part in path.split("/") if path else []:
         node.children.add(node_id=len(graph.nodes), local_name=part)
         node = graph.nodes.add()
-    variables = {name: {_ATTRIBUTE: key} for name, key in keys.items()}
+    variables = {name: {VALUE_KEY: key} for name, key in keys.items()}
     for name, own in (variables | parts).items():
         node.children.add(node_id=len(graph.nodes), local_name=name)
         child: Any = graph.nodes.add()

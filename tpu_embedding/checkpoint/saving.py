@@ -19,8 +19,8 @@ from tpu_embedding.checkpoint.checkpoint_view import (
     LogicalCheckpoint,
     LogicalTable,
     Vector,
-    check_hashings,
 )
+from tpu_embedding.checkpoint.hashings import check_hashings
 from tpu_embedding.checkpoint.keras_format import is_keras, read_keras
 from tpu_embedding.checkpoint.numpy_format import is_numpy, read_numpy
 from tpu_embedding.checkpoint.restoring import Restore

@@ -17,12 +17,8 @@ from tensorflow.core.tpu.kernels import sparse_core_layout_pb2
 from tensorflow.python.trackable import base
 
 from tpu_embedding.checkpoint import errors
-from tpu_embedding.checkpoint.checkpoint_view import (
-    VALUE_KEY,
-    LogicalTable,
-    Vector,
-    stored_hashing,
-)
+from tpu_embedding.checkpoint.checkpoint_view import LogicalTable, Vector
+from tpu_embedding.checkpoint.hashings import stored_hashing
 from tpu_embedding.layout.stacking import TableLayout
 from tpu_embedding.tables.rows import (
     PARAMETERS,
@@ -31,6 +27,7 @@ from tpu_embedding.tables.rows import (
     checkpoint_name,
     unstacked,
 )
+from tpu_embedding.tables.trackable import VALUE_KEY
 
 _protos: Any = sparse_core_layout_pb2  # pyright has no stubs of it.
 

@@ -10,11 +10,8 @@ from typing import Any
 import tensorflow as tf
 
 from tpu_embedding.checkpoint import errors
-from tpu_embedding.checkpoint.checkpoint_view import (
-    HashingRecord,
-    LogicalCheckpoint,
-    hashing_records,
-)
+from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint
+from tpu_embedding.checkpoint.hashings import HashingRecord, hashing_records
 from tpu_embedding.engines.base import Engine
 from tpu_embedding.layout.output_shapes import InputShapes
 from tpu_embedding.layout.plan import UPDATES, Plan

@@ -10,12 +10,12 @@ from tensorflow.python.checkpoint import checkpoint_context
 from tensorflow.python.trackable.trackable_utils import escape_local_name
 
 from tpu_embedding.checkpoint import errors
-from tpu_embedding.checkpoint.checkpoint_view import (
+from tpu_embedding.checkpoint.hashings import (
     HashingRecord,
     check_hashing,
     check_hashings,
     hashing_name,
-    parse_hashing,
+    stored_hashings,
 )
 from tpu_embedding.checkpoint.restoring import Restore
 from tpu_embedding.checkpoint.sparse_core_format import (
@@ -32,7 +32,7 @@ from tpu_embedding.config import STORAGES, RowStorage
 from tpu_embedding.engines.base import TableStore
 from tpu_embedding.layout.plan import UPDATES, Plan
 from tpu_embedding.layout.stacking import TableLayout
-from tpu_embedding.vocabulary import Hashing
+from tpu_embedding.tables.trackable import VALUE_KEY
 
 
 class RestoresLayouts(tf.__internal__.tracking.Trackable):
@@ -308,18 +308,15 @@ def _check_stored_hashings(path: str, plan: Plan) -> None:
     If several objects have a table of the same name, one of these must fit.
     """
     bundle = Bundle(path)
-    objects = bundle.objects().values()
+    values = [node.values for node in bundle.objects().values()]
+    records = [keys[LAYOUTS] for keys in values if LAYOUTS in keys]
     for spec in plan.tables:
-        stored: list[Hashing | None] = []
-        for node in objects:
-            key = node.values.get(hashing_name(spec.name))
-            if key is not None:
-                stored.append(parse_hashing(path, bundle.restore(key)))
-            elif spec.name in node.values or spec.name in node.parts:
-                stored.append(None)
-            elif spec.hashing is not None and LAYOUTS in node.values:
-                layouts = parse_layouts(path, bundle.record(node.values[LAYOUTS]))
-                stored += [None for la in layouts if la.table_name == spec.name]
+        stored = stored_hashings(bundle, hashing_name(spec.name), [spec.name])
+        if spec.hashing is not None:  # Stacks have no hashed tables.
+            layouts = [
+                x for r in records for x in parse_layouts(path, bundle.record(r))
+            ]
+            stored += [None for layout in layouts if layout.table_name == spec.name]
         if stored and spec.hashing not in stored:
             check_hashing(spec, path, stored[0])
 
@@ -338,7 +335,7 @@ def _check_growth(path: str, plan: Plan, *, converts: bool) -> None:
     stored = tf.train.load_checkpoint(path).get_variable_to_dtype_map()
     for table in plan.tables:
         grows = table.config.vocabulary is not None
-        of_kind = {True: "ids", False: "VARIABLE_VALUE"}
+        of_kind = {True: "ids", False: VALUE_KEY}
         other = _stored_in(stored, table.name, of_kind[not grows])
         if (grows and converts) or (
             other and not _stored_in(stored, table.name, of_kind[grows])
@@ -352,7 +349,7 @@ def _check_growth(path: str, plan: Plan, *, converts: bool) -> None:
 
 
 def _stored_in(
-    stored: Mapping[str, tf.DType], table: str, attribute: str = "VARIABLE_VALUE"
+    stored: Mapping[str, tf.DType], table: str, attribute: str = VALUE_KEY
 ) -> dict[str, tf.DType]:
     """Returns the dtype of each table of that name by the key of its object."""
     end = f"/{escape_local_name(table)}/.ATTRIBUTES/{attribute}"

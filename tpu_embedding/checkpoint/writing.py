@@ -23,7 +23,8 @@ import tensorflow as tf
 from absl import logging
 
 from tpu_embedding.checkpoint import errors
-from tpu_embedding.checkpoint.checkpoint_view import LogicalTable, hashing_vectors
+from tpu_embedding.checkpoint.checkpoint_view import LogicalTable
+from tpu_embedding.checkpoint.hashings import hashing_arrays
 from tpu_embedding.checkpoint.object_graph import GRAPH_KEY, make_graph, variable_key
 from tpu_embedding.checkpoint.sparse_core_format import stack
 from tpu_embedding.errors import check_path
@@ -236,8 +237,7 @@ def _by_key(
                 f"{name} has shape {errors.shape_text(rows.shape)}. A table needs at "
                 "least one row and one column: leave this one out of the conversion."
             )
-    hashings = hashing_vectors({name: table.hashing for name, table in tables.items()})
-    values |= {name: vector.read() for name, vector in hashings.items()}
+    values |= hashing_arrays({name: table.hashing for name, table in tables.items()})
     if updates is not None:
         values[UPDATES] = tf.constant(updates, tf.int64)
     keys = {name: variable_key(root, name) for name in (*named, *values)}

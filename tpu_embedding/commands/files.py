@@ -16,8 +16,9 @@ import numpy as np
 from tpu_embedding.checkpoint.checkpoint_view import (
     LogicalCheckpoint,
     LogicalTable,
-    hashing_vectors,
+    Vector,
 )
+from tpu_embedding.checkpoint.hashings import hashing_arrays
 from tpu_embedding.checkpoint.numpy_format import write_numpy
 from tpu_embedding.checkpoint.saving import DEFAULT_ROOT, read, read_layouts
 from tpu_embedding.checkpoint.writing import Progress, write_tensorflow
@@ -82,7 +83,8 @@ def convert(arguments: argparse.Namespace) -> int:
                 file=sys.stderr,
             )
         arrays = by_checkpoint_name({n: t.arrays for n, t in tables.items()})
-        vectors = hashing_vectors({n: t.hashing for n, t in tables.items()})
+        hashings = hashing_arrays({n: t.hashing for n, t in tables.items()})
+        vectors = {n: Vector(len(v), lambda v=v: v) for n, v in hashings.items()}
         vectors |= by_checkpoint_name({n: t.vocabulary for n, t in tables.items()})
         write_numpy(path, arrays, vectors, progress)
     else:

@@ -13,10 +13,10 @@ import tensorflow as tf
 from tensorflow.python.ops import init_ops_v2
 
 from tpu_embedding import optimizers
-from tpu_embedding.checkpoint.checkpoint_view import (
+from tpu_embedding.checkpoint.hashings import (
     check_hashing,
+    hashing_arrays,
     hashing_name,
-    hashing_vectors,
     parse_hashing,
 )
 from tpu_embedding.config import FeatureConfig, QuantizationConfig, TableConfig
@@ -302,8 +302,8 @@ def _save(array: Any, key: str, store: Any) -> None:
 def save_hashings(plan: Plan, store: Any) -> None:
     """Writes how ids become rows of hashed tables."""
     tables = {spec.name: spec.hashing for spec in plan.tables}
-    for name, vector in hashing_vectors(tables).items():
-        store[_key(name)] = vector.read()
+    for name, numbers in hashing_arrays(tables).items():
+        store[_key(name)] = numbers
 
 
 def check_hashings(plan: Plan, store: Any) -> None:

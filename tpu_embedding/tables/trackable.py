@@ -16,7 +16,7 @@ from tpu_embedding.layout.plan import UPDATES
 from tpu_embedding.tables.rows import MutableTableRows
 from tpu_embedding.tables.waiting import EngineVariable
 
-_KEY = "VARIABLE_VALUE"  # The key of a variable in its checkpoint.
+VALUE_KEY = "VARIABLE_VALUE"  # The key of a variable in its checkpoint.
 
 
 class ShardedArray(tf.__internal__.tracking.Trackable):
@@ -40,7 +40,7 @@ class ShardedArray(tf.__internal__.tracking.Trackable):
             shards = zip(self._slices(), self.shards, strict=True)
             return [_Saver(shard, s, name, self._on_restore) for s, shard in shards]
 
-        return {_KEY: savers}
+        return {VALUE_KEY: savers}
 
     def _slices(self) -> list[str]:
         """Returns the slice of each shard in the format of SaveV2; "" for all rows."""
@@ -132,10 +132,10 @@ class LogicalVariable(tf.__internal__.tracking.Trackable):
         return tf.convert_to_tensor(self.numpy(), dtype, name=name)
 
     def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
-        return {_KEY: self.read_value()}
+        return {VALUE_KEY: self.read_value()}
 
     def _restore_from_tensors(self, restored_tensors: Mapping[str, tf.Tensor]) -> None:
-        self.assign(restored_tensors[_KEY])
+        self.assign(restored_tensors[VALUE_KEY])
 
 
 class RowsVariable(LogicalVariable):
@@ -151,7 +151,7 @@ class RowsVariable(LogicalVariable):
         if tf.executing_eagerly():
             super()._restore_from_tensors(restored_tensors)
         else:  # TensorFlow restores into several devices in a tf.function.
-            self._rows.restore(tf.ensure_shape(restored_tensors[_KEY], self.shape))
+            self._rows.restore(tf.ensure_shape(restored_tensors[VALUE_KEY], self.shape))
 
 
 class SavesNothing:
@@ -245,7 +245,7 @@ class _CopiedCounter(LogicalVariable):
             copy.assign(value)
 
     def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
-        return {_KEY: self._copies[0].read_value()}
+        return {VALUE_KEY: self._copies[0].read_value()}
 
     def _restore_from_tensors(self, restored_tensors: Mapping[str, tf.Tensor]) -> None:
-        self._write(restored_tensors[_KEY])
+        self._write(restored_tensors[VALUE_KEY])

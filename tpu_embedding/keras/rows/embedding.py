@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 from tensorflow.python.saved_model import save_context
 
-from tpu_embedding.checkpoint.checkpoint_view import (
+from tpu_embedding.checkpoint.hashings import (
     HashingRecord,
     differs,
     hashing_numbers,
     parse_hashing,
+    stored_hashings,
 )
 from tpu_embedding.checkpoint.stored import WeightTable, WeightTables
 from tpu_embedding.checkpoint.tensorflow_format import Bundle
@@ -310,8 +311,9 @@ class _NoRecord(tf.__internal__.tracking.Trackable):
         self._layer = layer
 
     def _checkpoint_adapter(self, path: str) -> Any:
-        stored = [each for each in _stored_hashings(Bundle(path)) if each is not None]
-        raise differs(f"The layer {self._layer!r}", path, None, stored[0])
+        stored = stored_hashings(Bundle(path), _RECORD, _TABLES)
+        hashing = next(each for each in stored if each is not None)
+        raise differs(f"The layer {self._layer!r}", path, None, hashing)
 
 
 def _check_checkpoint(layer: str, hashing: Hashing, path: str) -> None:
@@ -323,21 +325,9 @@ def _check_checkpoint(layer: str, hashing: Hashing, path: str) -> None:
     Raises:
       ValueError: If no layer of the checkpoint gives ids the same rows.
     """
-    stored = _stored_hashings(Bundle(path))
+    stored = stored_hashings(Bundle(path), _RECORD, _TABLES)
     if stored and hashing not in stored:
         raise differs(f"The layer {layer!r}", path, hashing, stored[0])
-
-
-def _stored_hashings(bundle: Bundle) -> list[Hashing | None]:
-    """Returns the Hashing of each embedding layer of a checkpoint, or None."""
-    values = [node.values for node in bundle.objects().values()]
-    return [
-        parse_hashing(bundle.prefix, bundle.restore(own[_RECORD]))
-        if _RECORD in own
-        else None
-        for own in values
-        if not own.keys().isdisjoint((_RECORD, *_TABLES))
-    ]
 
 
 def _of_table(
