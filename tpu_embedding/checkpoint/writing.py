@@ -39,6 +39,7 @@ except ImportError:  # Windows
 
 # A folder beside the files being written, emptied first. Users must not use the name.
 SCRATCH = ".tpu_embedding_unfinished"
+_UNFINISHED = ".unfinished"  # The end of the name of a file that is being written.
 _MIN_PART_BYTES = 16 << 20
 _MAX_PARTS = 128  # The most files of a large checkpoint: one for each part.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)  # some network file systems
@@ -93,6 +94,30 @@ def one_writer(path: str) -> Iterator[None]:
         yield
     finally:
         os.close(folder)
+
+
+@contextlib.contextmanager
+def completed(path: str, *, overwrite: bool = False) -> Iterator[str]:
+    """Yields a place beside `path`, and renames what is there when the body ends.
+
+    Callers hold `one_writer`. What a killed process left there is removed first, and
+    what the body has written is removed if it fails.
+    """
+    place = path + _UNFINISHED
+    _delete(place)
+    try:
+        yield place
+        tf.io.gfile.rename(place, path, overwrite=overwrite)
+    except BaseException:
+        _delete(place)
+        raise
+
+
+def _delete(path: str) -> None:
+    if tf.io.gfile.isdir(path):
+        tf.io.gfile.rmtree(path)
+    elif tf.io.gfile.exists(path):
+        tf.io.gfile.remove(path)
 
 
 class Piece(NamedTuple):

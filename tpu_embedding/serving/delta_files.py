@@ -29,7 +29,7 @@ import numpy as np
 import tensorflow as tf
 
 from tpu_embedding.checkpoint.errors import data_loss
-from tpu_embedding.checkpoint.writing import one_writer
+from tpu_embedding.checkpoint.writing import completed, one_writer
 from tpu_embedding.layout.plan import TableSpec
 
 STATE, APPLY = "delta_state", "apply_delta"  # Signatures of models that take deltas.
@@ -39,7 +39,6 @@ HEAD_BYTES = 24  # Checksum, kind and number.
 BEGIN_FIELDS, ROWS_FIELDS = 5, 3  # int64 numbers after the head.
 BLOCK_BYTES = 1 << 20  # The most bytes of keys and rows in one block.
 _LARGEST_BLOCK = 1 << 31
-_UNFINISHED = ".unfinished"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,18 +206,14 @@ def write_delta(
     with one_writer(place):
         if tf.io.gfile.exists(place):
             raise ValueError(f"{place} already exists. Give each delta its own path.")
-        unfinished = place + _UNFINISHED
         size = 0
-        try:
-            with tf.io.gfile.GFile(unfinished, "wb") as file:
-                for piece in _pieces(header, rows):
-                    file.write(piece)
-                    size += len(piece)
-            tf.io.gfile.rename(unfinished, place)
-        except BaseException:
-            if tf.io.gfile.exists(unfinished):
-                tf.io.gfile.remove(unfinished)
-            raise
+        with (
+            completed(place) as unfinished,
+            tf.io.gfile.GFile(unfinished, "wb") as file,
+        ):
+            for piece in _pieces(header, rows):
+                file.write(piece)
+                size += len(piece)
     return size
 
 
@@ -374,13 +369,10 @@ def apply_to_export(
             raise ValueError(
                 f"{destination} already exists. Pass a new path for the new export."
             )
-        unfinished = destination + _UNFINISHED
-        if tf.io.gfile.exists(unfinished):  # A killed process may have left one.
-            tf.io.gfile.rmtree(unfinished)
         model: Any = tf.saved_model.load(path)
         sequence = 0
         for delta in deltas:
             sequence = apply_delta(model, delta)
-        tf.saved_model.save(model, unfinished, signatures=dict(model.signatures))
-        tf.io.gfile.rename(unfinished, destination)
+        with completed(destination) as unfinished:
+            tf.saved_model.save(model, unfinished, signatures=dict(model.signatures))
     return sequence

@@ -24,7 +24,7 @@ from tensorflow.core.protobuf import saved_model_pb2
 from tensorflow.python.saved_model import fingerprinting_utils
 
 from tpu_embedding.checkpoint.errors import data_loss
-from tpu_embedding.checkpoint.writing import Piece, one_writer
+from tpu_embedding.checkpoint.writing import Piece, completed, one_writer
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.ops import library
 from tpu_embedding.serving.conversion import ConvertedTable
@@ -33,7 +33,6 @@ from tpu_embedding.serving.quantization import form_of_rows
 FOLDER = "mapped"
 _TABLES = f"{FOLDER}/tables.json"
 _OP, _PATH = "ImmutableConst", "memory_region_name"
-_UNFINISHED = ".unfinished"
 _BLOCK = 1 << 20  # Each block of so many bytes of a file has its own checksum.
 # A record of TensorFlow: the length of the data, its checksum, the data, its checksum.
 _BEFORE_DATA = 12
@@ -302,9 +301,11 @@ def place(path: str | os.PathLike[str], *, verify: bool = True) -> list[str]:
             raise _maps_nothing(export)
         if verify and os.path.exists(os.path.join(export, _TABLES)):
             _verify_all(export, {os.path.basename(file) for file in found})
-        with open(name + _UNFINISHED, "wb") as file:
+        with (
+            completed(name, overwrite=True) as unfinished,
+            open(unfinished, "wb") as file,
+        ):
             file.write(model.SerializeToString(deterministic=True))
-        os.replace(name + _UNFINISHED, name)
         fingerprinting_utils.write_fingerprint(export)
     return sorted(set(found))
 

@@ -24,6 +24,7 @@ from tensorflow.python.trackable.trackable_utils import escape_local_name
 
 from tpu_embedding.checkpoint.object_graph import variable_key
 from tpu_embedding.checkpoint.writing import (
+    SCRATCH,
     NoProgress,
     Piece,
     in_all_processes,
@@ -45,10 +46,9 @@ from tpu_embedding.serving.growing_tables import RowOfIds, ServedGrowingTable
 from tpu_embedding.serving.mapping import FOLDER, MappedPart, MappedTable, write_files
 from tpu_embedding.tables.readers import TableReader
 
-_SCRATCH = ".tpu_embedding_unfinished"
 _COMPLETE = "saved_model.pb"
 # Files that a killed export may have left, beside its scratch folder.
-_INCOMPLETE = {_SCRATCH, "assets", "fingerprint.pb", "variables", FOLDER}
+_INCOMPLETE = {SCRATCH, "assets", "fingerprint.pb", "variables", FOLDER}
 _PIECES = 4  # Pieces of a part: memory holds those of one part, and one more.
 
 
@@ -67,7 +67,7 @@ def require_empty(path: str | os.PathLike[str]) -> None:
     if not tf.io.gfile.exists(path):
         return
     left = set(_entries(path)) if tf.io.gfile.isdir(path) else {""}
-    if left and not (_SCRATCH in left and left <= _INCOMPLETE):
+    if left and not (SCRATCH in left and left <= _INCOMPLETE):
         raise ValueError(
             f"{path} already exists and is not an empty folder. Pass a new path to "
             "export."
@@ -225,7 +225,7 @@ def _add_tables(scratch: str, model: str, pieces: Iterator[Piece], total: int) -
 @contextlib.contextmanager
 def _scratch(path: str) -> Iterator[str]:
     """Yields a folder in `path` and removes it; an error also removes a new `path`."""
-    scratch = f"{path}/{_SCRATCH}"
+    scratch = f"{path}/{SCRATCH}"
     with one_writer(path):
         require_empty(path)  # Another process may have been first.
         existed = tf.io.gfile.exists(path)
