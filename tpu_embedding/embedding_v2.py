@@ -214,7 +214,7 @@ class TPUEmbeddingV2(EmbeddingBase):
             errors of both. Under a MultiWorkerMirroredStrategy, the lookup raises the
             errors about values, in all processes.
         """
-        return self._preprocess(features, weights, None)[0]
+        return self._preprocess(features, weights, None)
 
     @do_not_convert
     def enqueue(
@@ -238,7 +238,7 @@ class TPUEmbeddingV2(EmbeddingBase):
             place = None  # All replicas are in this process.
         if not isinstance(features, PreprocessedFeatures):
             with self.core.refusing("lookup"):  # The other processes call dequeue.
-                return self._preprocess(features, weights, place)[0]
+                return self._preprocess(features, weights, place)
         if weights is not None:
             raise ValueError(
                 "`weights` cannot be passed with preprocessed features: pass them to "
@@ -464,8 +464,8 @@ class TPUEmbeddingV2(EmbeddingBase):
 
     def _preprocess(
         self, features: Any, weights: Any, place: str | None
-    ) -> tuple[PreprocessedFeatures, list[Any] | None]:
-        """Returns the batch as plain tensors, and in graphs static output shapes."""
+    ) -> PreprocessedFeatures:
+        """Returns the batch as plain tensors."""
         values, flat_weights = flatten_batch(self._structure, features, weights)
         if watched(flat_weights):
             raise NotImplementedError(
@@ -480,7 +480,7 @@ class TPUEmbeddingV2(EmbeddingBase):
             replica = self.core.topology.replica()
             call = Call(replica=replica, training=False, device=place, tensors=True)
             (prepared,) = engine.prepare([batch], call)
-            return _tensors(prepared), self.core.static_shapes_of(batch)
+            return _tensors(prepared)
 
 
 def _tensors(batch: Prepared) -> PreprocessedFeatures:
