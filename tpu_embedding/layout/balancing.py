@@ -120,29 +120,24 @@ def _server_loads(plan: Plan) -> list[float]:
     ]
 
 
-def part_of_plan(plan: Plan, tables: Sequence[int]) -> tuple[Plan, tuple[int, ...]]:
-    """Returns the plan of some tables, and its features' indices in the whole plan."""
+def part_of_plan(plan: Plan, tables: Sequence[int]) -> Plan:
+    """Returns the plan of some tables and the features that look them up."""
     numbers = {table: index for index, table in enumerate(tables)}
-    features = tuple(f.index for f in plan.features if f.table in numbers)
-    own = {feature: index for index, feature in enumerate(features)}
-    return (
-        Plan(
-            tables=tuple(
-                dataclasses.replace(
-                    plan.tables[table],
-                    index=index,
-                    features=tuple(own[f] for f in plan.tables[table].features),
-                )
-                for table, index in numbers.items()
-            ),
-            features=tuple(
-                dataclasses.replace(
-                    plan.features[f], index=index, table=numbers[plan.features[f].table]
-                )
-                for f, index in own.items()
-            ),
+    features = [feature for feature in plan.features if feature.table in numbers]
+    of_feature = {feature.index: index for index, feature in enumerate(features)}
+    return Plan(
+        tables=tuple(
+            dataclasses.replace(
+                plan.tables[table],
+                index=index,
+                features=tuple(of_feature[f] for f in plan.tables[table].features),
+            )
+            for table, index in numbers.items()
         ),
-        features,
+        features=tuple(
+            dataclasses.replace(feature, index=index, table=numbers[feature.table])
+            for index, feature in enumerate(features)
+        ),
     )
 
 

@@ -270,7 +270,7 @@ def _part_on(
     local = dataclasses.replace(
         placement, owners=tuple(placement.owners[t] for t in tables)
     )
-    plan, _ = part_of_plan(options.plan, tables)
+    plan = part_of_plan(options.plan, tables)
     options = dataclasses.replace(
         options,
         plan=rows_of_plan(plan, local),
