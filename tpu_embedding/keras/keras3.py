@@ -55,15 +55,6 @@ class Layer(keras.layers.Layer):
         super().__init__(autocast=False, **kwargs)
         self.supports_jit = False  # XLA has no kernels for these lookups.
 
-    def compute_output_spec(
-        self, features: Any, weights: Any = None, serving_config: Any = None
-    ) -> Any:
-        """Checks the arguments of a symbolic call and returns its KerasTensors."""
-        return self._infer(features, weights, serving_config, placeholder)
-
-    def _infer(self, *args: Any) -> Any:
-        raise NotImplementedError  # `TPUEmbedding` implements it.
-
 
 def require_tensorflow(name: str) -> None:
     """Raises RuntimeError if Keras runs on another backend."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -30,7 +30,6 @@ from tpu_embedding.keras.gradient_hook import (
 from tpu_embedding.keras.keras_api import keras_api
 from tpu_embedding.keras.layer_tables import EngineTrainedTables, KerasTrainedTables
 from tpu_embedding.keras.serialization import ServingFeatures
-from tpu_embedding.layout.output_shapes import Shape
 from tpu_embedding.layout.plan import refuse_growing
 from tpu_embedding.packing import flatten_batch
 from tpu_embedding.tables.growing import FrozenTable
@@ -265,8 +264,48 @@ class TPUEmbedding(SavesTables, RestoresLayouts, keras_api.Layer):
                 "Call the layer, or create it with `trainable_tables=True`."
             )
         if keras_api.is_inferring_shapes():
-            return self._infer(features, weights, serving_config, keras_api.placeholder)
+            return self.compute_output_spec(features, weights, serving_config)
         return self._look_up(features, weights, serving_config)
+
+    @tf.autograph.experimental.do_not_convert
+    def compute_output_spec(
+        self, features: Any, weights: Any = None, serving_config: Any = None
+    ) -> Any:
+        """Checks the arguments of a call without values; returns their KerasTensors.
+
+        Keras calls it while it builds a functional model.
+        """
+        wanted = self._built.features
+        if serving_config is not None:
+            wanted = self._convert_serving(serving_config)
+        structure = wanted.structure
+        values, flat_weights = flatten_batch(structure, features, weights)
+        ids = [keras_api.symbol(value) for value in values]
+        of_weights = [
+            None if weight is None else keras_api.symbol(weight)
+            for weight in flat_weights
+        ]
+        alone = [
+            self._stands_alone(spec.config, symbol.dense_rank)
+            for spec, symbol in zip(wanted.plan.features, ids, strict=True)
+        ]
+        shapes = symbols.output_shapes(
+            wanted.plan,
+            symbols.as_samples(ids, alone),
+            symbols.as_samples(of_weights, alone),
+        )
+        core = self._built.tables.core
+        if serving_config is None and core is not None:
+            for spec, symbol in zip(wanted.plan.features, ids, strict=True):
+                core.inputs.add(spec.index, symbol.shape)
+        shapes = [
+            (*symbol.shape, shape[-1]) if each else shape
+            for symbol, shape, each in zip(ids, shapes, alone, strict=True)
+        ]
+        joined = structure.join_shapes(shapes)
+        return structure.pack(
+            [keras_api.placeholder(shape, self.compute_dtype) for shape in joined]
+        )
 
     def compute_output_shape(self, input_shape: Any) -> Any:
         """Returns the shapes of the activations.
@@ -541,45 +580,6 @@ class TPUEmbedding(SavesTables, RestoresLayouts, keras_api.Layer):
     def _keeps_axes(self) -> bool:
         """Returns whether dense [..., k] gives [..., k, dim]; subclasses may do so."""
         return False
-
-    @tf.autograph.experimental.do_not_convert
-    def _infer(
-        self,
-        features: Any,
-        weights: Any,
-        serving_config: Any,
-        make: Callable[[Shape, str], Any],
-    ) -> Any:
-        """Checks the arguments of a call without values; `make` makes the results."""
-        wanted = self._built.features
-        if serving_config is not None:
-            wanted = self._convert_serving(serving_config)
-        structure = wanted.structure
-        values, flat_weights = flatten_batch(structure, features, weights)
-        ids = [keras_api.symbol(value) for value in values]
-        of_weights = [
-            None if weight is None else keras_api.symbol(weight)
-            for weight in flat_weights
-        ]
-        alone = [
-            self._stands_alone(spec.config, symbol.dense_rank)
-            for spec, symbol in zip(wanted.plan.features, ids, strict=True)
-        ]
-        shapes = symbols.output_shapes(
-            wanted.plan,
-            symbols.as_samples(ids, alone),
-            symbols.as_samples(of_weights, alone),
-        )
-        core = self._built.tables.core
-        if serving_config is None and core is not None:
-            for spec, symbol in zip(wanted.plan.features, ids, strict=True):
-                core.inputs.add(spec.index, symbol.shape)
-        shapes = [
-            (*symbol.shape, shape[-1]) if each else shape
-            for symbol, shape, each in zip(ids, shapes, alone, strict=True)
-        ]
-        joined = structure.join_shapes(shapes)
-        return structure.pack([make(shape, self.compute_dtype) for shape in joined])
 
     def _convert_serving(self, serving_config: Any) -> Features:
         """Converts a `serving_config`, also one that was encoded for a file."""
