@@ -77,13 +77,13 @@ class Placement:
         """Returns (index of this process's part, if any, how many parts) of a table."""
         return (self.process, self.num_processes) if self.is_divided(table) else (0, 1)
 
-    def within(self, table: int, process: int, start: int, stop: int) -> Run:
-        """Returns the rows of a table that a process has among [start, stop)."""
+    def within(self, table: int, start: int, stop: int) -> Run:
+        """Returns the rows of a table that this process has among [start, stop)."""
         if self.owners[table] == ALL_PROCESSES:
-            return Division(self.num_processes).within(process, start, stop)
-        if self.owners[table] in (process, BY_ID):
+            return Division(self.num_processes).within(self.process, start, stop)
+        if self.owners[table] in (self.process, BY_ID):
             return Division(1).within(0, start, stop)
-        return Run(process, 0, slice(0, 0))
+        return Run(self.process, 0, slice(0, 0))
 
     def rows_of(self, table: int, vocabulary_size: int) -> range:
         """Returns the rows of a table that this process has."""

@@ -125,7 +125,7 @@ class InJob(Reach):
         return self._placements[0].owners[table] in (self.rank, ALL_PROCESSES, BY_ID)
 
     def within(self, table: int, process: int, start: int, stop: int) -> Run:
-        return self._placements[process].within(table, process, start, stop)
+        return self._placements[process].within(table, start, stop)
 
     def owned(
         self, table: int, rows: np.ndarray
