@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -144,7 +144,7 @@ def plan_record(
         if placement
         else [],
         bfloat16_wire=options.distributed.wire_dtype == "bfloat16",
-        tables=[_table_record(spec, waiting_records(spec)) for spec in plan.tables],
+        tables=[_table_record(spec) for spec in plan.tables],
         features=[
             library.record(
                 path=spec.path,
@@ -172,7 +172,7 @@ def _place_in_stack(layout: Layout | None, feature: int) -> dict[str, int]:
     }
 
 
-def _table_record(spec: TableSpec, waiting: Mapping[str, Any]) -> Any:
+def _table_record(spec: TableSpec) -> Any:
     config, optimizer = spec.config, spec.optimizer
     quantization = config.quantization_config
     size = functools.partial(
@@ -190,8 +190,12 @@ def _table_record(spec: TableSpec, waiting: Mapping[str, Any]) -> Any:
     if optimizer is None:
         return size(rule="")
 
+    waiting, fields = waiting_records(spec), optimizer.record
+    if waiting["idle"]:  # The rows of a batch are updated, and the others wait.
+        fields |= {"all_rows": False}
     return size(
         rule=optimizer.rule,
         hyperparameters=[float(number) for number in optimizer.hyperparameters],
-        **{**optimizer.record, **waiting},
+        **fields,
+        **waiting,
     )

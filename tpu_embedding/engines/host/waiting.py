@@ -48,7 +48,6 @@ def waiting_records(spec: TableSpec) -> dict[str, Any]:
     return {
         "idle": [idle_record(idle, name=spec.name, decays=decays)],
         "history": idle.history_length(spec.config.max_rows),
-        "all_rows": False,
     }
 
 
