@@ -228,7 +228,7 @@ class Partitioning:
         return self.sparse_cores_per_device * self.num_replicas
 
     @property
-    def marks(self) -> tuple[int, int, int]:
+    def fingerprint(self) -> tuple[int, int, int]:
         """The devices, the SparseCores of each, and a checksum of everything else."""
         rest = (self.features, self.stacks, self.max_ids_per_chip_per_sample)
         checksum = zlib.crc32(repr(rest).encode())

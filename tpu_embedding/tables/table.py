@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
@@ -273,17 +273,13 @@ def _stored_reader(parameters: Sequence[tf.Variable], columns: int) -> StoredRea
     return PartsReader(parameters, row_of, columns)
 
 
-class Marks(NamedTuple):
-    """The place where the changed rows of one part of the tables are noted.
+class NotesChanges(Protocol):
+    """A part of the tables, whose step queue `handle` notes changed rows.
 
-    Attributes:
-      queue: The step queue of the part, which notes them.
-      device: The device of the queue.
-      placement: The rows of its tables that the part has.
-      tables: The indices of its tables in the plan.
+    `engines.host.part.TablePart` describes the attributes.
     """
 
-    queue: tf.Tensor
+    handle: tf.Tensor
     device: str
     placement: Placement
     tables: Sequence[int]
@@ -301,7 +297,7 @@ class RowChanges:
 
     def __init__(
         self,
-        parts: Sequence[Marks],
+        parts: Sequence[NotesChanges],
         tables: Sequence[Table],
         consumer: str,
         reach: Reach,
@@ -325,14 +321,14 @@ class RowChanges:
         """
 
         def mark() -> None:
-            for queue, device, placement, tables in self._parts:
+            for part in self._parts:
                 local = [
-                    placement.owned(k, np.asarray(rows[t]))[1]
-                    for k, t in enumerate(tables)
+                    part.placement.owned(k, np.asarray(rows[t]))[1]
+                    for k, t in enumerate(part.tables)
                 ]
-                with tf.device(device):
+                with tf.device(part.device):
                     self._ops.tpu_embedding_mark_rows(
-                        queue=queue, rows=local, consumer=self._consumer
+                        queue=part.handle, rows=local, consumer=self._consumer
                     )
 
         self._reach.call(mark)
@@ -348,13 +344,15 @@ class RowChanges:
     def _take(self) -> list[list[np.ndarray]]:
         """Returns the changed rows of each part, by table."""
         result: list[list[np.ndarray]] = [[] for _ in self._tables]
-        for queue, device, placement, tables in self._parts:
-            with tf.device(device):
+        for part in self._parts:
+            with tf.device(part.device):
                 taken = self._ops.tpu_embedding_take_rows(
-                    queue=queue, num_tables=len(tables), consumer=self._consumer
+                    queue=part.handle,
+                    num_tables=len(part.tables),
+                    consumer=self._consumer,
                 )
-            for k, (table, rows) in enumerate(zip(tables, taken, strict=True)):
-                result[table].append(placement.rows_at(k, rows.numpy()))
+            for k, (table, rows) in enumerate(zip(part.tables, taken, strict=True)):
+                result[table].append(part.placement.rows_at(k, rows.numpy()))
         return result
 
     def _marked(self, table: int, rows: Sequence[np.ndarray]) -> Changed:
@@ -375,10 +373,10 @@ class RowChanges:
         """Forgets what was taken last; `end` also stops tracking changes."""
 
         def commit() -> None:
-            for queue, device, _, _ in self._parts:
-                with tf.device(device):
+            for part in self._parts:
+                with tf.device(part.device):
                     self._ops.tpu_embedding_commit_rows(
-                        queue=queue, consumer=self._consumer, end=end
+                        queue=part.handle, consumer=self._consumer, end=end
                     )
 
         self._reach.call(commit)

@@ -437,7 +437,7 @@ class HostEngine(Engine, StepQueue):
         variables: list[list[TableVariables]] = [[] for _ in self._plan.tables]
         vocabularies: list[list[StoredVocabulary]] = [[] for _ in self._plan.tables]
         for part in self._parts:
-            for table, local in zip(part.marks.tables, part.variables, strict=True):
+            for table, local in zip(part.tables, part.variables, strict=True):
                 variables[table].append(local)
                 name = self._plan.tables[table].name
                 vocabularies[table] += filter(None, [part.vocabularies.get(name)])
@@ -479,8 +479,8 @@ class HostEngine(Engine, StepQueue):
 
     def changes(self, consumer: str) -> RowChanges:
         """See `TableStore.changes`: all processes must call it and use it alike."""
-        marks = [part.marks for part in self._parts]
-        return RowChanges(marks, list(self._tables.values()), consumer, self._reach)
+        tables = list(self._tables.values())
+        return RowChanges(self._parts, tables, consumer, self._reach)
 
     def flush(self) -> None:
         for part in self._parts:

@@ -15,7 +15,6 @@ from tpu_embedding.engines.rates import Rates
 from tpu_embedding.layout.placement import Placement
 from tpu_embedding.layout.plan import TableSpec
 from tpu_embedding.ops import library
-from tpu_embedding.tables.table import Marks
 from tpu_embedding.tables.variables import TableVariables, create_counter
 from tpu_embedding.tables.vocabularies import QueueVocabulary
 
@@ -38,7 +37,9 @@ class TablePart:
       rates: The learning rates, and the count of updates.
       variables: The variables of each table.
       vocabularies: The vocabularies of growing tables by name.
-      marks: The place where changed rows are noted.
+      handle: The step queue, which also notes changed rows.
+      placement: The rows of the tables that are here.
+      tables: The indices of the tables in the plan of all tables.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class TablePart:
         """
         self.device = options.topology.device
         self.record, self.variables = record, variables
+        self.placement, self.tables = placement, tables
         self.rates = Rates(options.plan, lambda: create_counter("updates", self.device))
         self._ops = library.load()
         self._plan, self._topology = options.plan, options.topology
@@ -82,7 +84,6 @@ class TablePart:
         self._counters = [] if updates is None else [updates.handle]
         with tf.device(self.device):
             self.handle = self._ops.tpu_embedding_step_queue(plan=record)
-        self.marks = Marks(self.handle, self.device, placement, tables)
         self._counts_samples = not routed
         self.vocabularies = {
             spec.name: QueueVocabulary(
@@ -310,7 +311,7 @@ class TablePart:
         if self._counts_samples:
             return counts
         assert counts.hot_rows is not None
-        (hot_rows, number), placement = counts.hot_rows.T, self.marks.placement
+        (hot_rows, number), placement = counts.hot_rows.T, self.placement
         return dataclasses.replace(
             counts,
             invalid_ids=None,

@@ -388,7 +388,7 @@ class SparseCoreEngine(Engine):
                 for name, size in result.row_pointers_sizes.items()
             },
             sorted_pos_ids=result.sorted_pos_ids,
-            marks=tf.constant(self._partitioning.marks, tf.int64),
+            marks=tf.constant(self._partitioning.fingerprint, tf.int64),
         )
 
     def _each_stack(

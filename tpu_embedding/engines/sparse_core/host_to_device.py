@@ -110,7 +110,7 @@ def batch_specs(partitioning: Partitioning) -> PreprocessedFeatures:
         dropped_ids={},
         sizes={stack.name: BufferSizes(size, size) for stack in partitioning.stacks},
         sorted_pos_ids={t.name: entries(t) for t in partitioning.stacks if t.positions},
-        marks=tf.TensorSpec([len(partitioning.marks)], tf.int64),
+        marks=tf.TensorSpec([len(partitioning.fingerprint)], tf.int64),
     )
 
 
@@ -169,7 +169,7 @@ def copy_to_device(
 
 
 def _was_made_for(batch: PreprocessedFeatures, partitioning: Partitioning) -> Check:
-    own = partitioning.marks
+    own = partitioning.fingerprint
     marks = tf.ensure_shape(tf.cast(batch.marks, tf.int64), [len(own)])
 
     def message() -> tf.Tensor:
