@@ -40,7 +40,7 @@ from tpu_embedding.lookup.features import (
 from tpu_embedding.tables.growing import FrozenTable, freeze
 from tpu_embedding.tables.rows import MutableTableRows
 from tpu_embedding.tables.table import RowChanges
-from tpu_embedding.tables.trackable import LogicalVariable, copied_counter
+from tpu_embedding.tables.trackable import CopiedCounter, LogicalVariable
 from tpu_embedding.tables.vocabularies import Vocabulary
 from tpu_embedding.vocabulary import VocabularyContents
 
@@ -312,7 +312,7 @@ class Core(EngineTables):
         updates = self.checkpoint_updates()
         if updates is not None:
             copies = getattr(updates, "values", None)  # One for each replica.
-            objects[UPDATES] = updates if copies is None else copied_counter(copies)
+            objects[UPDATES] = updates if copies is None else CopiedCounter(copies)
         return objects
 
     @calling("vocabularies")

@@ -241,7 +241,7 @@ class TPUEmbedding(EmbeddingBase):
                 )
                 if not tf.executing_eagerly():
                     self._remember_static_shapes(batches)
-                engine = self.core.engine or self.core.engine_for(batches[0], cores)
+                engine = self.core.engine_for(batches[0], cores)
             with tf.name_scope(name or "embedding_enqueue"):
                 call = Call(replica=replica, training=training, name=name, device=place)
                 with self.core.refusing("enqueue"):
@@ -431,7 +431,7 @@ class TPUEmbedding(EmbeddingBase):
         leaves = self._structure.flatten_shapes("per_replica_input_shapes", shapes)
         pairs = zip(self._structure.paths, leaves, strict=True)
         shapes = self._structure.for_plan([_input_shape(*pair) for pair in pairs])
-        self.core.output_shapes.declare_inputs(shapes, "build()")
+        self.core.output_shapes.declare_inputs(shapes)
 
     def _core_or_replica(
         self, device: str | tf.Tensor

@@ -38,6 +38,7 @@ _RATES = (
     "bytes_per_step",
 )  # The rates of a status that TensorBoard shows.
 _LARGEST = 2**63 - 1  # The largest int of the kernels; no count reaches it.
+_BUCKETS = 30  # The buckets of a histogram.
 
 # Figures of a table that are sums; TensorBoard shows their means over updates.
 _TOTALS = ("ids", "distinct_ids", "invalid_ids", "samples", "samples_without_ids")
@@ -325,7 +326,7 @@ def _write(tag: str, plugin: str, value: Any, step: int, description: str) -> No
     tf.summary.write(tag, value, step, metadata)
 
 
-def _buckets(values: np.ndarray, count: int = 30) -> np.ndarray:
+def _buckets(values: np.ndarray) -> np.ndarray:
     """Returns float64 [n, 3]: left and right edge and size of equally wide buckets."""
     values = values.astype(np.float64)
     values = values[np.isfinite(values)]
@@ -333,7 +334,7 @@ def _buckets(values: np.ndarray, count: int = 30) -> np.ndarray:
         return np.zeros([0, 3])
     if values.min() == values.max():
         return np.array([[values.min() - 0.5, values.max() + 0.5, len(values)]])
-    sizes, edges = np.histogram(values, count)
+    sizes, edges = np.histogram(values, _BUCKETS)
     return np.stack([edges[:-1], edges[1:], sizes], 1)
 
 

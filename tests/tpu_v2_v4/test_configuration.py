@@ -29,7 +29,7 @@ def own_proto(case: Case, **options: Any) -> Any:
         convert_optimizer(optimizer),
     )
     shapes = OutputShapes(plan.features)
-    shapes.declare_inputs(flat_shapes(features, case.shapes), "build()")
+    shapes.declare_inputs(flat_shapes(features, case.shapes))
     with case.strategy().scope():
         tpu = distribution.current().tpu
     assert tpu is not None

@@ -18,6 +18,7 @@ from tpu_embedding.tables.rows import TableRows
 _PER_OCTAVE = 8  # Buckets of norms between a power of two and the next one.
 _MAX_HASHES = 1 << 20  # The number of hashes of rows that memory may hold.
 _NUM_ROWS = 10  # The most rows, and groups of rows, that a report lists.
+_BUCKETS = 32  # The most buckets of a histogram.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,12 +180,12 @@ class _Norms:
     def mean(self) -> float | None:
         return self._sum / self._finite if self._finite else None
 
-    def buckets(self, most: int = 32) -> list[tuple[float, float, int]]:
-        """Returns at most `most` buckets of equal width on a logarithmic scale."""
+    def buckets(self) -> list[tuple[float, float, int]]:
+        """Returns at most _BUCKETS buckets of equal width on a logarithmic scale."""
         if not self._buckets:
             return []
         first, last = min(self._buckets), max(self._buckets)
-        width = math.ceil((last - first + 1) / most)
+        width = math.ceil((last - first + 1) / _BUCKETS)
         counts = [0] * math.ceil((last - first + 1) / width)
         for number, count in self._buckets.items():
             counts[(number - first) // width] += count

@@ -84,7 +84,7 @@ class OutputShapes:
         self.inputs = InputShapes(len(self._features))
         self._batch_size: int | None = None
 
-    def declare_inputs(self, shapes: Sequence[Shape], source: str) -> None:
+    def declare_inputs(self, shapes: Sequence[Shape]) -> None:
         """Declares the input shapes passed to build(), all or none.
 
         A shape is (batch, ..., last). As in TensorFlow, the shape of a sequence may
@@ -96,7 +96,7 @@ class OutputShapes:
             has_length = length and len(given) == 3 and given[1] == length
             shape = (given[0], given[2]) if has_length else given
             incoming = from_input(spec.path, spec.config, shape)
-            declared.append(self._merge(spec, incoming, source))
+            declared.append(self._merge(spec, incoming, "build()"))
         self._declared = declared
         for spec, given in zip(self._features, shapes, strict=True):
             self.inputs.add(spec.index, given)

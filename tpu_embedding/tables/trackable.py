@@ -222,13 +222,8 @@ class UnsavedLogical(tf.__internal__.tracking.Trackable):
         return self._variable.__tf_tensor__(dtype, name)
 
 
-def copied_counter(copies: Sequence[Any]) -> LogicalVariable:
-    """Returns one variable for several copies of the number of updates."""
-    return _CopiedCounter(copies)
-
-
-class _CopiedCounter(LogicalVariable):
-    """Variables that are assigned and restored together; the first one is read."""
+class CopiedCounter(LogicalVariable):
+    """Copies of the number of updates, assigned together; the first one is read."""
 
     def __init__(self, copies: Sequence[Any]) -> None:
         self._copies = copies

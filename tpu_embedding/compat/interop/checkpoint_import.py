@@ -98,7 +98,7 @@ class ImportedTables(dict[str, dict[str, np.ndarray]]):
                 pairs.append((_rows(table, name, value, ours[table]), value))
             _warn_of_missing(table, set(ours[table]) - set(arrays))
         # The pending update is applied before the tables are assigned.
-        embedding.core.checkpoint_rows()
+        embedding.core.refresh()
         for rows, value in pairs:
             rows.assign(value)
         embedding.core.load_checkpoint_rows()

@@ -181,7 +181,7 @@ class HostEngine(Engine, StepQueue):
         prepared = [Prepared(prepare(batch, training=training)) for batch in batches]
         return [self._with_tensors(p) for p in prepared] if call.tensors else prepared
 
-    def _trains(self, call: Call, tensors: Any) -> bool:
+    def _trains(self, call: Call, tensors: bool) -> bool:
         """Returns whether an update may take the batch itself, not its tensors.
 
         With growing tables a training lookup is marked even if it returns tensors.

@@ -43,7 +43,7 @@ from tpu_embedding.layout.stacking import Layout
 from tpu_embedding.ops import library
 from tpu_embedding.parameter_server import ClusterCoordinator
 from tpu_embedding.tables.reach import OnServers
-from tpu_embedding.tables.trackable import copied_counter
+from tpu_embedding.tables.trackable import CopiedCounter
 from tpu_embedding.tables.variables import Place, TableVariables, create_parts
 
 # The attribute by which a tensor keeps what servers looked up, while it exists. A field
@@ -177,7 +177,7 @@ class ParameterServerEngine(HostEngine):
         # Each server has a counter; an assignment goes to all of them.
         counters = [part.rates.updates for part in self._parts]
         known = [counter for counter in counters if counter is not None]
-        return copied_counter(known) if len(known) > 1 else next(iter(known), None)
+        return CopiedCounter(known) if len(known) > 1 else next(iter(known), None)
 
     def flush(self) -> None:
         """See `TableStore.flush`.
