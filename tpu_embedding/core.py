@@ -439,20 +439,19 @@ class Core(EngineTables):
           TypeError: If it is not an integer scalar.
         """
         tables = self.plan.tables_with_clock
-        if (clock is not None) != bool(tables):
-            if clock is not None:
-                raise ValueError(
-                    "apply_gradients: `clock` was passed, but no table has a clock. "
-                    'Set `clock=True` and `eviction="age"` in the GrowingVocabulary of '
-                    "a table, or leave `clock` out."
-                )
+        if clock is None:
             if tables:
                 raise ValueError(
                     f"apply_gradients: table {tables[0]!r} has clock=True. Pass "
                     "`clock`, an integer that never decreases."
                 )
-        if clock is None:
             return None
+        if not tables:
+            raise ValueError(
+                "apply_gradients: `clock` was passed, but no table has a clock. "
+                'Set `clock=True` and `eviction="age"` in the GrowingVocabulary of '
+                "a table, or leave `clock` out."
+            )
         is_bool = isinstance(clock, bool)
         time = tf.convert_to_tensor(clock)
         if is_bool or not time.dtype.is_integer or time.shape.rank not in (None, 0):
