@@ -492,16 +492,19 @@ def custom(gradient: Any, table: Any, slots: Any, rate: Any, numbers: Any) -> An
     return table - rate * gradient
 
 
+STORES = "stores tables as float32 or bfloat16, not as int8"
 REFUSALS = {
     **refusals(feature),
-    "portable .* CustomOptimizer": lambda: te.TPUEmbeddingV2(
+    f"portable .* CustomOptimizer, {STORES}": lambda: te.TPUEmbeddingV2(
         feature(), te.CustomOptimizer(custom, 0.1)
     ),
-    "portable .* CustomCombiner": lambda: te.TPUEmbeddingV2(
+    f"portable .* CustomCombiner, {STORES}": lambda: te.TPUEmbeddingV2(
         feature(combiner=te.CustomCombiner(lambda valency, vectors: vectors[0], 2)),
         te.Adagrad(0.1),
     ),
-    "TPUEmbeddingForServing": lambda: te.TPUEmbeddingForServing(feature(), None),
+    f"TPUEmbeddingForServing {STORES}": lambda: te.TPUEmbeddingForServing(
+        feature(), None
+    ),
 }
 
 

@@ -305,7 +305,8 @@ def require_dtypes(plan: Plan, allowed: tuple[str, ...], what: str) -> None:
         if table.config.dtype not in allowed:
             dtype = table.config.dtype
             raise NotImplementedError(
-                f"Table {table.name}: {what} stores tables as float32, not as {dtype}. "
+                f"Table {table.name}: {what} stores tables as {' or '.join(allowed)}, "
+                f"not as {dtype}. "
                 'Set `dtype="float32"` here; TPUEmbedding, TPUEmbeddingV2 and '
                 f"keras.TPUEmbedding have tables of {dtype} outside of a TPU strategy."
             )
