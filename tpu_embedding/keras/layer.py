@@ -28,7 +28,11 @@ from tpu_embedding.keras.gradient_hook import (
     loss_scale_missing,
 )
 from tpu_embedding.keras.keras_api import keras_api
-from tpu_embedding.keras.layer_tables import EngineTrainedTables, KerasTrainedTables
+from tpu_embedding.keras.layer_tables import (
+    EngineTrainedTables,
+    KerasTrainedTables,
+    LayerTables,
+)
 from tpu_embedding.keras.serialization import ServingFeatures
 from tpu_embedding.layout.plan import refuse_growing
 from tpu_embedding.packing import flatten_batch
@@ -67,7 +71,7 @@ class _Built:
 
     arguments: _Arguments
     features: Features
-    tables: EngineTrainedTables | KerasTrainedTables
+    tables: LayerTables
 
 
 @keras_api.register
@@ -678,7 +682,7 @@ def _check_hints(arguments: _Arguments, topology: distribution.Topology) -> None
 
 def _create_tables(
     arguments: _Arguments, features: Features, topology: distribution.Topology
-) -> EngineTrainedTables | KerasTrainedTables:
+) -> LayerTables:
     pipelined = arguments.pipeline_execution_with_tensor_core
     if arguments.trainable_tables:
         reason = "`trainable_tables=True` does not support"

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import enum
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import tensorflow as tf
 
@@ -113,8 +113,89 @@ def mode(
     return Mode.SERVE
 
 
+class LayerTables(Protocol):
+    """The tables of a layer: `EngineTrainedTables` or `KerasTrainedTables`."""
+
+    @property
+    def core(self) -> Any:
+        """What saves, serves and reads the tables; None until `build` creates it."""
+
+    def can_build(self) -> bool:
+        """Returns whether `build` needs no shapes of inputs."""
+        ...
+
+    def build(self, layer: Any, input_shapes: Any) -> None:
+        """Creates the tables.
+
+        Args:
+          layer: The layer that receives variables.
+          input_shapes: The shapes of a replica's inputs, in the structure of the
+            features, or None.
+
+        Raises:
+          ValueError: If the engine needs the shapes and an axis is unknown.
+        """
+
+    def variables(self) -> dict[str, Any]:
+        """Returns all that is saved except growing tables, by name in checkpoints."""
+        ...
+
+    def parameters(self) -> dict[str, Any]:
+        """Returns the variable with the rows of each table, by the table's name."""
+        ...
+
+    def stored(self) -> list[Any]:
+        """Returns what stores the up-to-date tables, for exported graphs.
+
+        These are tf.Variables, and a tf.Module for each growing table.
+
+        Raises:
+          NotImplementedError: If a table grows and the caller is not `model.export`.
+        """
+        ...
+
+    def refusing(self, *, trainable: bool) -> contextlib.AbstractContextManager[None]:
+        """Tells other processes of an error before a look-up that is collective."""
+        ...
+
+    def look_up(
+        self, values: Sequence[Any], weights: Sequence[Any], *, trainable: bool
+    ) -> list[tf.Tensor]:
+        """Looks up the features of the layer.
+
+        Args:
+          values: The ids of each feature.
+          weights: The weights of each feature, or None for one without.
+          trainable: Whether a gradient may update the tables.
+
+        Returns:
+          The activations of each feature, float32.
+        """
+        ...
+
+    def serve(
+        self,
+        plan: Plan,
+        values: Sequence[Any],
+        weights: Sequence[Any],
+        *,
+        trainable: bool,
+    ) -> list[tf.Tensor]:
+        """Looks up the features of any plan over the tables with TensorFlow's ops.
+
+        Args:
+          plan: A plan whose tables are those of the layer.
+          values: As for `look_up`.
+          weights: As for `look_up`.
+          trainable: As for `look_up`; a gradient raises LookupError.
+        """
+        ...
+
+
 class EngineTrainedTables:
     """Tables of an engine, which updates them in the backward pass.
+
+    See `LayerTables`.
 
     Attributes:
       core: The tables; None until `build` if that needs the shapes of inputs.
@@ -163,20 +244,10 @@ class EngineTrainedTables:
         self._numbers: Any = None
 
     def can_build(self) -> bool:
-        """Returns whether `build` needs no shapes of inputs."""
         return self.core is not None
 
     def build(self, layer: Any, input_shapes: Any) -> None:
-        """Creates the tables, and the placeholder variable of the layer.
-
-        Args:
-          layer: The layer that receives the placeholder variable.
-          input_shapes: The shapes of a replica's inputs, in the structure of the
-            features, or None.
-
-        Raises:
-          ValueError: If the engine needs the shapes and an axis is unknown.
-        """
+        """See `LayerTables.build`; it also creates the layer's placeholder variable."""
         if self.core is None:
             shapes = self._output_shapes(input_shapes)
             for spec, shape in zip(self._features.plan.features, shapes, strict=True):
@@ -197,21 +268,12 @@ class EngineTrainedTables:
         keras_api.set_state(layer, self._variables)
 
     def variables(self) -> dict[str, Any]:
-        """Returns all that is saved except growing tables, by name in checkpoints."""
         return dict(self._variables)
 
     def parameters(self) -> dict[str, Any]:
-        """Returns the variable with the rows of each table, by the table's name."""
         return self.core.parameters()
 
     def stored(self) -> list[Any]:
-        """Returns what stores the up-to-date tables, for exported graphs.
-
-        These are tf.Variables, and a tf.Module for each growing table.
-
-        Raises:
-          NotImplementedError: If a table grows and the caller is not `model.export`.
-        """
         if self._growing and not gradient_hook.is_export():
             raise NotImplementedError(
                 f"The tables {', '.join(self._growing)} grow: only `model.export` and "
@@ -250,16 +312,6 @@ class EngineTrainedTables:
     def look_up(
         self, values: Sequence[Any], weights: Sequence[Any], *, trainable: bool
     ) -> list[tf.Tensor]:
-        """Looks up the features of the layer.
-
-        Args:
-          values: The ids of each feature.
-          weights: The weights of each feature, or None for one without.
-          trainable: Whether a gradient may update the tables.
-
-        Returns:
-          The activations of each feature, float32.
-        """
         chosen = self._mode(trainable)
         may_serve = not self._growing or gradient_hook.is_export()
         if chosen is Mode.SERVE and may_serve:
@@ -285,7 +337,6 @@ class EngineTrainedTables:
         return self.core.with_weight_gradients(activations, watched, values, weights)
 
     def refusing(self, *, trainable: bool) -> contextlib.AbstractContextManager[None]:
-        """Tells other processes of an error before a collective look-up."""
         synchronizes = self.core.engine_class.synchronizes
         if not synchronizes or self._mode(trainable) is Mode.SERVE:
             return contextlib.nullcontext()
@@ -336,14 +387,6 @@ class EngineTrainedTables:
         *,
         trainable: bool,
     ) -> list[tf.Tensor]:
-        """Looks up the features of any plan over the tables with TensorFlow's ops.
-
-        Args:
-          plan: A plan whose tables are those of the layer.
-          values: As for `look_up`.
-          weights: As for `look_up`.
-          trainable: As for `look_up`; a gradient raises LookupError.
-        """
         if self._topology.program() is not None:
             raise NotImplementedError(
                 "`serving_config` is for serving: under a TPU strategy pass it only "
@@ -501,7 +544,7 @@ class _CallNumbers:
 class KerasTrainedTables(VariableTables):
     """Tables that are trainable weights of the layer, and their core.
 
-    The class has the methods of `EngineTrainedTables`, which describes them.
+    See `LayerTables`.
     """
 
     def __init__(
@@ -567,7 +610,7 @@ class KerasTrainedTables(VariableTables):
         return [keras_api.value_of(weight) for weight in self._weights.values()]
 
     def refusing(self, *, trainable: bool) -> contextlib.AbstractContextManager[None]:
-        """See `EngineTrainedTables.refusing`: a look-up here is not collective."""
+        """See `LayerTables.refusing`: a look-up here is not collective."""
         del trainable
         return contextlib.nullcontext()
 
