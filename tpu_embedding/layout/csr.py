@@ -120,6 +120,10 @@ class PreprocessedFeatures(NamedTuple):
         [n] or [0] if all are 1); `tables` is empty there. () elsewhere.
       refusal: Under a MultiWorkerMirroredStrategy a string scalar: "", or the reason
         to refuse the batch, which its lookup raises in all processes. () elsewhere.
+
+    On parameter servers `row_pointers` of a batch that was looked up has an attribute
+    with what the servers keep for its update. It is no field, because the variants of
+    servers must not leave the function, loop or branch.
     """
 
     tables: dict[str, PartitionedCsrFormatTensor]
