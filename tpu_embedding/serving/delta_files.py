@@ -41,6 +41,22 @@ BLOCK_BYTES = 1 << 20  # The most bytes of keys and rows in one block.
 _LARGEST_BLOCK = 1 << 31
 
 
+class TableIdentity(NamedTuple):
+    """Names what a table of a trainer and one of an export have in common.
+
+    Attributes:
+      name: Name of the table.
+      rows: Number of rows, or "grows".
+      dim: Number of columns.
+      hashing: The text of a hashed table's Hashing, or None.
+    """
+
+    name: str
+    rows: int | str
+    dim: int
+    hashing: str | None
+
+
 @dataclasses.dataclass(frozen=True)
 class BaseTable:
     """A table of an export that takes deltas.
@@ -49,8 +65,8 @@ class BaseTable:
       name: Name of the table.
       rows: Number of rows; for a growing table the largest number of ids.
       dim: Number of columns.
-      storage: The form in which it is stored.
-      most_changed: The largest number of rows that one delta may change.
+      storage: The form in which it is stored; "" before an export chooses it.
+      most_changed: The largest number of rows that one delta may change; 0 before.
       grows: Whether it is a growing table, whose deltas list rows and deletions by id.
       shared: Whether its only row is the one that ids without a row share in the
         growing table of the same name.
@@ -62,8 +78,8 @@ class BaseTable:
     name: str
     rows: int
     dim: int
-    storage: str
-    most_changed: int
+    storage: str = ""
+    most_changed: int = 0
     grows: bool = False
     shared: bool = False
     mixed: bool = False
@@ -80,10 +96,10 @@ class BaseTable:
         return self.rows + 2 * self.most_deleted
 
     @property
-    def shape(self) -> tuple[int | str, ...]:
+    def identity(self) -> TableIdentity:
         """The properties that the tables of trainer and export must share."""
         rows = "grows" if self.grows else self.rows
-        return (self.name, rows, self.dim, *([self.hashing] if self.hashing else []))
+        return TableIdentity(self.name, rows, self.dim, self.hashing or None)
 
 
 def base_tables(spec: TableSpec) -> list[BaseTable]:
@@ -93,9 +109,13 @@ def base_tables(spec: TableSpec) -> list[BaseTable]:
     """
     config, grows = spec.config, spec.config.vocabulary is not None
     hashing = "" if spec.hashing is None else str(spec.hashing)
-    sizes = config.max_rows, config.dim, "", 0
-    table = BaseTable(spec.name, *sizes, grows, mixed=grows, hashing=hashing)
-    shared = BaseTable(spec.name, 1, config.dim, "", 0, shared=True)
+    table = BaseTable(
+        *(spec.name, config.max_rows, config.dim),
+        grows=grows,
+        mixed=grows,
+        hashing=hashing,
+    )
+    shared = BaseTable(spec.name, 1, config.dim, shared=True)
     return [shared, table] if config.shares_row else [table]
 
 

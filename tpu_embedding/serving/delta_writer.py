@@ -290,12 +290,11 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
     def _require_same_tables(self, path: str) -> None:
         pairs = [(t, s.index) for s in self._core.plan.tables for t in base_tables(s)]
         self._numbers = [number for _, number in pairs]
-        own = [table.shape for table, _ in pairs]
-        exported = [table.shape for table in self._base.tables]
-        if own != exported:
+        trained = [table.identity for table, _ in pairs]
+        exported = [table.identity for table in self._base.tables]
+        if trained != exported:
             raise ValueError(
-                f"{path} has the tables (name, rows, dim) {exported}, but the "
-                f"embedding has {own}."
+                f"{path} has the tables {exported}, but the embedding has {trained}."
             )
 
     def _take(self) -> list[Changed]:
