@@ -37,26 +37,28 @@ class WholeTable(TableReader, tf.Module):
         self.table = table
 
     def read(self, rows: tf.Tensor) -> tf.Tensor:
-        return tf.cast(tf.gather(self._values(), rows), tf.float32)
+        return tf.cast(tf.gather(_values(self.table), rows), tf.float32)
 
     def operand(self, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        return self._values(), rows
-
-    def _values(self) -> tf.Tensor:
-        # This copies nothing, because nothing updates a served table. After one gather
-        # from the variable itself, every read of the variable would copy it.
-        with flush_before():  # An exported graph has no op of this package.
-            return self.table.read_value()
+        return _values(self.table), rows
 
 
-class Float32Table(WholeTable, ConvertedTable):
-    """A float32 copy of a table in parts or of another dtype; it stores any value."""
+def _values(table: Any) -> tf.Tensor:
+    # This copies nothing, because nothing updates a served table. After one gather
+    # from the variable itself, every read of the variable would copy it.
+    with flush_before():  # An exported graph has no op of this package.
+        return table.read_value()
+
+
+class RowsOfFloat32(ConvertedTable):
+    """A float32 table that is read row by row, as a read of all of it would copy it."""
 
     storage = "float32"
     largest = None
 
     def __init__(self, rows: int, dim: int, make: _MakePart | None = None) -> None:
-        super().__init__((make or _unfilled)("table", [rows, dim], tf.float32))
+        super().__init__()
+        self.table = (make or _unfilled)("table", [rows, dim], tf.float32)
 
     @classmethod
     def row_bytes(cls, dim: int) -> int:
@@ -69,15 +71,18 @@ class Float32Table(WholeTable, ConvertedTable):
     def convert(self, values: np.ndarray) -> Converted:
         return Converted([values], values, np.zeros([len(values), 1]))
 
-
-class RowsOfFloat32(Float32Table):
-    """A float32 table that is read row by row, as a read of all of it would copy it."""
-
     def read(self, rows: tf.Tensor) -> tf.Tensor:
         return tf.gather(self.table, rows)
 
+
+class Float32Table(RowsOfFloat32):
+    """A float32 copy of a table in parts or of another dtype; it stores any value."""
+
+    def read(self, rows: tf.Tensor) -> tf.Tensor:
+        return tf.gather(_values(self.table), rows)
+
     def operand(self, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        return TableReader.operand(self, rows)
+        return _values(self.table), rows
 
 
 class _HalfTable(ConvertedTable):

@@ -77,14 +77,30 @@ class VariableRows(MutableTableRows):
     once a kernel has updated it in place.
     """
 
-    def __init__(self, variable: Any, initial_value: InitialValue = None) -> None:
+    def __init__(
+        self,
+        variable: Any,
+        initial_value: InitialValue = None,
+        *,
+        reads_stored: bool = True,
+    ) -> None:
+        """Takes the variable.
+
+        Args:
+          variable: The variable, or that of a strategy.
+          initial_value: See `MutableTableRows`.
+          reads_stored: Whether `variable` may be read as it is stored. With False it is
+            None, so that reads catch up the rows that wait.
+        """
         super().__init__(variable.shape, np.dtype(variable.dtype.as_numpy_dtype))
         self._copies = getattr(variable, "values", (variable,))
         self.initial_value = initial_value
+        self._reads_stored = reads_stored
 
     @property
     def variable(self) -> tf.Variable | None:
-        return self._copies[0] if len(self._copies) == 1 else None
+        is_matrix = self._reads_stored and len(self._copies) == 1
+        return self._copies[0] if is_matrix else None
 
     def read(self, start: int, stop: int) -> np.ndarray:
         variable = self._copies[0]

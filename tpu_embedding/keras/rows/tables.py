@@ -346,16 +346,8 @@ def _view(spec: TableSpec, layer: Any, rows: Mapping[str, MutableTableRows]) -> 
     )
 
 
-class _Rows(VariableRows):
-    """A table or slot without `variable`, so that reads catch waiting rows up."""
-
-    @property
-    def variable(self) -> None:
-        return None
-
-
 def _rows(variable: Any, start: float | None = None) -> MutableTableRows:
-    return _Rows(keras_api.value_of(variable), start)
+    return VariableRows(keras_api.value_of(variable), start, reads_stored=False)
 
 
 class ComparedRows:
