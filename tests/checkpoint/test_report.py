@@ -36,7 +36,7 @@ def trained(optimizer: te.optimizers.Optimizer | Any) -> tuple[Any, set[int]]:
     return embedding, touched
 
 
-def reports(path: Any) -> list[statistics.TableReport]:
+def reports(path: Any) -> list[statistics.StoredTableReport]:
     return statistics.table_reports(checkpoint.read(path), TextProgress())
 
 

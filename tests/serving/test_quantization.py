@@ -118,7 +118,7 @@ def test_slices_fit_together(
     for storage in STORAGES:
         whole = read(values, storage)
         with monkeypatch.context() as patch:
-            patch.setattr(conversion, "SLICE_BYTES", 4 * 5 * 4)
+            patch.setattr(conversion, "CONVERTED_BYTES", 4 * 5 * 4)
             table, report = store(values, storage, size=200)
         sliced = table.read(tf.range(23, dtype=tf.int64))
         np.testing.assert_array_equal(whole[0], sliced)

@@ -52,7 +52,7 @@ class EqualRows:
 
 
 @dataclasses.dataclass(frozen=True)
-class TableReport:
+class StoredTableReport:
     """The statistics of one table.
 
     Attributes:
@@ -91,7 +91,7 @@ class TableReport:
 
 def table_reports(
     checkpoint: LogicalCheckpoint, progress: Progress
-) -> list[TableReport]:
+) -> list[StoredTableReport]:
     """Reads all of a checkpoint once, a slice of each array of a table at a time."""
     arrays = [a for table in checkpoint.values() for a in table.arrays.values()]
     for rows in arrays:
@@ -100,7 +100,7 @@ def table_reports(
     return [_report(table, progress) for table in checkpoint.values()]
 
 
-def _report(table: LogicalTable, progress: Progress) -> TableReport:
+def _report(table: LogicalTable, progress: Progress) -> StoredTableReport:
     matching = _optimizers_with(table)
     norms, equal = _Norms(), _Equal(table.parameters.shape[0])
     dead = _Dead(list(table.slots), matching)
@@ -118,7 +118,7 @@ def _report(table: LogicalTable, progress: Progress) -> TableReport:
 
     found = equal.result()
     groups = [(count, [named(row) for row in rows]) for count, rows in found.groups]
-    return TableReport(
+    return StoredTableReport(
         name=table.name,
         rows=table.parameters.shape[0],
         dim=table.parameters.shape[1],

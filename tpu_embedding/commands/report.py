@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint
 from tpu_embedding.checkpoint.saving import read
-from tpu_embedding.checkpoint.statistics import TableReport, table_reports
+from tpu_embedding.checkpoint.statistics import StoredTableReport, table_reports
 from tpu_embedding.commands.files import TextProgress, printable
 from tpu_embedding.errors import check_path
 from tpu_embedding.tables.rows import PARAMETERS
@@ -111,7 +111,7 @@ def _require_writable(path: str) -> None:
         tf.io.gfile.remove(path)
 
 
-def page_of(checkpoint: LogicalCheckpoint, tables: Sequence[TableReport]) -> str:
+def page_of(checkpoint: LogicalCheckpoint, tables: Sequence[StoredTableReport]) -> str:
     """Returns the report page, as HTML.
 
     Args:
@@ -157,7 +157,7 @@ optimizer</p>
 """
 
 
-def _overview(tables: Sequence[TableReport]) -> str:
+def _overview(tables: Sequence[StoredTableReport]) -> str:
     most = max((sum(table.bytes.values()) for table in tables), default=1)
     rows = []
     for number, table in enumerate(tables):
@@ -183,7 +183,7 @@ def _row(row: int | None) -> str:
     return "shared" if row is None else str(row)
 
 
-def _section(number: int, table: TableReport) -> str:
+def _section(number: int, table: StoredTableReport) -> str:
     dead = table.dead
     slots = [name for name in table.bytes if name != PARAMETERS]
     facts: dict[str, Any] = {

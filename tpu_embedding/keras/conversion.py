@@ -103,7 +103,7 @@ def convert_optimizer(optimizer: Any, where: str) -> optimizers.Optimizer | None
 
 
 @dataclasses.dataclass(frozen=True)
-class _Conversion:
+class _ClassConversion:
     """How to convert one class of Keras.
 
     Attributes:
@@ -122,21 +122,23 @@ class _Conversion:
 
 
 # By the name of the class.
-CONVERSIONS: dict[str, _Conversion] = {
-    "SGD": _Conversion(optimizers.SGD, neutral={"momentum": 0.0, "nesterov": False}),
-    "Adagrad": _Conversion(
+CONVERSIONS: dict[str, _ClassConversion] = {
+    "SGD": _ClassConversion(
+        optimizers.SGD, neutral={"momentum": 0.0, "nesterov": False}
+    ),
+    "Adagrad": _ClassConversion(
         optimizers.Adagrad,
         converted=("initial_accumulator_value",),
         neutral={"epsilon": 1e-7},
     ),
-    "Adam": _Conversion(
+    "Adam": _ClassConversion(
         optimizers.Adam,
         converted=("beta_1", "beta_2", "epsilon"),
         neutral={"amsgrad": False, "adaptive_epsilon": False},
         fixed={"sum_inside_sqrt": False},  # Keras adds epsilon outside the root.
         all_rows={"lazy_adam": False},
     ),
-    "Ftrl": _Conversion(
+    "Ftrl": _ClassConversion(
         optimizers.FTRL,
         converted=(
             "learning_rate_power",
@@ -244,7 +246,7 @@ def translate_keras_optimizer(
     )
 
 
-def _check(name: str, conversion: _Conversion, options: Mapping[str, Any]) -> None:
+def _check(name: str, conversion: _ClassConversion, options: Mapping[str, Any]) -> None:
     neutral = {**_NEUTRAL, **conversion.neutral}
     for option, value in options.items():
         if option in _HANDLED or option in conversion.converted:

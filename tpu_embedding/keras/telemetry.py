@@ -14,7 +14,7 @@ from tpu_embedding.keras.rows.embedding import Embedding
 from tpu_embedding.telemetry import Telemetry
 
 
-class _Tables(NamedTuple):
+class _RowEmbeddings(NamedTuple):
     """Holds the tables of all `te.keras.Embedding`s of a model, as one layer."""
 
     name: str
@@ -98,7 +98,7 @@ class TelemetryCallback(keras_api.Callback):
         layers = list(model._flatten_layers(include_self=False))
         found: list[Any] = [x for x in layers if isinstance(x, TPUEmbedding)]
         if any(isinstance(layer, Embedding) for layer in layers):
-            found.append(_Tables(model.name, Embedding.core_of_model(model)))
+            found.append(_RowEmbeddings(model.name, Embedding.core_of_model(model)))
         if not found:
             raise ValueError(
                 "TelemetryCallback found no te.keras.TPUEmbedding and no "

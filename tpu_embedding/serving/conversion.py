@@ -15,7 +15,7 @@ from tpu_embedding.tables.readers import TableReader
 from tpu_embedding.tables.rows import ArrayRows, ProcessGroup, TableRows
 from tpu_embedding.text import aligned
 
-SLICE_BYTES = 1 << 18  # of float32 values that are converted at once
+CONVERTED_BYTES = 1 << 18  # of float32 values that are converted at once
 
 
 class GatheredRows(TableRows):
@@ -95,7 +95,7 @@ class Source:
 
     def slices(self, start: int, stop: int) -> Iterator[tuple[int, np.ndarray]]:
         """Yields (first row, float32 rows) for the rows [start, stop)."""
-        step = max(1, SLICE_BYTES // (4 * self.shape[1]))
+        step = max(1, CONVERTED_BYTES // (4 * self.shape[1]))
         for first in range(start, stop, self.rows.slice_rows):
             rows = self.rows.read(first, min(first + self.rows.slice_rows, stop))
             for begin in range(0, len(rows), step):

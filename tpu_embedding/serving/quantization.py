@@ -222,7 +222,7 @@ class Int4Table(_CodedTable):
         return codes[:, : self._dim] if self._dim % 2 else codes
 
 
-class _UnsavedVariable(UninitializedVariable):
+class _UnfilledVariable(UninitializedVariable):
     """A variable that TensorFlow's saver leaves out.
 
     The saver leaves out variables without a value only if all variables are on one
@@ -239,7 +239,7 @@ class _UnsavedVariable(UninitializedVariable):
 def _unfilled(name: str, shape: list[int], dtype: tf.DType) -> Any:
     """Makes a variable whose value exists only in the files of the exported model."""
     del name
-    return _UnsavedVariable(shape=shape, dtype=dtype, trainable=False)
+    return _UnfilledVariable(shape=shape, dtype=dtype, trainable=False)
 
 
 _STORAGES: dict[str, Callable[..., ConvertedTable]] = {

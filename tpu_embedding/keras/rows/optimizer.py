@@ -336,32 +336,33 @@ class UpdatesRows:
         if rule is None:
             return pairs
         named = collections.Counter(self._var_key(variable) for _, variable in pairs)
-        tables: dict[int, rules.Rows] = {}
+        tables: dict[int, rules.TableGradient] = {}
         for n in sparse:
             gradient, variable = pairs[n]
             slots = self._slots(keras_api.index_of(self, variable)).values()
-            table, *slots = (keras_api.value_of(v) for v in (variable, *slots))
-            waiting = waiting_of(table)
-            rows = rules.Rows(gradient, table, slots, waiting)
+            variable, *slots = (keras_api.value_of(v) for v in (variable, *slots))
+            waiting = waiting_of(variable)
+            table = rules.TableGradient(gradient, variable, slots, waiting)
             once = named[self._var_key(variable)] == 1
-            decays = waiting is None and self._decays(table)  # The op decays no table.
+            # The op decays no table whose rows do not wait.
+            decays = waiting is None and self._decays(variable)
             if (
                 once
                 and not decays
-                and rows.fits(rule)
-                and self.has_only_rows(gradient, table)
+                and table.fits(rule)
+                and self.has_only_rows(gradient, variable)
             ):
-                tables[n] = rows
+                tables[n] = table
         for waits in (True, False):
-            some = [rows for rows in tables.values() if bool(rows.waiting) is waits]
-            steps = [self._step(rows.waiting, rate) for rows in some if waits]
+            some = [each for each in tables.values() if bool(each.waiting) is waits]
+            steps = [self._step(each.waiting, rate) for each in some if waits]
             if some:
                 rules.update_rows(rule, some, self.iterations, steps)
-        for n, rows in tables.items():
-            gradient = rows.gradient
+        for n, table in tables.items():
+            gradient = table.gradient
             applied = _Applied(gradient.values, gradient.indices, gradient.dense_shape)
-            pairs[n] = (applied, rows.variable)
-            self._note(rows.variable, "op")
+            pairs[n] = (applied, table.variable)
+            self._note(table.variable, "op")
         return pairs
 
     def _slots(self: Any, index: int) -> dict[str, Any]:

@@ -156,7 +156,7 @@ def _nadam_weight(optimizer: Any, rate: tf.Tensor) -> Any:
     return rate * ahead / (1.0 - product) * tf.sqrt(1.0 - power_2)
 
 
-class _Rule(NamedTuple):
+class _KerasRule(NamedTuple):
     """The rule of an optimizer class of Keras.
 
     Attributes:
@@ -183,7 +183,7 @@ class _Rule(NamedTuple):
     casts: bool = False
 
 
-_ADAM = _Rule(
+_ADAM = _KerasRule(
     ("_momentums", "_velocities", "_velocity_hats"),
     _adam_waits,
     _adam_weight,
@@ -192,12 +192,12 @@ _ADAM = _Rule(
     options=CONVERSIONS["Adam"].converted,
     unset=tuple(CONVERSIONS["Adam"].neutral),
 )
-RULES: dict[str, _Rule] = {
-    "Adadelta": _Rule(
+RULES: dict[str, _KerasRule] = {
+    "Adadelta": _KerasRule(
         ("_accumulated_grads", "_accumulated_delta_vars"),
         lambda o: Idle((o.rho, o.rho)),
     ),
-    "Adagrad": _Rule(
+    "Adagrad": _KerasRule(
         ("_accumulators",),
         lambda o: Idle((1.0,)),
         names=("accumulators",),
@@ -206,7 +206,7 @@ RULES: dict[str, _Rule] = {
     ),
     "Adam": _ADAM,
     "AdamW": _ADAM,
-    "Ftrl": _Rule(
+    "Ftrl": _KerasRule(
         ("_accumulators", "_linears"),
         _ftrl_waits,
         note=lambda optimizer, rate: rate,
@@ -215,25 +215,25 @@ RULES: dict[str, _Rule] = {
         options=CONVERSIONS["Ftrl"].converted,
         unset=tuple(CONVERSIONS["Ftrl"].neutral),
     ),
-    "Lion": _Rule(
+    "Lion": _KerasRule(
         ("_momentums", "momentums"),  # Of Keras 3 and of tf_keras.
         lambda o: Idle((o.beta_2,), "sign"),
         lambda optimizer, rate: rate,
         casts=True,
     ),
-    "Nadam": _Rule(
+    "Nadam": _KerasRule(
         ("_momentums", "_velocities"),
         _nadam_waits,
         _nadam_weight,
         lambda optimizer, rate: optimizer.iterations + 1,
         casts=True,
     ),
-    "RMSprop": _Rule(
+    "RMSprop": _KerasRule(
         ("_velocities", "_momentums", "_average_gradients"),
         _rmsprop_waits,
         lambda optimizer, rate: 1.0,
     ),
-    "SGD": _Rule(
+    "SGD": _KerasRule(
         ("momentums",),
         _sgd_waits,
         lambda o, rate: -o.momentum if o.nesterov else -1.0,
@@ -302,7 +302,7 @@ def step_of(optimizer: Any, cls: type, rate: Any, dtype: Any) -> tuple[Any, Any]
     return rule.weight(optimizer, rate), rule.note(optimizer, rate)
 
 
-class Rows(NamedTuple):
+class TableGradient(NamedTuple):
     """A table, and the gradient of some of its rows.
 
     Attributes:
@@ -332,7 +332,10 @@ class Rows(NamedTuple):
 
 
 def update_rows(
-    rule: Optimizer, tables: Sequence[Rows], updates: Any, steps: Sequence[tf.Tensor]
+    rule: Optimizer,
+    tables: Sequence[TableGradient],
+    updates: Any,
+    steps: Sequence[tf.Tensor],
 ) -> None:
     """Sums the gradients of equal rows, and applies a rule to each row once.
 
@@ -342,16 +345,16 @@ def update_rows(
       updates: The number of updates before, which the rate may take.
       steps: The `step` of `Waiting.advance` for each table whose rows wait.
     """
-    plan = _updates(
+    plan = _planned_update(
         dataclasses.replace(rule, learning_rate=0.0),
-        tuple((rows.variable.name, *rows.variable.shape) for rows in tables),
+        tuple((table.variable.name, *table.variable.shape) for table in tables),
     )
     assert callable(rule.learning_rate)
     rate = evaluate_rate(rule.learning_rate, updates)
     plan.update(tables, tf.fill([len(tables)], rate), steps)
 
 
-class _Updates:
+class _PlannedUpdate:
     """Updates tables of given names and sizes by one rule, through a plan of them."""
 
     def __init__(self, rule: Optimizer, tables: Sequence[tuple[str, int, int]]) -> None:
@@ -370,19 +373,22 @@ class _Updates:
         self._batches = HostBatches(options, self._device, self._record, groups=True)
 
     def update(
-        self, tables: Sequence[Rows], rates: tf.Tensor, steps: Sequence[tf.Tensor]
+        self,
+        tables: Sequence[TableGradient],
+        rates: tf.Tensor,
+        steps: Sequence[tf.Tensor],
     ) -> None:
-        waiting = [rows.waiting for rows in tables if rows.waiting is not None]
-        variables = [rows.variable for rows in tables]
-        slots = [slot for rows in tables for slot in rows.slots]
-        ids = [rows.gradient.indices for rows in tables]
+        waiting = [table.waiting for table in tables if table.waiting is not None]
+        variables = [table.variable for table in tables]
+        slots = [slot for table in tables for slot in table.slots]
+        ids = [table.gradient.indices for table in tables]
         batch = self._batches.prepare(
             [IdBatch(InputKind.DENSE, i, None, i.shape) for i in ids], training=True
         )
         with tf.device(self._device):
             library.load().tpu_embedding_update_rows(
                 batch=batch,
-                gradients=[rows.gradient.values for rows in tables],
+                gradients=[table.gradient.values for table in tables],
                 rates=rates,
                 arrays=[variable.handle for variable in (*variables, *slots)],
                 clocks=[each.clock.handle for each in waiting],
@@ -394,4 +400,4 @@ class _Updates:
             )
 
 
-_updates = functools.lru_cache(maxsize=64)(_Updates)
+_planned_update = functools.lru_cache(maxsize=64)(_PlannedUpdate)
