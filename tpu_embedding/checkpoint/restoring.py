@@ -64,7 +64,7 @@ class _Copy:
     def run(self, progress: Progress) -> None:
         if self.places is not None:
             stored = self.source.numpy()
-            _write_places(self.target, self.places, lambda own: stored[own])
+            _write_places(self.target, self.places, lambda places: stored[places])
             progress.advance(self.source.nbytes)
             return
         common = min(self.source.shape[0], self.target.shape[0])
@@ -86,7 +86,7 @@ class _Reset:
     def run(self) -> None:
         initial = self.target.initial_rows
         if self.places is not None:
-            _write_places(self.target, self.places, lambda own: initial(len(own)))
+            _write_places(self.target, self.places, lambda places: initial(len(places)))
             return
         for start, stop in self.target.slices():
             self.target.write(start, initial(stop - start))
@@ -133,7 +133,7 @@ class _Fill:
     def run(self) -> None:
         target = self.copy.target
         if self.copy.array == PARAMETERS:
-            _write_places(target, self._places, lambda own: self._values[own])
+            _write_places(target, self._places, lambda places: self._values[places])
         else:
             _Reset(target, self._places).run()
 
@@ -153,11 +153,11 @@ def _write_places(
 ) -> None:
     """Replaces rows whose place is not -1 by what `values_of` makes of the places."""
     for start, stop in target.slices():
-        own = places[start:stop]
-        chosen = own >= 0
+        of_slice = places[start:stop]
+        chosen = of_slice >= 0
         if chosen.any():
             values = target.read(start, stop)
-            values[chosen] = values_of(own[chosen])
+            values[chosen] = values_of(of_slice[chosen])
             target.write(start, values)
 
 
@@ -571,6 +571,6 @@ def _read(
         first, last = np.searchsorted(ascending, (start, stop))
         if first < last:
             values = rows.read(start, stop)[ascending[first:last] - start]
-            for name, own in convert(values).items():
-                found[name][order[first:last]] = own
+            for name, column in convert(values).items():
+                found[name][order[first:last]] = column
     return found

@@ -122,31 +122,32 @@ def plan(
     _check_numbers(batch_size, machine_bytes, sample_batches, processes)
     feature_config, optimizer = _of_model(feature_config, optimizer)
     converted = convert_features(feature_config)
-    own = make_plan(*converted, convert_optimizer(optimizer), custom=True, growing=True)
+    optimizer = convert_optimizer(optimizer)
+    plan = make_plan(*converted, optimizer, custom=True, growing=True)
     counts = None
     if sample is not None:
-        batches = _read(feature_config, own, itertools.islice(sample, sample_batches))
+        batches = _read(feature_config, plan, itertools.islice(sample, sample_batches))
         if batch_size is None:
             batch_size = max(feature.num_samples for feature in batches[0])
         else:
-            _check_sample(own, batches, batch_size)
-        counts = Sample.of(own, batches)
+            _check_sample(plan, batches, batch_size)
+        counts = Sample.of(plan, batches)
     if batch_size is None:
-        for spec in own.features:
+        for spec in plan.features:
             if not _has_full_shape(spec.config):
                 raise ValueError(
                     f"Feature {spec.path} has no full `output_shape`. Pass "
                     "`batch_size`, or a sample."
                 )
     planner = _Planner(
-        own,
+        plan,
         batch_size,
         counts,
         convert_sparse_core(sparse_core_embedding_config),
         pipeline_execution_with_tensor_core,
     )
     machines = Machines(
-        own,
+        plan,
         planner.traffic,
         distributed_options or DistributedOptions(),
         machine_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -168,8 +169,8 @@ def plan(
         )
     )
     return PlanReport(
-        arrays=tuple(array for table in own.tables for array in table_arrays(table)),
-        statistics=() if counts is None else tuple(counts.statistics(own)),
+        arrays=tuple(array for table in plan.tables for array in table_arrays(table)),
+        statistics=() if counts is None else tuple(counts.statistics(plan)),
         placements=tuple(placements),
     )
 
@@ -193,8 +194,9 @@ def _of_model(feature_config: Any, optimizer: Any) -> tuple[Any, Any]:
     """Returns features and optimizer, of a Keras model if the first argument is one."""
     model = tables_of_weights(feature_config)
     if model is not None:
-        own = model.engine_optimizer() if optimizer is None else optimizer
-        return model.feature_config, own
+        if optimizer is None:
+            optimizer = model.engine_optimizer()
+        return model.feature_config, optimizer
     if hasattr(feature_config, "_flatten_layers"):
         raise TypeError(
             "te.plan takes a Keras model whose tables are te.keras.Embedding layers, "
@@ -205,15 +207,15 @@ def _of_model(feature_config: Any, optimizer: Any) -> tuple[Any, Any]:
     return feature_config, optimizer
 
 
-def _read(feature_config: Any, own: Plan, sample: Iterable[Any]) -> list[Batch]:
-    structure = FeatureStructure(feature_config, own.features)
+def _read(feature_config: Any, plan: Plan, sample: Iterable[Any]) -> list[Batch]:
+    structure = FeatureStructure(feature_config, plan.features)
     found = []
     for batch in sample:
         values = structure.for_plan(structure.flatten("sample", batch))
         found.append(
             [
                 _to_rows(spec, to_feature_ids(spec.path, value))
-                for spec, value in zip(own.features, values, strict=True)
+                for spec, value in zip(plan.features, values, strict=True)
             ]
         )
     if not found:
@@ -228,9 +230,9 @@ def _to_rows(spec: FeatureSpec, feature: FeatureIds) -> FeatureIds:
     return feature._replace(ids=rows)
 
 
-def _check_sample(own: Plan, batches: Sequence[Batch], batch_size: int) -> None:
+def _check_sample(plan: Plan, batches: Sequence[Batch], batch_size: int) -> None:
     """Checks the largest batch of the sample: the last of a data set may be short."""
-    for spec in own.features:
+    for spec in plan.features:
         found = max(batch[spec.index].num_samples for batch in batches)
         if not _has_full_shape(spec.config) and found != batch_size:
             raise ValueError(
@@ -383,11 +385,12 @@ class _Planner:
         )
         try:
             tpu_generations.require_power_of_two(name, devices)
-            own = self._for_replicas(devices)
-            check_optimizers(own)
+            replica_plan = self._for_replicas(devices)
+            check_optimizers(replica_plan)
             self._require_tables(generation)
-            layout = make_layout(own, OutputShapes(own.features).full(), options)
-            partitioning = make_partitioning(own, layout, options, self.config)
+            shapes = OutputShapes(replica_plan.features).full()
+            layout = make_layout(replica_plan, shapes, options)
+            partitioning = make_partitioning(replica_plan, layout, options, self.config)
         except (ValueError, NotImplementedError) as error:
             by_table = {n: -(-s // devices) for n, s in self._bytes.items()}
             return _place(name, generation, devices, by_table, unsupported=str(error))
@@ -402,7 +405,7 @@ class _Planner:
             )
 
         needs, per_sample, not_counted, note = [], None, "", ""
-        where = (own, layout, partitioning, generation)
+        where = (replica_plan, layout, partitioning, generation)
         if self.sample is None:
             note = without_sample(partitioning, generation)
         else:
@@ -411,7 +414,7 @@ class _Planner:
             name,
             generation,
             devices,
-            _bytes_of_stacks(own, stacks),
+            _bytes_of_stacks(replica_plan, stacks),
             buffer_bytes=sum(
                 limits.buffer_bytes(partitioning, stack, pipelined=pipelined)
                 for stack in stacks
@@ -451,15 +454,15 @@ class _Planner:
         return dataclasses.replace(self.plan, features=tuple(features))
 
 
-def _bytes_of_stacks(own: Plan, stacks: Iterable[Stack]) -> dict[str, int]:
+def _bytes_of_stacks(plan: Plan, stacks: Iterable[Stack]) -> dict[str, int]:
     """Returns each table's share of the bytes of its stack and slots on one device."""
     found = {}
     for stack in stacks:
-        spec = own.tables[stack.tables[0]]
+        spec = plan.tables[stack.tables[0]]
         size = limits.array_bytes(stack) * limits.num_arrays(spec)
         for index, place in zip(stack.tables, stack.layouts, strict=True):
             height = place.end - place.sparse_core_shard_row_offset
-            found[own.tables[index].name] = size * height // stack.rows_per_shard
+            found[plan.tables[index].name] = size * height // stack.rows_per_shard
     return found
 
 

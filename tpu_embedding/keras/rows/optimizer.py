@@ -157,10 +157,11 @@ class UpdatesRows:
             return
         owner = self.__dict__.setdefault("_owner", new_owner())
         of_slots = (components(slot) for slot in slots)
-        for part, *own in zip(parts, *of_slots, strict=True):
+        for part, *of_part in zip(parts, *of_slots, strict=True):
             if part.waiting is not None and part.waiting.owner == owner:
                 continue
-            take_over(part, Waiting(idle, (part, *own), owner, self._decays(variable)))
+            variables, decays = (part, *of_part), self._decays(variable)
+            take_over(part, Waiting(idle, variables, owner, decays))
 
     def _other_rows(self: Any, variable: Any, constraint: Any = None) -> _OtherRows:
         """Returns what a step with the present options does to the other rows."""
@@ -314,8 +315,9 @@ class UpdatesRows:
     def _step(self: Any, waiting: Waiting, *rate: Any) -> tf.Tensor:
         """Returns what `Waiting.advance` takes, after the update of a step."""
         used = rate[0] if rate else self.learning_rate
-        own = step_of(self, self._keras_class, used, waiting.variables[0].dtype)
-        step = (*own, self._shrinkage(waiting, *rate))
+        dtype = waiting.variables[0].dtype
+        numbers = step_of(self, self._keras_class, used, dtype)
+        step = (*numbers, self._shrinkage(waiting, *rate))
         return tf.stack([tf.cast(part, tf.float64) for part in step])
 
     def update_rows(
