@@ -24,18 +24,15 @@ from typing import Any
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
-import matplotlib as mpl
 import numpy as np
 import tensorflow as tf
-from movielens import metrics, stream
-from movielens.stream import Ratings
+from movielens import stream
+from movielens.stream import WINDOW, Ratings
 
 import tpu_embedding as te
 
-BUILD = Path(__file__).resolve().parents[1] / "build"
 DIM = 17  # The last column is the bias.
 BATCH = 50
-WINDOW = 5000  # The number of ratings for one value of the AUC.
 MODELS = ("growing", "hashed")
 ROW_BYTES = 4 * DIM * 2  # This includes Adagrad's slot.
 ID_BYTES = 56  # Per row of a growing table: the map, the id, hits and last update.
@@ -53,13 +50,10 @@ class Options(argparse.Namespace):
 
 def parse_options(argv: Sequence[str] | None) -> Options:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(description="Trains tables that grow and forget.")
+    parser = stream.parser("Trains tables that grow and forget.", "growing")
     add = parser.add_argument
-    add("--data", type=Path, help="folder with ml-100k.*; default: download them")
-    add("--out", type=Path, default=BUILD / "growing", help="default: build/growing")
     add("--users", type=int, default=200, help="rows for users")
     add("--films", type=int, default=1000, help="rows for films")
-    add("--quick", action="store_true", help="few ratings, as a test")
     return parser.parse_args(argv, namespace=Options())
 
 
@@ -113,7 +107,7 @@ def run(ratings: Ratings, options: Options) -> dict[str, Any]:
     users = te.GrowingVocabulary(options.users, eviction="lru", min_rows=BATCH)
     films = te.GrowingVocabulary(options.films, eviction="lfu")
     models = {"growing": Model(users, films), "hashed": Model(*same_memory)}
-    results: dict[str, Any] = {"ratings": [], "auc": {name: [] for name in MODELS}}
+    results: dict[str, Any] = {"ratings": []}
     said: dict[str, list[np.ndarray]] = {name: [] for name in MODELS}
     for start in range(0, last - last % WINDOW, BATCH):
         batch = ratings[start : start + BATCH]
@@ -123,38 +117,30 @@ def run(ratings: Ratings, options: Options) -> dict[str, Any]:
         if done % WINDOW:
             continue
         results["ratings"].append(done)
-        labels = ratings.rating[done - WINDOW : done]
-        for name in MODELS:
-            auc = metrics.auc(np.concatenate(said[name]), labels)
-            results["auc"][name].append(auc)
-            said[name].clear()
         for what, count in models["growing"].counts().items():
             results.setdefault(what, []).append(count)
+    labels = ratings.rating[:done]
+    auc = {name: stream.auc_by_window(said[name], labels) for name in MODELS}
     seen = [np.unique(ids[:last]).size for ids in (ratings.user, ratings.item)]
-    return {**results, "ids": sum(seen), "hashed rows": sum(same_memory)}
+    sizes = {"ids": sum(seen), "hashed rows": sum(same_memory)}
+    return {**results, "auc": auc, **sizes}
 
 
 def plot(results: dict[str, Any], paths: Sequence[Path]) -> None:
     """Plots rows and their changes, and the AUC of both models, over the ratings."""
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt  # After the choice of the backend.
-
-    mpl.rcParams["svg.hashsalt"] = "growing"
-    figure, (above, below) = plt.subplots(
-        2, figsize=(7, 5), layout="constrained", sharex=True
-    )
-    for what, line in (("admitted", "--"), ("evicted", ":"), ("rows", "-")):
-        above.plot(results["ratings"], results[what], line, label=what)
-    above.set_ylabel("ids of users and films")
-    above.legend()
-    for name, line in zip(MODELS, ("-", "--"), strict=True):
-        label = {"growing": "tables that grow", "hashed": "hashed, as much memory"}
-        below.plot(results["ratings"], results["auc"][name], line, label=label[name])
-    below.set_xlabel("ratings so far")
-    below.set_ylabel(f"AUC of the last {WINDOW:,}")
-    below.legend()
-    stream.save_figure(figure, paths)
-    plt.close(figure)
+    label = {"growing": "tables that grow", "hashed": "hashed, as much memory"}
+    size = {"nrows": 2, "figsize": (7, 5), "sharex": True}
+    with stream.figure(paths, **size) as (_, (above, below)):
+        for what, line in (("admitted", "--"), ("evicted", ":"), ("rows", "-")):
+            above.plot(results["ratings"], results[what], line, label=what)
+        above.set_ylabel("ids of users and films")
+        above.legend()
+        for name, line in zip(MODELS, ("-", "--"), strict=True):
+            auc = results["auc"][name]
+            below.plot(results["ratings"], auc, line, label=label[name])
+        below.set_xlabel("ratings so far")
+        below.set_ylabel(f"AUC of the last {WINDOW:,}")
+        below.legend()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -162,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parse_options(argv)
     shutil.rmtree(options.out, ignore_errors=True)
     options.out.mkdir(parents=True)
-    results = run(stream.find(options.data, BUILD / "data"), options)
+    results = run(stream.find(options.data), options)
     print("ratings    rows  admitted   evicted  AUC growing  AUC hashed")
     for number, ratings in enumerate(results["ratings"]):
         rows, admitted, evicted = (

