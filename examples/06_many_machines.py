@@ -3,10 +3,11 @@
     python examples/06_many_machines.py [--processes 2] [--parameter-servers] [--kill]
 
 The example starts the processes of a tf.distribute.MultiWorkerMirroredStrategy on this
-machine, as a cluster would on several; each process trains on a part of each batch.
-Then it trains on whole batches in one process, and compares: two processes have tables
-with the same bits as one. With --kill one process is killed in the middle; all start
-again from the last checkpoint and reach the same tables.
+machine by `python -m tpu_embedding launch`, as a cluster would on several; each process
+trains on a part of each batch. Then it trains on whole batches in one process, and
+compares: two processes have tables with the same bits as one. With --kill one process
+is killed in the middle; all start again from the last checkpoint and reach the same
+tables.
 
 `worker` is the program of one process; comments mark what it needs beyond the program
 for a single process.
@@ -101,7 +102,8 @@ class Trainer:
         with strategy.scope() if options.parameter_servers else nullcontext():
             self.dense_part = model.make_dense_part(features, ratings.mean())
         train = np.random.default_rng(1).permutation(ratings.split.train)
-        self.rows = train[: options.processes * BATCH * (len(train) // 1024)]
+        size = options.processes * BATCH
+        self.rows = train[: len(train) // size * size]  # Whole batches.
         self.ratings = ratings
 
     def batch(self, step: int, part: int, parts: int) -> data.Batch:
@@ -111,14 +113,13 @@ class Trainer:
         rows = self.rows[first : first + BATCH]
         return next(iter(self.ratings.batches(rows, BATCH)))
 
-    def gradients(self, activations: Any, batch: data.Batch) -> Any:
+    def gradients(self, activations: Any, dense: Any, rating: Any) -> Any:
         """Returns the gradients of the loss by activations and by dense weights."""
-        dense = self.catalogue.inputs(batch)[1]
         weights = self.dense_part.trainable_variables
         with tf.GradientTape() as tape:
             tape.watch(activations)
             predicted = self.dense_part({**activations, "numbers": dense})
-            loss = tf.reduce_sum((predicted - batch["rating"]) ** 2)
+            loss = tf.reduce_sum((predicted - rating) ** 2)
         return tape.gradient(loss, (activations, weights))
 
     def apply(self, of_weights: Any) -> None:
@@ -127,12 +128,19 @@ class Trainer:
         for weight, gradient in zip(weights, of_weights, strict=True):
             weight.assign_sub(1e-5 * gradient)
 
+    def train_tables(self, batch: data.Batch) -> Any:
+        """Updates the tables; returns the gradients of the dense weights."""
+        ids, dense = self.catalogue.inputs(batch)
+        self.embedding.enqueue(ids)
+        activations = self.embedding.dequeue()
+        of_activations, of_weights = self.gradients(activations, dense, batch["rating"])
+        self.embedding.apply_gradients(of_activations)
+        return of_weights
+
     @tf.function(reduce_retracing=True)
     def train_part(self, batch: data.Batch) -> None:
         """Trains one step on the part of a batch that this process gets."""
-        self.embedding.enqueue(self.catalogue.inputs(batch)[0])
-        of_activations, of_weights = self.gradients(self.embedding.dequeue(), batch)
-        self.embedding.apply_gradients(of_activations)
+        of_weights = self.train_tables(batch)
         # Beyond a single process: sum the dense gradients of all processes.
         context = tf.distribute.get_replica_context()
         self.apply(context.all_reduce(tf.distribute.ReduceOp.SUM, of_weights))
@@ -140,10 +148,7 @@ class Trainer:
     @tf.function(reduce_retracing=True)
     def train_alone(self, batch: data.Batch) -> None:
         """Trains one step in one process, or in a worker with parameter servers."""
-        self.embedding.enqueue(self.catalogue.inputs(batch)[0])
-        of_activations, of_weights = self.gradients(self.embedding.dequeue(), batch)
-        self.embedding.apply_gradients(of_activations)
-        self.apply(of_weights)
+        self.apply(self.train_tables(batch))
 
     @tf.function(reduce_retracing=True)
     def errors(self, batch: data.Batch) -> tf.Tensor:
@@ -162,15 +167,15 @@ class Trainer:
     @tf.function(reduce_retracing=True)
     def train_whole(self, parts: list[data.Batch]) -> None:
         """Trains one step in one process on all parts of a batch."""
-        ids = [self.catalogue.inputs(part)[0] for part in parts]
-        self.embedding.enqueue({name: _join([i[name] for i in ids]) for name in ids[0]})
+        inputs = [self.catalogue.inputs(part) for part in parts]
+        names = inputs[0][0]
+        self.embedding.enqueue({n: _join([ids[n] for ids, _ in inputs]) for n in names})
         activations = self.embedding.dequeue()
         found = []
-        for number, part in enumerate(parts):
-            own = slice(number * BATCH, (number + 1) * BATCH)
-            found.append(
-                self.gradients({n: a[own] for n, a in activations.items()}, part)
-            )
+        for number, (part, (_, dense)) in enumerate(zip(parts, inputs, strict=True)):
+            samples = slice(number * BATCH, (number + 1) * BATCH)
+            of_part = {name: a[samples] for name, a in activations.items()}
+            found.append(self.gradients(of_part, dense, part["rating"]))
         of_activations = [of for of, _ in found]
         self.embedding.apply_gradients(
             {name: _join([of[name] for of in of_activations]) for name in activations}
@@ -187,18 +192,20 @@ def worker(options: Options) -> None:
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     rank = strategy.cluster_resolver.task_id
     trainer = Trainer(options, strategy)
-    step = latest_step(options.out)
+    step = first = latest_step(options.out)
     if step:  # Every process reads its rows of the checkpoint, and all dense weights.
         te.checkpoint.restore(trainer.embedding, str(options.out / f"tables-{step}"))
         dense = np.load(options.out / f"dense-{step}.npz")
         variables = dense_variables(trainer)
         for variable, value in zip(variables, dense.values(), strict=True):
             variable.assign(value)
+        if rank == 0:
+            print(f"All start again from step {step}.", flush=True)
     while step < options.steps:
         batch = trainer.batch(step, rank, options.processes)
         strategy.run(trainer.train_part, args=(batch,))
         step += 1
-        if options.kill and rank == 1 and step == KILLED_AT:
+        if options.kill and rank == 1 and step == KILLED_AT and not first:
             os.kill(os.getpid(), signal.SIGKILL)
         if step % STEPS_PER_CHECKPOINT == 0 or step == options.steps:
             if rank == 0:
@@ -275,25 +282,11 @@ def latest_step(out: Path) -> int:
     return max(found, default=0)
 
 
-def run_job(options: Options, argv: Sequence[str]) -> list[int]:
-    """Runs the processes to their end; returns their exit codes."""
-    sockets = [socket.socket() for _ in range(options.processes)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    addresses = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
-    for one in sockets:
-        one.close()
-    processes = []
-    for index in range(options.processes):
-        task = {"type": "worker", "index": index}
-        config = {"cluster": {"worker": addresses}, "task": task}
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, __file__, *argv, "--worker"],
-                env={**os.environ, "TF_CONFIG": json.dumps(config)},
-            )
-        )
-    return [process.wait() for process in processes]
+def run_job(options: Options, argv: Sequence[str]) -> int:
+    """Runs the processes, and with --kill a second time; returns the exit code."""
+    launch = ("-m", "tpu_embedding", "launch", "--restarts", str(int(options.kill)))
+    program = ("--processes", str(options.processes), __file__, *argv, "--worker")
+    return subprocess.call([sys.executable, *launch, *program])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -314,14 +307,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise SystemExit("The coordinator failed; see above.")
         compare_servers(options)
         return
-    codes = run_job(options, given)
-    if options.kill:
-        step = latest_step(options.out)
-        if codes[1] != -signal.SIGKILL or not step:
-            raise SystemExit("The job failed before process 1 was killed; see above.")
-        print(f"A process was killed. All start again from step {step}.", flush=True)
-        codes = run_job(options, [a for a in given if a != "--kill"])
-    if any(codes):
+    if run_job(options, given):
         raise SystemExit("A process failed; see above.")
 
     trainer = Trainer(options, tf.distribute.get_strategy())

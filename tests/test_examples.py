@@ -121,7 +121,7 @@ def test_example_runs(
 @pytest.mark.third_tier
 def test_a_job_that_lost_a_process_resumes_to_the_same_tables(tmp_path: pathlib.Path):
     lines = run(MANY_MACHINES, "--kill", "--out", tmp_path).splitlines()
-    assert "A process was killed. All start again from step 10." in lines
+    assert "[worker 0] All start again from step 10." in lines
     assert lines[-1] == "2 processes and one process have the same tables."
 
 
