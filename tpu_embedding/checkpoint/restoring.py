@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -183,13 +183,11 @@ class Restore:
     def prepared(
         cls,
         source: LogicalCheckpoint,
-        live: Mapping[str, Table],
-        names: Mapping[str, str],
+        targets: Sequence[tuple[Table, str]],
         progress: Progress,
         *,
         slots: bool = True,
-        resize: bool = False,
-        fill: Any = None,
+        resize: Any = False,
         ids: Mapping[str, np.ndarray] | None = None,
     ) -> Restore:
         """Checks that what is stored fits into the arrays of an embedding.
@@ -198,12 +196,12 @@ class Restore:
 
         Args:
           source: The checkpoint.
-          live: The tables of the embedding by name.
-          names: The name in the checkpoint of each table to restore.
+          targets: The tables to restore, each with its name in the checkpoint.
           progress: What shows how far the check is.
           slots: False restores the tables alone.
-          resize: Whether a static table may have another number of rows there.
-          fill: See `_Fill.make`; None leaves other rows as they are.
+          resize: Whether a static table may have another number of rows there; rows
+            that the checkpoint lacks stay as they are, or get what `resize` makes if it
+            is not a bool (see `_Fill.make`).
           ids: By table, the ids whose rows are restored; for a static table in the
             order of its rows.
 
@@ -213,8 +211,9 @@ class Restore:
             and has no `ids`, or if a growing table cannot hold what is stored.
           tf.errors.DataLossError: If a file is truncated or damaged.
         """
-        restore = cls._matched(source, live, names, slots, fill, ids or {})
-        restore._check_shapes(source.path, resize)
+        fill = None if isinstance(resize, bool) else resize
+        restore = cls._matched(source, targets, slots, fill, ids or {})
+        restore._check_shapes(source.path, resize is not False)
         restore._verify(progress)
         return restore
 
@@ -222,14 +221,13 @@ class Restore:
     def _matched(
         cls,
         source: LogicalCheckpoint,
-        live: Mapping[str, Table],
-        names: Mapping[str, str],
+        targets: Sequence[tuple[Table, str]],
         slots: bool,
         fill: Any,
         ids: Mapping[str, np.ndarray],
     ) -> Restore:
         """Finds what is stored for each array of the embedding."""
-        missing = [name for name in names.values() if name not in source]
+        missing = [name for _, name in targets if name not in source]
         if missing:
             raise KeyError(
                 f"{source.path} has no table called {', '.join(missing)}. It has: "
@@ -237,8 +235,8 @@ class Restore:
                 "pass `rename={'name in the embedding': 'name in the checkpoint'}`."
             )
         restore = cls()
-        for table, name in names.items():
-            target, stored = live[table], source[name]
+        for target, name in targets:
+            table, stored = target.spec.name, source[name]
             if isinstance(target.ids, Vocabulary):
                 chosen = ids.get(table)
                 growth = _Growth(

@@ -219,7 +219,7 @@ def restore(
             "first, or pass its layer with the tables."
         )
     core = core_of(embedding)
-    fill = _fill(resize)
+    _check_resize(resize)
     check_flag("slots", slots)
     live = core.checkpoint_tables()
     of_plan = [spec.name for spec in core.plan.tables]
@@ -244,10 +244,11 @@ def restore(
         source = core.completed(source, names)
         check_hashings(source, core.plan.tables, names, resize=resize is not False)
         restoring = Restore.prepared(
-            *(source, live, names, progress),
+            source,
+            [(live[table], name) for table, name in names.items()],
+            progress,
             slots=slots,
-            resize=resize is not False,
-            fill=fill,
+            resize=resize,
             ids=chosen,
         )
     lacking = list(restoring.lacking)
@@ -342,13 +343,9 @@ def _logical_table(table: Table) -> LogicalTable:
     return LogicalTable(table.spec.name, parameters, slots, vectors, table.spec.hashing)
 
 
-def _fill(resize: Any) -> Any:
-    """Returns what makes new rows: "mean" or an initializer; None keeps them."""
-    if isinstance(resize, bool):
-        return None
-    if resize != "mean" and not callable(resize):
+def _check_resize(resize: Any) -> None:
+    if not isinstance(resize, bool) and resize != "mean" and not callable(resize):
         raise argument_type("resize", resize, 'a bool, "mean" or an initializer')
-    return resize
 
 
 def _require(value: object, kind: type, argument: str, expected: str) -> None:

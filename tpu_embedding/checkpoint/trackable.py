@@ -119,14 +119,14 @@ class _Conversion:
           NotImplementedError: If a table has a CustomCombiner with weights.
         """
         live = tables.core.checkpoint_tables()
-        names = {name: name for name in live}
         source = read_tensorflow(path, root, list(live))
         values = Bundle(path).objects()[root].values
         self.names = values.keys() - {UPDATES}
         self.awaited = False
         self._tables = tables
-        check_hashings(source, tables.core.plan.tables, names)
-        self._restore = Restore.prepared(source, live, names, NoProgress())
+        check_hashings(source, tables.core.plan.tables, {n: n for n in live})
+        targets = [(table, name) for name, table in live.items()]
+        self._restore = Restore.prepared(source, targets, NoProgress())
         self._parts: list[Any] = []  # Positions hold weak references.
 
     def setdefault(self, name: str, default: Any) -> _Conversion:
