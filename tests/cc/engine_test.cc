@@ -103,7 +103,7 @@ void TestTableOutputs() {
   CHECK_TRUE(
       Contains(Built(config, {{plain, plain}, {}, false}), "inputs fill 2"));
   CHECK_TRUE(Contains(Built(config, {{pair, pair, plain}, {}, false}),
-                      "has calls for 4"));
+                      "takes only 4"));
   plain.table = -1;
   CHECK_TRUE(Contains(Built(config, {{plain}, {}, false}), "`table_ids`"));
 }

@@ -129,11 +129,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"embedding_table": np.ones((12, 12), np.float32)},
-        "their width one of 8, but there is [12,12].",
+        "whose width is a multiple of 8, but there is [12,12].",
     ),
     (
         {"embedding_table": np.ones((11, 8), np.float32)},
-        "their rows a multiple of the 2 SparseCores",
+        "whose rows are a multiple of the 2 SparseCores",
     ),
     ({"quantization_config_num_buckets": 1}, "must be 0 or > 1."),
 ]
@@ -152,7 +152,7 @@ WRONG_UPDATES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"accumulator": np.ones((12, 16), np.float32)},
-        "slot `accumulator` has the shape [12,16], the table [12,8].",
+        "slot `accumulator` has the shape [12,16], but the table has [12,8].",
     ),
     ({"learning_rate": np.ones(2, np.float32)}, "the learning rate must be one number"),
 ]

@@ -164,7 +164,7 @@ def test_an_error_at_a_meeting_reaches_all():
 
     with pytest.raises(
         tf.errors.InvalidArgumentError,
-        match=r"value 0 of replica 1 is float\[3\], that of replica 0 is float\[2\]",
+        match=r"of replica 1 is float\[3\], but that of replica 0 is float\[2\]",
     ):
         strategy.run(step)
 
@@ -230,6 +230,6 @@ def test_a_run_can_be_cancelled():
 def test_an_all_reduce_outside_of_a_run_is_an_error():
     with pytest.raises(
         tf.errors.FailedPreconditionError,
-        match=r"belongs into SoftwareTPUStrategy\.run",
+        match=r"belongs in SoftwareTPUStrategy\.run",
     ):
         library.load().tpu_embedding_software_tpu_all_reduce(values=[tf.zeros(2)])

@@ -129,7 +129,7 @@ class Topology:
         """Returns whether `with_all_replicas` can be called in this replica.
 
         Only MirroredStrategy calls its function once for each replica, and its replicas
-        can meet only in the graph in which strategy.run began, not in a tf.function,
+        can wait for each other only in the graph of strategy.run, not in a tf.function,
         branch or loop inside of it.
         """
         context = self.run_context()

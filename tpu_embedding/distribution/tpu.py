@@ -16,8 +16,8 @@ from tpu_embedding import tpu_generations
 
 # Attribute of an input of a software TPU's program: the device that it comes from.
 INPUT_DEVICE_ATTRIBUTE = "_software_tpu_input_device"
-# Attribute of the `extended` of a TPUStrategy whose TPUs are only described: their
-# Generation.
+# Attribute of the `extended` of a TPUStrategy whose TPUs are only described. It holds
+# their Generation.
 DESCRIBED_GENERATION = "described_generation"
 
 
@@ -86,7 +86,7 @@ class TPUSystem:
 
     @property
     def cores_per_replica(self) -> int:
-        """The cores that work on one replica's part of the batch."""
+        """The number of cores that work on one replica's part of the batch."""
         return len(self.devices[0])
 
     @property
@@ -267,7 +267,7 @@ def find(device: Any, known: Sequence[str]) -> str | None:
     """Returns the known device that the user named, maybe in part, or None."""
     try:
         asked = tf.DeviceSpec.from_string(device)
-    except (TypeError, ValueError, AttributeError):  # No name of a device.
+    except (TypeError, ValueError, AttributeError):  # It is no name of a device.
         return None
     for own in known:
         spec = tf.DeviceSpec.from_string(own)

@@ -69,7 +69,7 @@ class Steps(abc.ABC):
         Args:
           batches: One batch, with an element for each feature; outside of strategy.run
             one batch for each replica.
-          call: The call.
+          call: What the engine needs to know about the call.
 
         Returns:
           The prepared form of each batch.
@@ -277,7 +277,7 @@ class Engine(Steps, TableStore):
 
     @classmethod
     def check(cls, options: EngineOptions) -> Channel | None:
-        """Decides whether an embedding can be made, when it is constructed.
+        """Checks whether the engine supports an embedding that is being constructed.
 
         Args:
           options: The arguments of the engine's constructor, still without stacks.

@@ -36,7 +36,7 @@ NOTHING_OWED = (
     "apply_gradients: no dequeued batch owes gradients; they can be applied once per "
     "dequeue."
 )
-_COUNTS, _OWED = -1, -2  # Keys; a waiting batch has its number as the key.
+_COUNTS, _OWED = -1, -2  # Keys; the key of a waiting batch is its number.
 
 
 def pack(tensors: Sequence[Any]) -> tf.Tensor:
@@ -97,7 +97,7 @@ class BatchRing:
         With `in_order` the calls of one graph wait for each other. Without it, a call
         that waits for the mutex while another call fails would hide that error.
         """
-        # The name of the op that ended the call before, in each graph.
+        # For each graph, the name of the op that ended the previous call.
         self._ended: weakref.WeakKeyDictionary[Any, str] | None = (
             weakref.WeakKeyDictionary() if in_order else None
         )

@@ -176,8 +176,8 @@ class TableCounts:
     """Sums over the counted updates of one table, and the last of them.
 
     Attributes:
-      ids: Ids that were looked up. None, as distinct_ids, rows_touched and hot_rows
-        are, if gradients do not name the rows of a batch.
+      ids: Ids that were looked up. If gradients do not name the rows of a batch, it is
+        None, and so are distinct_ids, rows_touched and hot_rows.
       invalid_ids: Ids that were dropped or taken modulo V; None if not known.
       samples: Samples of all features; None if not known.
       samples_without_ids: Samples that no id is looked up for; None if not known.
@@ -192,7 +192,7 @@ class TableCounts:
       vocabulary: Counts over all updates of a growing table, also those before
         telemetry: ids without a row, how many of these were admitted and refused, and
         rows that were evicted. Empty for other tables.
-      counted_steps: The table's counted updates; None: as in `Counts.counted_steps`.
+      counted_steps: The table's counted updates; if None, see `Counts.counted_steps`.
     """
 
     ids: int | None = 0

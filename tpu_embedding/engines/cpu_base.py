@@ -91,7 +91,7 @@ class StackedBatches:
         for k, stack in enumerate(self.layout.stacks):
             count = tf.cast(tables[stack.name].sample_count, tf.int64)
             if len(self._undeclared(k)) > 1:
-                # There must be as many as features, else the op would not run at all.
+                # Each feature must have a count, else the op would not run at all.
                 count = tf.ensure_shape(count, [len(stack.features)])
                 counts.update(zip(stack.features, tf.unstack(count), strict=True))
                 continue

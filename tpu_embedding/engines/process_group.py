@@ -41,7 +41,7 @@ def calling(name: str) -> Iterator[None]:
 
 
 class Traffic(NamedTuple):
-    """Counts what a process has exchanged so far.
+    """What a process has exchanged so far.
 
     Attributes:
       exchanges: The number of exchanges by phase.
@@ -196,7 +196,7 @@ class Channel:
         return tf.control_dependencies(newest)
 
     def _with_ended_run(self, runs: np.ndarray) -> np.ndarray:
-        """Adds the run of strategy.run that an exception ended after its enqueue."""
+        """Adds the run of strategy.run that raised an exception after its enqueue."""
         if self._enqueued is None or not tf.executing_eagerly():
             return runs
         run, thread = self._enqueued
@@ -233,7 +233,7 @@ class Channel:
             self.exchange(phase, nothing, text, role=role, lane=lane)
 
     def all_gather(self, phase: str, content: bytes, call: str = "") -> list[bytes]:
-        """Returns what each process passed, in order of processes; not in graphs."""
+        """Returns what each process passed, in order of processes; only eagerly."""
         return self.all_to_all(phase, [content] * self.size, call)
 
     def all_to_all(

@@ -1,4 +1,4 @@
-"""Functions of users: traced, and for learning rates evaluated once per update."""
+"""Calls functions of users: evaluates learning rates and traces rules."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Rates:
 
     @property
     def size(self) -> int:
-        """The number of scalars: one rate a table, then those of user functions."""
+        """The number of scalars: each table's rate, then those of user functions."""
         return len(self._rates) + len(self._others)
 
     def evaluate(self) -> tf.Tensor:
@@ -97,7 +97,7 @@ def evaluate_rate(rate: Callable[..., Any], updates: Any) -> tf.Tensor:
 def trace_function(
     table: str, what: str, function: Callable[..., Any], inputs: Sequence[Any]
 ) -> Any:
-    """Traces a rule or combiner; a note on its errors says which table it is of."""
+    """Traces a rule or combiner; a note on its errors names the table."""
     try:
         return tf.function(function, autograph=False).get_concrete_function(*inputs)
     except Exception as error:

@@ -26,7 +26,10 @@ class Declared:
 
 
 def from_input(path: str, feature: FeatureConfig, shape: Shape) -> Shape:
-    """Returns an input's output shape (docs/semantics.md); (rows, None) if ragged."""
+    """Returns the output shape of an input (docs/semantics.md).
+
+    `shape` is the shape of the input, (rows, None) if it is ragged.
+    """
     length = feature.max_sequence_length
     if length and len(shape) != 2:
         raise ValueError(

@@ -10,7 +10,8 @@ import numpy as np
 from tpu_embedding.layout.partition import Division, Run
 from tpu_embedding.vocabulary import mix_bits
 
-# Owners of divided tables: divided by rows, or if growing by a hash of each id.
+# Owners of divided tables. Static tables are divided by rows, growing ones by a hash
+# of each id.
 ALL_PROCESSES, BY_ID = -1, -2
 
 
@@ -74,7 +75,10 @@ class Placement:
         return kind(self.num_processes)
 
     def part(self, table: int) -> tuple[int, int]:
-        """Returns (index of this process's part, if any, how many parts) of a table."""
+        """Returns the index of this process's part of a table, and the number of parts.
+
+        A whole table is one part, whether this process has it or not.
+        """
         return (self.process, self.num_processes) if self.is_divided(table) else (0, 1)
 
     def within(self, table: int, start: int, stop: int) -> Run:

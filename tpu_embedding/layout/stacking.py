@@ -70,7 +70,7 @@ class TableLayout:
 
     @property
     def end(self) -> int:
-        # First row of each shard after the rows of the table.
+        # This is the first row of each shard after the rows of the table.
         rows = self.unsharded_padded_shape[0] // self.num_sparse_cores
         return self.sparse_core_shard_row_offset + rows
 

@@ -265,7 +265,7 @@ def _check_weight_structure(feature: FeatureInput) -> list[Check]:
 def _check_entries(
     feature: FeatureInput, row: tf.Tensor, ids: tf.Tensor, weights: tf.Tensor | None
 ) -> list[Check]:
-    """Makes checks of weights (if `check_numerics`), ids (not dropped or wrapped)."""
+    """Returns checks of weights, if `check_numerics`, and of ids, if they can fail."""
     config = feature.table.config
     finite = valid = None
     if feature.check_numerics and weights is not None:

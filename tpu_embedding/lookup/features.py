@@ -139,7 +139,7 @@ class FeatureLookup:
         ]
 
     def _positions(self, spec: FeatureSpec, batch: IdBatch) -> int:
-        """Returns how many positions each ragged row has as one sample, else 0."""
+        """Returns how many positions each ragged row has; 0 if it has not several."""
         if batch.kind is not InputKind.RAGGED:
             return 0
         positions = self.positions.get(spec.path, 0)

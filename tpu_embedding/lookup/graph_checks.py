@@ -1,4 +1,4 @@
-"""Raises errors by TensorFlow's ops, the same ones in graphs as eagerly.
+"""Raises errors by TensorFlow's ops: the same errors in graphs as eagerly.
 
 Eagerly a failed check raises an exception. In a graph an op fails, so ops that must
 not run after a failed check need the control inputs that the check returns.

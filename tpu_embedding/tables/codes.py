@@ -46,7 +46,7 @@ def encode(
     offset = ((low + high) / 2).astype(_BFLOAT16)
     middle = (levels - 1) / 2
     spread = np.maximum(high - offset.astype(np.float64), offset - low)
-    # Enlarged, because rounding to bfloat16 may reduce it: the ends stay in range.
+    # Rounding to bfloat16 may reduce the scale. The factor keeps the ends in range.
     scale = (spread * (1 + 2.0**-8) / middle).astype(_BFLOAT16)
     steps = np.divide(
         precise - offset.astype(np.float64),

@@ -28,7 +28,7 @@ _KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def first_values(spec: TableSpec) -> tuple[str, float, float]:
-    """Returns what rows of a growing table start as: the kind, and its two numbers."""
+    """Returns the kind of first values of a growing table, and their two numbers."""
     initializer = spec.config.initializer
     if initializer is None:
         return "truncated_normal", 0.0, 1.0 / math.sqrt(spec.config.dim)
@@ -53,7 +53,7 @@ def first_values(spec: TableSpec) -> tuple[str, float, float]:
 
 
 def first_rows(spec: TableSpec, ids: tf.Tensor) -> tf.Tensor:
-    """Returns what the rows of ids start as, by TensorFlow's ops.
+    """Computes the first values of the rows of ids, by TensorFlow's ops.
 
     The bits equal those of core/first_values.h, which updates use: both do the same
     float64 arithmetic in the same order.
@@ -87,7 +87,7 @@ def first_rows(spec: TableSpec, ids: tf.Tensor) -> tf.Tensor:
 
 
 def first_stored(spec: TableSpec, ids: tf.Tensor) -> dict[str, np.ndarray]:
-    """Returns the arrays that store `first_rows`, by name; eagerly."""
+    """Returns the arrays that store `first_rows`, by name. Runs only eagerly."""
     values = first_rows(spec, ids)
     if not spec.config.storage.is_coded:
         return {PARAMETERS: values.numpy()}
@@ -98,7 +98,7 @@ def first_stored(spec: TableSpec, ids: tf.Tensor) -> dict[str, np.ndarray]:
 
 
 def first_values_read(spec: TableSpec, ids: tf.Tensor) -> tf.Tensor:
-    """Computes what lookups read of `first_rows`: float32 [n, dim], in TensorFlow."""
+    """Computes `first_rows` as lookups read them, float32 [n, dim]; works in graphs."""
     values = tf.cast(first_rows(spec, ids), tf.float32)
     if not spec.config.storage.is_coded:
         return values
@@ -171,7 +171,7 @@ def check_growth(spec: TableSpec) -> None:
 
 
 def first_slots(spec: TableSpec) -> list[float]:
-    """Returns what rows of the slots of a growing table start as."""
+    """Returns the first value of each slot of a growing table."""
     optimizer = spec.optimizer
     if optimizer is None:
         return []

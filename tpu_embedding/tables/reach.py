@@ -45,7 +45,7 @@ class Reach:
         del call
 
     def reader(self, stored: StoredReader) -> StoredReader:
-        """Returns a reader of the whole table in any graph, given that of rows here."""
+        """Returns a reader of the whole table in any graph; `stored` reads a part."""
         return stored
 
     def variables(self, stored: StoredReader) -> Sequence[Any]:
@@ -191,7 +191,7 @@ def _not_whole() -> NotImplementedError:
 
 
 class OnServers(Reach):
-    """How the coordinator reaches tables on servers; if one is lost, calls raise."""
+    """How the coordinator reaches tables on servers; calls raise if one is lost."""
 
     def __init__(self, coordinator: ClusterCoordinator) -> None:
         self._coordinator = coordinator
@@ -305,7 +305,7 @@ class MergedOrder:
 
 
 class MergedRows(TableRows):
-    """A matrix, or a vector in files, of the entries of all parts.
+    """A matrix of the entries of all parts; in files it may be a vector.
 
     All processes must call a read with the same range.
     """
@@ -323,7 +323,7 @@ class MergedRows(TableRows):
           order: The order of the rows.
           name: The name of the matrix in the table.
           like: An array without rows, of the columns and dtype of a part.
-          read: Returns a slice of rows of a part here, by the part's number.
+          read: Returns a slice of a part's rows, given the number of the part here.
         """
         super().__init__((order.length, math.prod(like.shape[1:])), like.dtype)
         self.file_shape = (order.length, *like.shape[1:])

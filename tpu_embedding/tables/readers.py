@@ -17,7 +17,7 @@ class TableReader(abc.ABC):
 
     @abc.abstractmethod
     def read(self, rows: tf.Tensor) -> tf.Tensor:
-        """Returns the rows, float32 [n, D], for int64 [n]."""
+        """Returns the rows with these numbers, int64 [n], as float32 [n, D]."""
 
     def operand(self, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns data, float32 [m, D], and the rows' indices in it, int64 [n]."""

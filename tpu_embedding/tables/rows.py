@@ -46,7 +46,7 @@ def by_checkpoint_name(tables: Mapping[str, Mapping[str, _T]]) -> dict[str, _T]:
 
 
 def stored_arrays(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arrays that store parameters (for int8 two) and slots, by name."""
+    """Returns the arrays that store parameters (two for int8) and slots, by name."""
     parameters = arrays[PARAMETERS]
     return {**arrays, **(parameters.coded or {PARAMETERS: parameters})}
 
@@ -67,7 +67,7 @@ class ProcessGroup(Protocol):
         ...
 
     def all_gather(self, phase: str, content: bytes, call: str = "") -> list[bytes]:
-        """Returns what each process passed, in their order."""
+        """Returns what each process passed, in the order of the processes."""
         ...
 
     def all_to_all(
@@ -187,7 +187,7 @@ class MutableTableRows(TableRows):
 
     def restore(self, values: Any) -> None:
         """Replaces all rows by a tensor, in a graph in which TensorFlow restores."""
-        raise NotImplementedError(f"{self} is written eagerly.")
+        raise NotImplementedError(f"{self} can be written only eagerly.")
 
     def assign(self, values: Any) -> None:
         """Replaces all rows by those of an array or tensor, slice by slice."""
@@ -287,7 +287,7 @@ def unstacked(
 def _runs_in_stack(
     layout: TableLayout, stack_rows: int, start: int, stop: int
 ) -> Iterator[Run]:
-    """Yields where rows of a table are in its stack, the only part: a run per shard."""
+    """Yields where rows of a table are in its stack (part 0), a run for each shard."""
     height = stack_rows // layout.division.parts
     for shard, first, within in layout.division.runs(start, stop):
         yield Run(0, shard * height + first, within)

@@ -315,7 +315,7 @@ class RowChanges:
         self._reach, self.group = reach, reach.group
 
     def mark(self, rows: Sequence[Any]) -> None:
-        """Marks rows, arrays or tensors int64 [n] for each table, as changed.
+        """Marks rows of each table as changed; `rows` has int64 [n] for each table.
 
         For a growing table they are ids, with or without a row.
         """

@@ -189,7 +189,7 @@ def unsaved(variable: Any) -> Any:
 
 
 class _UnsavedVariable(SavesNothing, resource_variable_ops.BaseResourceVariable):
-    """A variable in the memory of another one, as h5 files take only variables."""
+    """A variable in the memory of another one: h5 files accept only variables."""
 
     def __init__(self, variable: Any) -> None:
         super().__init__(

@@ -264,7 +264,7 @@ def _create(values: FirstValues, places: Sequence[Place]) -> list[tf.Variable]:
     return made
 
 
-_BLOCK_BYTES = 4 << 20  # The bytes of a matrix from which rows are made at a time.
+_BLOCK_BYTES = 4 << 20  # Rows are made from a block of a matrix of this size.
 
 
 def _create_part(
@@ -377,7 +377,7 @@ def create_state(
 
 
 def require_memory(sizes: Mapping[str, int], root: pathlib.Path = _ROOT) -> None:
-    """Fails if variables of these sizes in bytes do not fit; `root` is the system's."""
+    """Fails if variables of so many bytes do not fit; `root` has /proc and /sys."""
     available = available_bytes(root)
     if available is not None and sum(sizes.values()) > available:
         largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:4]

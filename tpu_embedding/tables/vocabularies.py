@@ -134,7 +134,7 @@ class QueueVocabulary(StoredVocabulary):
     ) -> None:
         """Takes the table from the plan of the part, and its variables.
 
-        `find` returns what lookups of ids read in the table with an index.
+        `find(index, ids)` returns what lookups of ids read in the table with the index.
         """
         self.part, self._find = part, find
         self._spec, self.arrays = spec, arrays
@@ -375,7 +375,10 @@ class Vocabulary(tf.__internal__.tracking.Trackable):
         return updates_begun(self._spec.name, self._read([], "updates of")["state"])
 
     def read(self) -> Arrays:
-        """Returns all of `StoredVocabulary.read`; outside of jobs no part changes."""
+        """Returns what `StoredVocabulary.read` returns, of all parts.
+
+        Outside of jobs it reads each part at one moment.
+        """
         return dict(self.read_in_turn())
 
     def read_in_turn(self) -> Iterator[tuple[str, np.ndarray]]:
@@ -492,7 +495,7 @@ def served_rows(
 def _last_row(
     spec: TableSpec, stored: Mapping[str, np.ndarray | TableRows]
 ) -> dict[str, np.ndarray]:
-    """Returns the row after those of the ids, [1, C] by name, if no update made it."""
+    """Returns the row after those of the ids, [1, C] by name, as before any update."""
     if spec.growth.unknown == "shared_row":
         return first_stored(spec, tf.constant([SHARED_ID], tf.int64))
     return {name: np.zeros((1, *r.shape[1:]), r.dtype) for name, r in stored.items()}

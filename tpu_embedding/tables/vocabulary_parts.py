@@ -145,7 +145,10 @@ def joined_parts(parts: Sequence[Arrays]) -> Arrays:
 def _divided(
     whole: Arrays, states: np.ndarray, number: int, shared: int
 ) -> list[Arrays]:
-    """Returns a table's parts: those that were joined, or others with rows in order."""
+    """Divides a table into the parts that were joined, if their number is the same.
+
+    Otherwise the parts are new, with their rows in order.
+    """
     owners = IdDivision(number).owner(whole["ids"])
     if len(states) == number == 1:
         return [whole | {"state": states[0]}]

@@ -183,7 +183,7 @@ def make_waiting(variable: Any, cls: type[TableVariable]) -> bool:
         and own.sparse_read is _Variable.sparse_read
         and own._read_variable_op is _Variable._read_variable_op
     )
-    is_matrix = variable.shape.rank in (2, None)  # Those on servers have no rank.
+    is_matrix = variable.shape.rank in (2, None)  # On servers it is unknown.
     if reads_as_usual and is_matrix and variable.dtype.is_floating:
         object.__setattr__(variable, "__class__", cls)
     return isinstance(variable, cls)

@@ -67,7 +67,7 @@ class LocalServers:
             raise
 
     def start(self, job: str, task: int) -> None:
-        """Starts one task, also again after its process has ended.
+        """Starts one task, or restarts it after its process has ended.
 
         Args:
           job: "worker" or "ps".

@@ -135,7 +135,7 @@ def call(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     own_kwargs: Any = distribute_utils.select_replica(context.number, kwargs)
     token = _merging.set(None)
     try:
-        # This is a new one: a context entered twice does not restore what it found.
+        # The context is new: one that is entered twice does not restore what it found.
         with _ReplicaContext(context.strategy, context.number):
             return fn(*own_args, **own_kwargs)
     finally:

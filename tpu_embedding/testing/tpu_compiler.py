@@ -1,4 +1,4 @@
-"""The process that compiles: traces a step, lowers and compiles it, prints JSON.
+"""Traces, lowers and compiles a step, and prints JSON, in a process of its own.
 
 `tpu_embedding.testing.compile_step` runs it as `python -m`, with the environment that
 keeps libtpu off the network. It uses private interfaces of TensorFlow 2.20 and jaxlib
@@ -162,7 +162,7 @@ class _Cut:
         )
 
     def _source(self, tensor: Any) -> Any:
-        """Returns the tensor that identities on the TPU pass on, if it is not on it."""
+        """Skips identities on the TPU that only pass on a tensor from outside of it."""
         found = tensor
         while (
             found.dtype != tf.resource
@@ -421,7 +421,7 @@ def check(
     topology: str,
     reached: Callable[[str], None] = lambda stage: None,
 ) -> dict[str, Any]:
-    """Traces, lowers and compiles a step; returns facts. Tells `reached` each stage."""
+    """Traces, lowers and compiles a step; returns facts. Calls `reached` per stage."""
     import libtpu
 
     generation, num_devices = tpu_generations.topology(topology)
@@ -477,7 +477,7 @@ def check(
 
 
 def refused_ops(graph: tf.Graph, message: str) -> list[str]:
-    """Returns the kinds of ops that a message refuses, and the lines of the user."""
+    """Returns the kinds of ops that a message refuses, and the user's lines."""
     found = {}
     kinds = {*_REFUSED.findall(message)}
     for op in graph.get_operations():

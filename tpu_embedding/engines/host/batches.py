@@ -92,7 +92,7 @@ class HostBatches:
             return packed if raises else packed._replace(refusal=result.refusal)
 
     def from_tensors(self, features: PreprocessedFeatures) -> tf.Tensor:
-        """See `Steps.from_tensors`: the op that takes it raises errors in values."""
+        """See `Steps.from_tensors`; the op that takes the result raises its errors."""
         stacks = [features.tables[s.name] for s in self.stacks.layout.stacks]
         with tf.device(self.device):
             shapes = [tf.cast(shape, tf.int64) for shape in features.output_shapes]

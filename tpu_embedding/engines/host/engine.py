@@ -423,7 +423,7 @@ class HostEngine(Engine, StepQueue):
     def from_tensors(
         self, features: PreprocessedFeatures, *, looked_up: bool
     ) -> Prepared:
-        """See `Steps.from_tensors`: the op that takes it raises errors in values."""
+        """See `Steps.from_tensors`; the op that takes the result raises its errors."""
         tensors = super().from_tensors(features, looked_up=looked_up).tensors
         assert tensors is not None
         return Prepared(self._batches.from_tensors(tensors), tensors)

@@ -256,7 +256,7 @@ class TablePart:
             self.apply(self._ops.tpu_embedding_flush(queue=self.handle))
 
     def reset(self) -> None:
-        """Forgets batches, owed gradients and the pending update."""
+        """Discards batches, owed gradients and the pending update."""
         with tf.device(self.device):
             self._ops.tpu_embedding_reset(queue=self.handle, counters=self._counters)
 

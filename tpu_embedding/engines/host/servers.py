@@ -244,7 +244,7 @@ class ParameterServerEngine(HostEngine):
 
     def _apply_parts(self) -> None:
         for part in self._parts:
-            part.apply_all()  # Rows may wait.
+            part.apply_all()  # Waiting rows need not catch up.
 
     def _flush_parts(self) -> None:
         for part in self._parts:
@@ -252,7 +252,7 @@ class ParameterServerEngine(HostEngine):
             part.catch_up()
 
     def reset(self) -> None:
-        self._eager = _Steps()  # Those of functions end with them.
+        self._eager = _Steps()  # The steps of a function end with it.
         super().reset()
 
 

@@ -1,4 +1,4 @@
-"""The engine for any device: the same numbers from TensorFlow's ops, in one replica."""
+"""The engine for any device: it runs one replica with TensorFlow's ops."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class PortableEngine(Engine, StepQueue):
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
-        """Lets in one eager call at a time, on the CPU; graphs run at any time."""
+        """Runs one eager call at a time, on the CPU; graphs may run at any time."""
         with self._lock, tf.device(self._host):
             yield
 

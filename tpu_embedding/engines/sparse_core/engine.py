@@ -401,7 +401,10 @@ class SparseCoreEngine(Engine):
     def _updated(
         self, inputs: UpdateInputs, is_there: tf.Tensor
     ) -> list[tuple[Any, tf.Tensor]]:
-        """Returns each variable of the stacks with its updated value, if `is_there`."""
+        """Returns each variable of the stacks with its value after an update.
+
+        `is_there` is False if `inputs` hold no update; then no value changes.
+        """
         changes = []
         for partitioned, stack, functions in self._each_stack():
             optimizer = self._plan.tables[stack.stack.tables[0]].optimizer
@@ -481,7 +484,7 @@ class SparseCoreEngine(Engine):
         self._assign_together(changes)
 
     def _in_replicas(self, function: Any) -> None:
-        """Calls `function` in this replica, or from outside in each replica."""
+        """Calls `function` in this replica; outside of replicas, in each of them."""
         topology = self._topology
         if topology.replica() is None:
             topology.strategy.run(function)

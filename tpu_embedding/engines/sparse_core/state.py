@@ -107,7 +107,7 @@ class StackState:
         return {PARAMETERS: self.parameters, **self.slots}
 
     def read_combiner_weights(self) -> tf.Tensor:
-        """Returns the weights of the CustomCombiner in one replica; [0] for none."""
+        """Returns the CustomCombiner's weights in one replica; none give shape [0]."""
         if self.combiner_weights is None:
             return tf.zeros([0])
         return self.combiner_weights.read_value()
@@ -240,7 +240,7 @@ def _create_combiner_weights(name: str, combiner: CustomCombiner | None) -> Any:
 
 
 def _start(slot: Slot, shape: tuple[int, int]) -> tf.Tensor:
-    """Returns the first value of a part; callable initializers fill it by table."""
+    """Returns the first value of a part; `_fill_slots` calls callable initializers."""
     start = 0.0 if callable(slot.initial_value) else slot.initial_value
     return tf.fill(shape, start)
 

@@ -142,7 +142,8 @@ class TPUV2V4Engine(Engine):
     ) -> list[Prepared]:
         """See `Steps.prepare`: plain tensors are what the enqueue op takes."""
         if not call.tensors:
-            return [Prepared(list(batch)) for batch in batches]  # The queue does it.
+            # The queue prepares them.
+            return [Prepared(list(batch)) for batch in batches]
         return [Prepared(None, self._tensors_of(batch)) for batch in batches]
 
     def _tensors_of(self, batch: Sequence[IdBatch]) -> PreprocessedFeatures:
@@ -413,7 +414,7 @@ class HostArray(ShardedArray):
 
 
 class HostTable:
-    """Copies on the hosts of one table and its slots, loaded and retrieved by ops.
+    """The hosts' copies of one table and its slots, which ops load and retrieve.
 
     Host h of H has the rows [h * V / H, (h + 1) * V / H); the first hosts have one more
     row if H does not divide V.

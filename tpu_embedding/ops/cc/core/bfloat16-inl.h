@@ -25,7 +25,7 @@ constexpr uint32_t kInfinity = 0x7F800000;
 constexpr uint32_t kLargest =
     0x7F7FFFFF;  // the bfloat16 0x7F7F and what is cut
 constexpr uint32_t kLargestOfSum = kLargest - 0xFFFF;  // with any random bits
-constexpr uint32_t kQuiet = 0x00400000;  // makes a NaN of whatever is cut
+constexpr uint32_t kQuiet = 0x00400000;  // keeps a NaN a NaN, whatever is cut
 
 // One word of each of kRandomBlocks blocks, for rows that fill a register.
 template <class F32xN>

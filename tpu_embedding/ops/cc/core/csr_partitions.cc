@@ -42,7 +42,7 @@ int64_t MergeGains(const CsrEntries& entries, Partitions* partitions) {
   float* const gains = partitions->gains.data();
   const bool merge = entries.form == CsrForm::kGains;
   int64_t last = -1;
-  uint64_t before = ~uint64_t{0};  // no entry is so
+  uint64_t before = ~uint64_t{0};  // no entry has this word
   float gain = 0.0f;
   for (int64_t i = 0; i < entries.size; ++i) {
     const CsrPayload payload = payloads[static_cast<uint32_t>(words[i])];

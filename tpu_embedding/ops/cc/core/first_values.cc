@@ -112,7 +112,7 @@ TPU_EMBEDDING_INLINE void ToQuantiles(double* values) {
   for (int i = 0; i < kColumns; ++i) values[i] = QuantileInside(values[i]);
   for (int k = 0; k < count; k += kTailsAtOnce) {
     for (int i = 0; i < kTailsAtOnce; ++i) {
-      tails[k + i] = QuantileInTail(tails[k + i]);  // Some mean nothing.
+      tails[k + i] = QuantileInTail(tails[k + i]);  // Some are only padding.
     }
   }
   for (int k = 0; k < count; ++k) values[places[k]] = tails[k];

@@ -55,11 +55,11 @@ struct IdleRule {
   std::vector<double> fades;         // by slot
   std::array<float, 4> follow = {};  // power, l1, l2 and beta of Ftrl
   std::vector<double> nodes;         // one, if the move needs none
-  bool powers = false;               // n times one node: powers of a share
+  bool powers = false;               // one node n times, for powers of a share
   std::vector<double> node_weights;  // [horizon, nodes], row-major
   bool decays = false;
   std::string name;   // of the table
-  int64_t owner = 0;  // the optimizer that this is of
+  int64_t owner = 0;  // the optimizer that it belongs to
   // How `fades` shrink each slot in 0, 1, ... steps; may be empty. Most rows
   // wait for only a few steps.
   std::vector<std::array<Shrink, kFewSteps>> few_fades;

@@ -56,7 +56,7 @@ template <class Words>
 TPU_EMBEDDING_INLINE RowRange RangeOf(const float* values, int64_t dim) {
   using F32xN = FloatsOf<Words>;
   constexpr int64_t kLanes = kWidth<F32xN>;
-  float padded[kLanes];  // of a row that is narrower, as no table is
+  float padded[kLanes];  // for narrower rows, which no table has
   if (dim < kLanes) {
     std::fill_n(padded, kLanes, values[0]);
     std::copy_n(values, dim, padded);
@@ -117,7 +117,7 @@ inline std::array<BFloat16, 2> GridOf(const RowRange& range) {
   finite &= std::isfinite(offset);
   const BFloat16 used = step >= kSmallestScale ? scale : BFloat16{0};
   const BFloat16 start =
-      NearestBFloat16(WithoutDenormals(offset) + 0.0f);  // Nor -0.
+      NearestBFloat16(WithoutDenormals(offset) + 0.0f);  // -0 becomes 0.
   return {finite ? used : kNotANumber, finite ? start : BFloat16{0}};
 }
 

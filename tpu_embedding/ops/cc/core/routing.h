@@ -65,7 +65,7 @@ inline int OwnerOf(int64_t id, int size) {
 
 // Where the tables are.
 struct Placement {
-  int rank = 0;             // this owner; of a worker without meaning
+  int rank = 0;             // this owner; without meaning in a worker
   int size = 1;             // owners: the processes of the job, or the servers
   bool served = false;      // the owners are servers
   std::vector<int> owners;  // by table, or kAllProcesses

@@ -64,7 +64,7 @@ struct TableEntries {
   std::vector<FeatureEntries> features;
   int64_t vocabulary_size = 0;
   RowGroups* groups = nullptr;
-  bool places = false;  // to be found; only of a table with one feature
+  bool places = false;  // find them; only for a table with one feature
 };
 
 // Groups the entries of each table. Samples are numbered through its features

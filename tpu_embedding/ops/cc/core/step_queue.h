@@ -461,7 +461,7 @@ class StepQueue {
     int64_t number = 0;
     bool training = false;
     std::vector<StepPart> replicas;
-    bool refused = false;  // its gradients, in some process
+    bool refused = false;  // some process refused its gradients
   };
   // A step past the queue, until it is an update: what each replica submitted.
   using Submissions = std::vector<std::optional<Part>>;
@@ -680,7 +680,7 @@ class StepQueue {
   std::vector<bool> last_was_training_;  // by replica: of the last dequeue
   // The run of the last enqueue, dequeue and lookup of each replica.
   Runs enqueue_runs_, dequeue_runs_, lookup_runs_;
-  std::optional<int64_t> failed_;  // a step discarded
+  std::optional<int64_t> failed_;  // a discarded step
   std::vector<int> arrived_;       // replicas that have begun it
   // For a job: the run that enqueued last, how many more batches it has
   // enqueued than dequeued, whether it dequeues them, and whether its lookup

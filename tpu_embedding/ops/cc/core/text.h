@@ -10,7 +10,7 @@ namespace tpu_embedding {
 
 template <class... Parts>
 std::string Concat(const Parts&... parts) {
-  // Some systems of TensorFlow lack the constructor without an argument.
+  // Some systems of TensorFlow users lack the constructor without arguments.
   std::ostringstream text(std::ios_base::out);
   (text << ... << parts);
   return text.str();

@@ -35,7 +35,7 @@ struct TableView {
 
 // Catches up the row of a table with `waiting`, before its gradient is applied.
 void EndWait(const TableView& table, int64_t row, float* weights);
-// Prefetches what EndWait reads; see WaitingRows::Prefetch.
+// Prefetches what EndWait reads; see WaitingRows::PrefetchSince.
 void PrefetchWait(const TableView& table, int64_t far, int64_t near);
 
 // One step's gradients for a table.

@@ -42,12 +42,12 @@ enum class Eviction { kNone, kLeastRecent, kLeastFrequent, kAge };
 struct VocabularyOptions {
   std::string table;  // for messages
   int64_t max_rows = 0;
-  int64_t min_rows = 0;  // evictions leave as many
+  int64_t min_rows = 0;  // evictions leave so many ids
   int64_t min_count = 1;
   int64_t max_candidates = 0;
   Eviction eviction = Eviction::kNone;
   int64_t max_age = 0;
-  bool has_clock = false;  // which updates pass, and by which rows age
+  bool has_clock = false;  // updates pass a clock, by which rows age
   Unknown unknown = Unknown::kZeros;
   bool shares_when_full = false;  // else an error
   FirstValues first_values;

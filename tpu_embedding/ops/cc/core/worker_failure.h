@@ -14,8 +14,9 @@
 namespace tpu_embedding {
 
 // Copying a std::exception_ptr needs the libstdc++ of GCC 12, which not every
-// system of TensorFlow has. This class carries the one kind of exception that
-// callers tell apart, std::bad_alloc, and the text of all others.
+// system that TensorFlow runs on has. This class carries the one kind of
+// exception that callers tell apart, std::bad_alloc, and the text of all
+// others.
 class WorkerFailure {
  public:
   // Runs `body` in any thread, and keeps what it throws.
@@ -30,7 +31,7 @@ class WorkerFailure {
         throw std::runtime_error(text);
       });
     } catch (...) {
-      Keep([] { throw std::runtime_error("A worker threw no exception."); });
+      Keep([] { throw std::runtime_error("A worker threw a non-exception."); });
     }
   }
 

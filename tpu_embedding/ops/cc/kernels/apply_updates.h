@@ -29,9 +29,9 @@ struct WaitingStep {
   tensorflow::Tensor steps;  // see AdvanceTable
 };
 
-// Applies updates to the variables behind the resource inputs `tables` and
-// `slots`. An error before the first update leaves it in the queue. Each update
-// is a step of `waiting`, if there is one.
+// Applies updates to the variables behind the resource inputs `arrays`. An
+// error before the first update leaves it in the queue. Each update is a step
+// of `waiting`, if there is one.
 absl::Status ApplyUpdates(tensorflow::OpKernelContext* context,
                           StepQueueResource* resource, const NextUpdate& next,
                           WaitingStep* waiting = nullptr);

@@ -37,7 +37,7 @@ REGISTER_OP("TpuEmbeddingMarkRows")
 Marks rows as changed for a consumer. From its first call on, updates mark the
 rows that they change.
 
-rows: of each table; of a growing table ids, with or without a row.
+rows: the rows of each table; for a growing table ids, with or without a row.
 )doc");
 
 REGISTER_OP("TpuEmbeddingTakeRows")
@@ -48,10 +48,10 @@ REGISTER_OP("TpuEmbeddingTakeRows")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::UnknownShape)
     .Doc(R"doc(
-The rows that changed since the consumer last committed. Rows that change from
-now on are those of its next delta, too.
+Returns the rows that changed since the consumer last committed. Rows that
+change from now on are in its next delta, too.
 
-rows: of each table, ascending, each once; none of growing tables.
+rows: the rows of each table, ascending, each once; empty for growing tables.
 )doc");
 
 REGISTER_OP("TpuEmbeddingTakeIds")
@@ -68,14 +68,14 @@ REGISTER_OP("TpuEmbeddingTakeIds")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::UnknownShape)
     .Doc(R"doc(
-TpuEmbeddingTakeRows of a growing table.
+Does what TpuEmbeddingTakeRows does, for a growing table.
 
-arrays: what stores its rows.
-ids: those with rows, ascending.
+arrays: the variables that store its rows.
+ids: changed ids that have rows, ascending.
 deleted: ids that lost their rows, ascending.
 size: [1], the number of all ids that have rows.
-rows: of each of `arrays` those of the ids, and then the row that ids share, if it
-  is there.
+rows: from each of `arrays` the rows of the ids, and then the row that ids
+  share, if it exists.
 )doc");
 
 REGISTER_OP("TpuEmbeddingCommitRows")

@@ -45,8 +45,8 @@ REGISTER_OP("TpuEmbeddingChannelStatistics")
       return absl::OkStatus();
     })
     .Doc(R"doc(
-Exchanges begun and bytes sent so far, by phase; and by process the time until
-what it sent had arrived.
+Returns how many exchanges began and how many bytes were sent so far, by phase,
+and how long it took until the messages of each process had arrived.
 )doc");
 
 class ChannelOp : public tensorflow::OpKernel {

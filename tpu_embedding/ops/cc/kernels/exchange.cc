@@ -63,17 +63,17 @@ wait for them.
 
 queues: none, or the step queue of this process: steps that are refused, or that
   some process has left, are noted there or discarded.
-runs: [0] in graphs; eagerly a number of this run of strategy.run, 0 outside;
-  after it, where there is one, a run that an exception has ended.
-messages: for each process, of multiples of 64 bytes. That for this process
-  itself is returned as it is.
+runs: empty in graphs. Eagerly it has the number of this run of strategy.run, or
+  0 outside; then, if there is one, that of a run that an exception has ended.
+messages: the message to each process, of a multiple of 64 bytes. The message to
+  this process itself is returned as it is.
 refusal: "", or a code and a text: see kernels/channel.h.
 call: what the user called, with the arguments that must be alike everywhere.
-received: from each process.
+received: the message from each process.
 phase: which exchange of a step it is.
 lane: the exchanges that it is ordered among, "step" or "enqueue". In a graph an
   enqueue in the lane "step" is followed by a dequeue.
-role: what it is of a step: see kernels/channel.h.
+role: its role in a step: see kernels/channel.h.
 )doc");
 
 // After this time a log line names the processes that are still missing.

@@ -41,12 +41,12 @@ REGISTER_OP("TpuEmbeddingFileRows")
       return absl::OkStatus();
     })
     .Doc(R"doc(
-Rows of a matrix in a file, which is not read whole.
+Reads rows of a matrix in a file, without reading the whole file.
 
-rows: [n], those that are read.
+rows: [n], the rows to read.
 values: [n, columns].
-shape: that of the matrix.
-path: the file, rows one after the other.
+shape: the shape of the matrix.
+path: the file, which has the rows one after the other.
 )doc");
 
 class FileRowsOp : public tensorflow::OpKernel {

@@ -213,7 +213,7 @@ absl::Status GrowingTable::CheckRoomLocked(
   if (vocabulary_->options().shares_when_full) return absl::OkStatus();
   Query query;
   for (const SharedBatch& batch : batches) AddSources(*batch, &query.sources);
-  int64_t num_new = 0;  // at most
+  int64_t num_new = 0;  // an upper bound
   {
     const std::lock_guard<std::mutex> front(front_mutex_);
     for (const SharedBatch& batch : batches) {

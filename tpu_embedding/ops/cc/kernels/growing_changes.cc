@@ -92,7 +92,7 @@ absl::Status GrowingTable::TakeIds(const std::vector<Variable>& stored,
   std::sort(lost.taken.begin(), lost.taken.end());
   lost.taken.erase(std::unique(lost.taken.begin(), lost.taken.end()),
                    lost.taken.end());
-  for (const int64_t id : lost.taken) {  // Some came back.
+  for (const int64_t id : lost.taken) {  // Some have rows again.
     int32_t row;
     vocabulary_->Find(&id, 1, &row);
     if (row == kNoRow) changes->deleted.push_back(id);

@@ -147,7 +147,7 @@ void GrowingTable::WriteFirst(int64_t id, int64_t row) const {
       std::vector<float> floats(plan_.dim);
       values.Write(id, plan_.dim, floats.data());
       char* const grid = arrays_[1].row(row);
-      std::memset(grid, 0, arrays_[1].row_bytes());  // None is kept.
+      std::memset(grid, 0, arrays_[1].row_bytes());  // No old grid is kept.
       Rounding rounding;
       rounding.seed = plan_.rounding_seed;
       RowsToCode rows;

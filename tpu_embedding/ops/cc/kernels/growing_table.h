@@ -99,7 +99,7 @@ class GrowingTable {
   // update. A repetition gives what the lookup for training gave before.
   struct Search {
     GrowingTable* table;
-    std::vector<tensorflow::Var*> stored;  // as of StoredRows
+    std::vector<tensorflow::Var*> stored;  // see StoredRows
     Found* found;
   };
   static absl::Status Find(const SharedBatch& batch, Purpose purpose,
@@ -136,7 +136,7 @@ class GrowingTable {
       return {(*sources_[source])[feature], rows_[source][feature]};
     }
     int64_t num_rows() const { return num_rows_ + 1; }
-    // Returns the rows that began with this update, and their ids.
+    // Returns the rows that this update created, and their ids.
     const std::vector<Vocabulary::RowOfId>& created() const { return created_; }
 
     // Removes the entries that are dropped.

@@ -29,11 +29,11 @@ REGISTER_OP("TpuEmbeddingEncodeRows")
       return absl::OkStatus();
     })
     .Doc(R"doc(
-What a table of int8 stores for values.
+Returns what an int8 table stores for values.
 
 values: [n, dim].
-rows: [n], which rows of the table they are, for the random bits.
-seed: that of the table, scalar.
+rows: [n], the numbers of these rows in the table, for the random bits.
+seed: the rounding seed of the table, a scalar.
 codes: [n, dim].
 grids: [n, 2], the scale and the offset of each row.
 )doc");

@@ -48,18 +48,20 @@ REGISTER_OP("TpuEmbeddingLookup")
       return absl::OkStatus();
     })
     .Doc(R"doc(
-Looks a batch up: the one given, past the queue, or the next one in the queue.
+Looks up a batch: the given one, past the queue, or the next one in the queue.
 
 batches: one batch, whose gradients may or may not follow by TpuEmbeddingUpdate,
   so that any number of lookups can share a step; or none: the oldest one queued
   for `replica`, which then owes its gradients if it is for training.
 arrays: the variables of the tables, and then the slots of all tables, if rows of
   any wait for their gradients.
-runs: [0] in strategy.run in a graph; eagerly a number of this run; 0 outside.
+runs: empty in strategy.run in a graph; eagerly the number of this run, or 0
+  outside of runs.
 activations: for each feature [its output shape..., dim].
-looked_up: for TpuEmbeddingUpdate, once, if a batch was given.
-apply_now: whether updates are due, the queue's next step being looked up in all
-  replicas.
+looked_up: the input of TpuEmbeddingUpdate, which accepts it once, if a batch
+  was given.
+apply_now: whether updates are due because all replicas have looked up the
+  queue's next step.
 output_shapes: what is known of the activations' shapes.
 )doc");
 

@@ -166,19 +166,20 @@ REGISTER_OP("TpuEmbeddingPartition")
     .Doc(R"doc(
 Sorts the features of one replica into partitions for the SparseCores.
 
-inputs, call: as TpuEmbeddingPrepare.
+inputs, call: as for TpuEmbeddingPrepare.
 splits: per stacked table, cuts into minibatches that other replicas need.
 row_pointers: per stacked table, where each partition ends.
 sorted_sample_ids, sorted_token_ids, sorted_gains: the entries of the
   partitions. With `padded` the tensors have the size of the id buffer and what
   lies past `ids_sizes` is not set; else they end there. The same holds for
   row_pointers and `row_pointers_sizes`.
-sorted_pos_ids: of the tables that keep positions.
-dropped_ids: entries left out for want of room: for each feature those of its
-  unstacked table, whichever of its features they are of.
+sorted_pos_ids: the positions of entries, for the tables that keep them.
+dropped_ids: for each feature, how many entries of its unstacked table, from any
+  feature, did not fit.
 required_ids: the size of the id buffer that would have held all, per stacked
   table.
-max_ids, max_unique_ids: of the fullest partition before cuts, per stacked table.
+max_ids, max_unique_ids: per stacked table, the counts of the fullest partition
+  before cuts.
 own_splits: the splits that were asked for and those that this batch needs.
 plan: the record of the stacked tables (preprocessing/library_ops.py); with
   `padded` the tensors have the size of the id buffer.

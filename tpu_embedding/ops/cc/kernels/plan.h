@@ -81,8 +81,8 @@ struct TablePlan {
 struct StackPlan {
   std::string name;
   std::vector<int> features;            // in the order of their samples
-  std::vector<StackedFeature> stacked;  // the same
-  bool grows = false;                   // the one table of it
+  std::vector<StackedFeature> stacked;  // in the same order
+  bool grows = false;                   // its only table grows
 };
 
 // Everything that the ops of one embedding share. Equal texts give the same

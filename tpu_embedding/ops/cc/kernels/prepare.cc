@@ -34,10 +34,11 @@ REGISTER_OP("TpuEmbeddingPrepare")
 Checks the features of one replica and groups their ids for lookup and update.
 It has no state. Errors in values are raised by the op that takes the batch.
 
-inputs: one feature after the other, of each: its ids, the dense tensor or the
-  values; of a sparse one its indices and its dense_shape, of a ragged one its
-  row_splits; weights like the ids, if it has them; and indices or row_splits of
-  weights that came with their own, which must equal those of the ids.
+inputs: the tensors of one feature after the other. A feature has its ids (the
+  dense tensor, or the values); if it is sparse, its indices and dense_shape;
+  if it is ragged, its row_splits; its weights, if it has them; and, if the
+  weights came with their own indices or row_splits, these, which must equal
+  those of the ids.
 batch: a scalar that the other ops take.
 plan: the record of the embedding (engines/host/batches.py).
 call: the record of this call: whether an update may follow, and for each

@@ -45,12 +45,13 @@ REGISTER_OP("TpuEmbeddingCurrentPush")
       return absl::OkStatus();
     })
     .Doc(R"doc(
-What tells the pushes of this run of a function from those of others.
+Returns what tells the pushes of this run of a function from those of others.
 
-push: [3], coordinator, number, and a random number of the run; or [0] in a
+push: [3], coordinator, number, and a random number of the run; or empty in a
   function that has no number.
-has_number: whether it has one. An op with one output and no input would be
-  moved to the device of its consumer, another process, where no run is known.
+has_number: whether the function has one. An op with one output and no input
+  would be moved to the device of its consumer, another process, where no run is
+  known.
 )doc");
 
 // The runs that have begun in this process, the newest 4,096. A process runs

@@ -39,13 +39,14 @@ REGISTER_OP("TpuEmbeddingRoute")
     .Doc(R"doc(
 Divides a batch over the owners of its rows.
 
-batch: prepared for whole tables. Of processes a refused one becomes a refusal.
-routed: for TpuEmbeddingReceiveBatch; of a worker for TpuEmbeddingCombine and
-  TpuEmbeddingSendGradients.
-messages: for each owner, to be received by TpuEmbeddingReceiveBatch.
-refusal: for TpuEmbeddingExchange.
-plan: the record of the part of the tables that this process has; of a worker,
-  which has none, that of the whole tables.
+batch: a batch prepared for whole tables. In a job a refused batch becomes a
+  refusal.
+routed: the input of TpuEmbeddingReceiveBatch; in a worker that of
+  TpuEmbeddingCombine and TpuEmbeddingSendGradients.
+messages: the message to each owner, which TpuEmbeddingReceiveBatch receives.
+refusal: the input of TpuEmbeddingExchange.
+plan: the record of the part of the tables that this process has; in a worker,
+  which has none, the record of the whole tables.
 training: whether an update may follow.
 )doc");
 
@@ -62,15 +63,16 @@ REGISTER_OP("TpuEmbeddingReceiveBatch")
     .SetIsStateful()  // Only so that its variant is not folded into a constant.
     .SetShapeFn(tensorflow::shape_inference::ScalarShape)
     .Doc(R"doc(
-What this process or server is asked for.
+Reads what this process or server is asked for.
 
-routed: this process's batch, from TpuEmbeddingRoute, once; none on a server.
+routed: this process's batch from TpuEmbeddingRoute, which can be used once;
+  none on a server.
 received: the messages of TpuEmbeddingRoute to this owner, by sender.
-looked_up: of an update on a server what TpuEmbeddingServe looked up before, so
-  that its rows stay; or none.
-batch: for the ops that take a prepared batch.
+looked_up: for an update on a server, what TpuEmbeddingServe looked up before,
+  so that its rows stay; or none.
+batch: the input of the ops that take a prepared batch.
 plan: the record of the part of the tables that this owner has.
-training: as of TpuEmbeddingRoute.
+training: as for TpuEmbeddingRoute.
 )doc");
 
 using RoutedPool = BatchPool<RoutedBatch>;

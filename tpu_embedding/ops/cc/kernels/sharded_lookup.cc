@@ -52,12 +52,13 @@ Looks up what every process, or a worker, asked this owner for.
 
 batches: one batch from TpuEmbeddingReceiveBatch, past the queue; or none: the
   oldest one queued, which then owes its gradients if it is for training.
-arrays: the variables of this owner's part, as of TpuEmbeddingLookup.
-runs: as of TpuEmbeddingExchange.
-looked_up: for TpuEmbeddingReceiveGradients, once, if a batch was given; of
-  processes also for TpuEmbeddingCombine and TpuEmbeddingSendGradients.
-messages: for each that asked, to be received by TpuEmbeddingCombine.
-refusal: for TpuEmbeddingExchange.
+arrays: the variables of this owner's part, as for TpuEmbeddingLookup.
+runs: as for TpuEmbeddingExchange.
+looked_up: the input of TpuEmbeddingReceiveGradients, which accepts it once, if
+  a batch was given; in a job also that of TpuEmbeddingCombine and
+  TpuEmbeddingSendGradients.
+messages: the message to each that asked, which TpuEmbeddingCombine receives.
+refusal: the input of TpuEmbeddingExchange.
 output_shapes: what is known of the activations' shapes; none on a server.
 )doc");
 
@@ -78,13 +79,13 @@ REGISTER_OP("TpuEmbeddingCombine")
       return absl::OkStatus();
     })
     .Doc(R"doc(
-The activations, from the rows and samples that the owners sent.
+Makes the activations from the rows and samples that the owners sent.
 
 queues: the queue that TpuEmbeddingServe took the batch from, or none.
-batch: from TpuEmbeddingServe, or of a worker from TpuEmbeddingRoute.
+batch: from TpuEmbeddingServe, or in a worker from TpuEmbeddingRoute.
 received: the messages of TpuEmbeddingServe to this process, by owner.
-activations, output_shapes: as of TpuEmbeddingLookup.
-apply_now: whether updates are due, as of TpuEmbeddingLookup.
+activations, output_shapes: as for TpuEmbeddingLookup.
+apply_now: whether updates are due, as for TpuEmbeddingLookup.
 )doc");
 
 int64_t ElementBytes(bool narrow) {

@@ -46,18 +46,20 @@ REGISTER_OP("TpuEmbeddingSendGradients")
     .SetIsStateful()
     .SetShapeFn(MessageShapes)
     .Doc(R"doc(
-The gradients of samples, for the owners of their rows. Nothing changes.
+Writes messages with the gradients of samples to the owners of their rows.
+Changes nothing.
 
 queues: none, or the queue whose dequeued batch owes them.
 batches: none if there is a queue, or the batch: from TpuEmbeddingServe or
-  TpuEmbeddingReceiveBatch, of a worker from TpuEmbeddingRoute.
-gradients, has_gradient: as of TpuEmbeddingUpdate.
+  TpuEmbeddingReceiveBatch, in a worker from TpuEmbeddingRoute.
+gradients, has_gradient: as for TpuEmbeddingUpdate.
 rates: [num_tables]; those of process 0 count. A worker has none.
 growing: none, or the queue with this process's part of the tables, if a table
   grows: a full one refuses the update in all processes.
-clock: of the user, a scalar; or [0].
-messages: for each owner, to be received by TpuEmbeddingReceiveGradients.
-refusal: for TpuEmbeddingExchange.
+clock: the user's clock, a scalar; or empty.
+messages: the message to each owner, which TpuEmbeddingReceiveGradients
+  receives.
+refusal: the input of TpuEmbeddingExchange.
 )doc");
 
 REGISTER_OP("TpuEmbeddingReceiveGradients")
@@ -79,10 +81,10 @@ Submits the gradients of all senders for the rows of this owner.
 batches: the batch, from TpuEmbeddingServe or TpuEmbeddingReceiveBatch; or none:
   the one that was dequeued last.
 received: the messages of TpuEmbeddingSendGradients to this owner, by sender.
-rates: [num_tables] of a server. Processes have none: they were sent.
-counters, apply_now: as of TpuEmbeddingUpdate.
-push: [0], or what TpuEmbeddingCurrentPush gave, if there is a batch. A push that
-  was taken before is dropped: nothing changes, and it is not counted.
+rates: [num_tables] on a server. In a job it is empty: the rates were sent.
+counters, apply_now: as for TpuEmbeddingUpdate.
+push: empty, or what TpuEmbeddingCurrentPush gave, if there is a batch. A push
+  that was taken before is dropped: nothing changes, and it is not counted.
 )doc");
 
 // The layout of the message to one owner: a byte for each feature of its

@@ -57,16 +57,17 @@ REGISTER_OP("TpuEmbeddingToStacks")
     .Attr("raises: bool")
     .SetShapeFn(StackShapes)
     .Doc(R"doc(
-The batch as plain tensors.
+Converts a batch to plain tensors.
 
-looked_up: of the batch what a lookup of this process gave, or none. Its rows are
-  not evicted while the row pointers of a growing table exist.
+looked_up: what a lookup of the batch in this process returned, or none. Its
+  rows are not evicted while the row pointers of a growing table exist.
 row_pointers: for each stack [samples + 1], where the entries of a sample begin.
 sample_ids, token_ids, gains: for each stack [entries]. A token is a row of the
-  stack, int32; of a growing table an id, int64.
+  stack, int32, or for a growing table an id, int64.
 output_shapes: for each feature the shape of its activations without the
   embedding axis.
-refusal: "", or of a refused batch, which has no samples here, a code and a text.
+refusal: "", or for a refused batch, which has no samples here, a code and a
+  text.
 raises: whether a refused batch is an error.
 )doc");
 
@@ -89,7 +90,7 @@ Undoes TpuEmbeddingToStacks. Nothing in the inputs is trusted; errors in values
 are raised by the op that takes the batch.
 
 shapes: for each feature its output shape, or [number of samples].
-refusal: as of TpuEmbeddingToStacks.
+refusal: as for TpuEmbeddingToStacks.
 training: whether the batch is for an update.
 )doc");
 

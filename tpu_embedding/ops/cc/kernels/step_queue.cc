@@ -44,7 +44,8 @@ REGISTER_OP("TpuEmbeddingEnqueue")
 Queues the batch of one replica, or the batches of all.
 
 batches: one for `replica`, or one for each replica, which all enter or none.
-runs: [0] in strategy.run in a graph; eagerly a number of this run; 0 outside.
+runs: empty in strategy.run in a graph; eagerly the number of this run, or 0
+  outside of runs.
 apply_now: whether updates are due, as they are before an evaluation.
 training: whether gradients will be applied for this step.
 )doc");

@@ -51,7 +51,7 @@ REGISTER_OP("TpuEmbeddingReadTelemetry")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::UnknownShape)
     .Doc(R"doc(
-What was counted of the updates that were applied; of all tables, or of none.
+Returns what was counted of the applied updates, for all tables or for none.
 
 steps: [5], updates applied, updates counted, batches that wait in the queue,
   complete updates that are not applied, samples of the updates applied.

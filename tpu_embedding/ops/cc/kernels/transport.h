@@ -83,7 +83,7 @@ class Transport : public std::enable_shared_from_this<Transport> {
   // Whether a piece came from each process, and whether it took one.
   std::unique_ptr<std::atomic<bool>[]> arrived_, taken_;
   Next next_;                        // after the swap
-  std::atomic<int64_t> waiting_{0};  // for so many pieces
+  std::atomic<int64_t> waiting_{0};  // pieces still under way
   std::atomic<int64_t> began_{0};    // in microseconds
   std::mutex mutex_;
   absl::Status failure_;

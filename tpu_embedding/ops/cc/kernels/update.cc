@@ -1,5 +1,5 @@
-// TpuEmbeddingUpdate: one replica's gradients join their step.
-// TpuEmbeddingApplyUpdate: the gradients of due updates -> tables and slots.
+// TpuEmbeddingUpdate adds one replica's gradients to their step, and
+// TpuEmbeddingApplyUpdate applies due updates to tables and slots.
 
 #include <utility>
 #include <vector>
@@ -43,13 +43,13 @@ are summed into one update.
 
 batches: the batch, from TpuEmbeddingLookup or TpuEmbeddingFromStacks; or none:
   the one that `replica` dequeued last.
-gradients: of the activations, for the features that have one.
+gradients: the gradients of the activations, for the features that have one.
 rates: [num_tables], the learning rates from the last replica, zeros from the
   others.
 counters: none, or the number of updates, which grows when one is complete.
-clock: of the user, a scalar from the last replica; or [0].
+clock: the user's clock, a scalar from the last replica; or empty.
 apply_now: whether updates are due.
-has_gradient: by feature; one without counts as zeros.
+has_gradient: by feature, whether it has a gradient; otherwise zeros count.
 )doc");
 
 REGISTER_OP("TpuEmbeddingApplyUpdate")
@@ -62,7 +62,8 @@ REGISTER_OP("TpuEmbeddingApplyUpdate")
     .Doc(R"doc(
 Applies the updates that are due, if `apply_now`.
 
-arrays: of all tables, then the slots table by table; updated in place.
+arrays: the variables of all tables, then the slots table by table; all are
+  updated in place.
 )doc");
 
 class UpdateOp : public tensorflow::OpKernel {

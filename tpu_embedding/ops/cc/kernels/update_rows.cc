@@ -41,12 +41,13 @@ REGISTER_OP("TpuEmbeddingUpdateRows")
 Updates the rows of a batch at once, without a queue.
 
 batch: from TpuEmbeddingPrepare, for training.
-gradients: by feature.
+gradients: the gradient of each feature.
 rates: [num_tables], the learning rates.
-arrays: of all tables, then the slots table by table; updated in place.
+arrays: the variables of all tables, then the slots table by table; all are
+  updated in place.
 clocks, sinces, histories, idle: as for TpuEmbeddingCaughtUpRows, of all tables;
-  or none, if the rows of none wait.
-steps: [num_tables, 3], of each table as for TpuEmbeddingAdvance.
+  or none, if no rows wait.
+steps: [num_tables, 3], for each table as for TpuEmbeddingAdvance.
 plan: the record of the tables (engines/host/batches.py).
 )doc");
 

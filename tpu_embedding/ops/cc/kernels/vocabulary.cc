@@ -50,8 +50,8 @@ Reads a growing table at one moment.
 
 arrays: its variable and those of its slots, or none.
 ids ... state: the parts of a VocabularySnapshot (core/vocabulary.h).
-values: of each of the arrays the row of each id, and then the shared row, if it
-  is there.
+values: from each array the row of each id, and then the shared row, if it
+  exists.
 )doc");
 
 REGISTER_OP("TpuEmbeddingLoadVocabulary")
@@ -84,7 +84,9 @@ REGISTER_OP("TpuEmbeddingEvict")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::ScalarShape)
     .Doc(R"doc(
-Evicts rows of a growing table at once. evicted: how many.
+Evicts rows of a growing table at once.
+
+evicted: the number of evicted rows.
 )doc");
 
 REGISTER_OP("TpuEmbeddingReadIds")
@@ -97,10 +99,10 @@ REGISTER_OP("TpuEmbeddingReadIds")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::UnknownShape)
     .Doc(R"doc(
-What a lookup for an update reads of each id, or has read if its update is to
-come.
+Returns what a lookup for an update reads of each id, or what it has read if its
+update is still to come.
 
-arrays: as of TpuEmbeddingLookup.
+arrays: as for TpuEmbeddingLookup.
 ids: [n].
 rows: [n, dim].
 )doc");

@@ -140,12 +140,12 @@ REGISTER_OP("TpuEmbeddingCaughtUpRows")
     .Doc(R"doc(
 Reads rows as they would be if no step had left them out. Writes nothing.
 
-arrays: one table, float32 [rows, dim], and its slots.
-clocks, sinces, histories: its own, of keras/rows/waiting.py.
-rows: of any shape, in [0, rows).
-values: [rows..., dim]: of the table, then of each slot if there are outputs.
-idle: a record whose `rules` say what a step without a gradient does.
-  No list of strings: eager calls of ops with other lists share a kernel.
+arrays: the variables of one table, float32 [num_rows, dim], and of its slots.
+clocks, sinces, histories: the table's variables of keras/rows/waiting.py.
+rows: row numbers in [0, num_rows), of any shape.
+values: [rows..., dim] of the table, then of each slot if there are outputs.
+idle: a record whose `rules` say what a step without a gradient does. It is no
+  list of strings, because eager calls of ops with other lists share a kernel.
 )doc");
 
 class CaughtUpRowsOp : public WaitingOp {

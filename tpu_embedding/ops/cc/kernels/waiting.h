@@ -1,5 +1,5 @@
 // The variables of tables whose rows wait for their gradients, as the ops take
-// them: `clocks`, `sinces` and `histories` beside `tables` and `slots`.
+// them: `clocks`, `sinces` and `histories` beside `arrays`.
 
 #ifndef TPU_EMBEDDING_OPS_CC_KERNELS_WAITING_H_
 #define TPU_EMBEDDING_OPS_CC_KERNELS_WAITING_H_

@@ -55,7 +55,8 @@ REGISTER_OP("TpuEmbeddingCatchUpTables")
 Makes rows that wait for their gradients what they would be if each update had
 updated all rows.
 
-arrays: of all tables, then the slots table by table; written in place.
+arrays: the variables of all tables, then the slots table by table; all are
+  written in place.
 )doc");
 
 class CatchUpTablesOp : public tensorflow::OpKernel {
@@ -92,8 +93,8 @@ REGISTER_OP("TpuEmbeddingReadRows")
     .Doc(R"doc(
 Reads rows of a table whose rows wait, caught up. Writes nothing.
 
-arrays: as of TpuEmbeddingCatchUpTables.
-rows: [n], of table number `table`.
+arrays: as for TpuEmbeddingCatchUpTables.
+rows: [n], rows of the table with the number `table`.
 values: [n, dim].
 )doc");
 

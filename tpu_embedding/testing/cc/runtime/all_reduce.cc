@@ -65,7 +65,7 @@ class AllReduceOp : public BarrierOp {
 
   absl::Status CheckAlone() const override {
     return absl::FailedPreconditionError(absl::StrCat(
-        name(), " has no replicas: it belongs into SoftwareTPUStrategy.run."));
+        name(), " has no replicas: it belongs in SoftwareTPUStrategy.run."));
   }
 
  private:
@@ -78,7 +78,7 @@ class AllReduceOp : public BarrierOp {
         return absl::InvalidArgumentError(absl::StrCat(
             name(), ": value ", i, " of replica ", r, " is ",
             DataTypeString(value.dtype()), value.shape().DebugString(),
-            ", that of replica 0 is ", DataTypeString(first.dtype()),
+            ", but that of replica 0 is ", DataTypeString(first.dtype()),
             first.shape().DebugString(), ". Replicas must agree in both."));
       }
       TF_RETURN_IF_ERROR(Add(value, &sum));

@@ -52,8 +52,8 @@ REGISTER_OP("TpuEmbeddingSoftwareTpuRun")
     .Doc(R"doc(
 Runs one function per replica, all at the same time.
 
-replicas, devices: by replica the function and the device that it runs on.
-num_inputs, num_outputs: by replica how many of the inputs and outputs are its.
+replicas, devices: the function of each replica, and the device that it runs on.
+num_inputs, num_outputs: how many inputs and outputs belong to each replica.
 sparse_cores: how many each device has.
 meeting_timeout: seconds that a kernel waits for those of the other replicas.
 )doc");

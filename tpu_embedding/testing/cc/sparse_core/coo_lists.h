@@ -39,8 +39,8 @@ absl::Status MakeCooView(const tensorflow::Tensor& rows,
                          const tensorflow::Tensor& columns,
                          const tensorflow::Tensor& gains, CooView* view);
 
-// Appends entries [begin, end) of `coo` to those of `table.place()`; samples
-// are taken modulo `samples`.
+// Appends the entries [begin, end) of `coo` to `entries`, which are for
+// `table.place()`. Samples are taken modulo `samples`.
 absl::Status AppendCoo(const HostOpTable& table, const CooView& coo,
                        int64_t begin, int64_t end, int64_t samples,
                        CsrEntries* entries);

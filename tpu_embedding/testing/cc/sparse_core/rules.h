@@ -14,7 +14,7 @@ struct SparseCoreRule {
   const char* optimizer;           // in the name of the op
   std::vector<const char*> slots;  // the op's inputs
   UpdateFn update;
-  // Reads what the rule's header lists from the op's attributes.
+  // Reads from the op's attributes what the header of the rule lists.
   absl::Status (*read)(tensorflow::OpKernelConstruction* context,
                        std::vector<float>* hyperparameters);
 };

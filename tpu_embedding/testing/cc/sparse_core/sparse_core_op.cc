@@ -77,8 +77,9 @@ absl::Status SparseCoreOp::FrameOf(const Contexts& contexts,
         part->dim_size(1) % kLaneWidth != 0) {
       return absl::InvalidArgumentError(absl::StrCat(
           "Table ", table_, ": the parts on all devices must be matrices of ",
-          "one shape, their rows a multiple of the ", frame->num_sparse_cores,
-          " SparseCores, their width one of ", kLaneWidth, ", but there is ",
+          "one shape, whose rows are a multiple of the ",
+          frame->num_sparse_cores, " SparseCores and whose width is a ",
+          "multiple of ", kLaneWidth, ", but there is ",
           part->shape().DebugString(), "."));
     }
     if (part->dtype() != tensorflow::DT_FLOAT) {

@@ -79,7 +79,7 @@ class UpdateOp : public SparseCoreOp {
         if (slot->shape() != table->shape()) {
           return absl::InvalidArgumentError(absl::StrCat(
               "Table ", frame.table, ": slot `", name, "` has the shape ",
-              slot->shape().DebugString(), ", the table ",
+              slot->shape().DebugString(), ", but the table has ",
               table->shape().DebugString(), ". They must be the same."));
         }
       }

@@ -37,10 +37,10 @@ REGISTER_OP("TpuEmbeddingSoftwareTpuSession")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::ScalarShape)
     .Doc(R"doc(
-The number of times that the TPU was initialized.
+Returns how many times the TPU was initialized.
 
-expected: fails unless this is the number; -1: any.
-ended: the text of that FailedPreconditionError.
+expected: the op fails if the number differs; -1 accepts any number.
+ended: the text of the FailedPreconditionError.
 )doc");
 
 class InitializeOp : public OpKernel {

@@ -18,7 +18,7 @@ struct EngineOptimizer {
   const char* op;                  // in the names of its load and retrieve ops
   std::vector<const char*> slots;  // the inputs of its load op
   // Reads from the field what the header of the rule lists. Null if the core
-  // has no rule. Errors name the field within the optimizer's.
+  // has no rule. Errors name a field of the optimizer's message.
   absl::Status (*read)(const tensorflow::tpu::OptimizationParameters& from,
                        EngineTable* table);
 

@@ -170,7 +170,7 @@ class EnqueueOp : public AsyncBarrierOp {
       if (core < 0 || core >= num_cores || !taken.insert(core).second) {
         return absl::InvalidArgumentError(absl::StrCat(
             "`device_ordinal` is ", core, ", but must be in [0, ", num_cores,
-            ") and another one in each replica. -1 stands for the replica's ",
+            ") and differ between replicas. -1 stands for the replica's ",
             "own core, inside of SoftwareTPUStrategy.run only."));
       }
       cores->push_back(core);

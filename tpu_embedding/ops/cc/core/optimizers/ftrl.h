@@ -4,7 +4,7 @@
 // w = |linear| <= l1 or quadratic == 0
 //         ? 0 : (sign(linear) * l1 - linear) / quadratic; a = b.
 // With multiply_linear_by_learning_rate the slot holds linear * rate and each
-// term above is taken times the rate, so that nothing is divided by it.
+// term above is multiplied by the rate, so that nothing is divided by it.
 // Slots: accumulators, linears.
 // Hyperparameters: learning_rate_power, l1, l2, beta,
 // multiply_linear_by_learning_rate. allow_zero_accumulator changes nothing
@@ -41,7 +41,7 @@ class Ftrl {
                                   float* __restrict w, float* const* slots,
                                   int64_t dim) const {
     // The power is compared once for a row: a loop that may call std::pow is
-    // not vectorised, which made the usual power 2.6 times slower.
+    // not vectorized, which made the usual power 2.6 times slower.
     if (power_ == 0.5f) {
       ApplyWith([](float a) { return std::sqrt(a); }, g, w, slots, dim);
     } else {

@@ -197,14 +197,14 @@ class BatchBuilder {
   Error AddToFeatures() {
     if (enqueued_.inputs.size() != config_.outputs.size()) {
       return Concat("The op has ", enqueued_.inputs.size(),
-                    " inputs, but the configuration ", config_.outputs.size(),
-                    " features.");
+                    " inputs, but the configuration has ",
+                    config_.outputs.size(), " features.");
     }
     for (size_t i = 0; i < enqueued_.inputs.size(); ++i) {
       const EnqueueInput& input = enqueued_.inputs[i];
       const EngineOutput& output = config_.outputs[i];
       if (input.table >= 0 && input.table != output.table) {
-        return Concat("Feature ", output.name, " is one of table ",
+        return Concat("Feature ", output.name, " belongs to table ",
                       output.table, ", but its entry of `table_ids` is ",
                       input.table, ".");
       }
@@ -262,7 +262,7 @@ class BatchBuilder {
     target.first = used_[input.table];
     used_[input.table] += target.width;
     if (used_[input.table] > target.stride) {
-      return Concat(name, ": table ", output.name, " has calls for ",
+      return Concat(name, ": table ", output.name, " takes only ",
                     target.stride, " features, its `num_features`.");
     }
     return Add(input, target, input.table);

@@ -15,7 +15,7 @@ namespace tpu_embedding {
 
 // One input of an enqueue op, as the op has it.
 struct EnqueueInput {
-  int table = -1;  // where the op says so; else that of the output
+  int table = -1;                  // -1: the table of the output
   const int32_t* ids32 = nullptr;  // one of the two is set
   const int64_t* ids64 = nullptr;
   int64_t num_ids = 0;

@@ -67,7 +67,7 @@ struct EngineConfig {
   int cores_per_replica = 1;
   HostSharding sharding = HostSharding::kDiv;
   bool pipelined = false;
-  bool training = true;  // of batches that do not say
+  bool training = true;  // for batches that do not specify it
   int num_rates = 0;
 
   int num_replicas() const { return num_cores / cores_per_replica; }
