@@ -29,8 +29,9 @@ from tpu_embedding.engines.calls import (
 from tpu_embedding.engines.process_group import calling
 from tpu_embedding.inputs import IdBatch, InputKind
 from tpu_embedding.layout.output_shapes import InputShapes, OutputShapes
+from tpu_embedding.layout.partition import TableLayout
 from tpu_embedding.layout.plan import UPDATES, Plan, TableSpec
-from tpu_embedding.layout.stacking import Layout, TableLayout
+from tpu_embedding.layout.stacking import Layout
 from tpu_embedding.lookup.feature_structure import FeatureStructure, read_features
 from tpu_embedding.lookup.features import (
     watched,

@@ -241,7 +241,7 @@ class TPUEmbedding(EmbeddingBase):
                 )
                 if not tf.executing_eagerly():
                     self._remember_static_shapes(batches)
-                engine = self.core.engine_for(batches[0], cores)
+                engine = self.core.engine or self.core.engine_for(batches[0], cores)
             with tf.name_scope(name or "embedding_enqueue"):
                 call = Call(replica=replica, training=training, name=name, device=place)
                 with self.core.refusing("enqueue"):

@@ -17,7 +17,7 @@ from tensorflow.python.tpu import (
     tpu_embedding_v3_utils,
 )
 
-from tpu_embedding.layout.stacking import TableLayout
+from tpu_embedding.layout.partition import TableLayout
 
 _protos: Any = sparse_core_layout_pb2
 _stacking: Any = _pywrap_sparse_core_layout

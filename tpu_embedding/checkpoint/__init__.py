@@ -15,7 +15,7 @@
 
 from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint, LogicalTable
 from tpu_embedding.checkpoint.saving import read, read_layouts, restore, save
-from tpu_embedding.layout.stacking import TableLayout
+from tpu_embedding.layout.partition import TableLayout
 
 __all__ = [
     "LogicalCheckpoint",

@@ -39,8 +39,8 @@ from tpu_embedding.checkpoint.writing import (
 )
 from tpu_embedding.engines.process_group import calling
 from tpu_embedding.errors import argument_type, check_flag, type_name
+from tpu_embedding.layout.partition import TableLayout
 from tpu_embedding.layout.plan import UPDATES
-from tpu_embedding.layout.stacking import TableLayout
 from tpu_embedding.tables.rows import PARAMETERS
 from tpu_embedding.tables.table import Table
 from tpu_embedding.tables.vocabulary_parts import updates_begun

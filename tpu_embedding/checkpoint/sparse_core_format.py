@@ -19,7 +19,7 @@ from tensorflow.python.trackable import base
 from tpu_embedding.checkpoint import errors
 from tpu_embedding.checkpoint.checkpoint_view import LogicalTable, Vector
 from tpu_embedding.checkpoint.hashings import stored_hashing
-from tpu_embedding.layout.stacking import TableLayout
+from tpu_embedding.layout.partition import TableLayout
 from tpu_embedding.tables.rows import (
     PARAMETERS,
     StackedRows,

@@ -14,8 +14,8 @@ from tpu_embedding.checkpoint.checkpoint_view import LogicalCheckpoint
 from tpu_embedding.checkpoint.hashings import HashingRecord, hashing_records
 from tpu_embedding.engines.base import Engine
 from tpu_embedding.layout.output_shapes import InputShapes
+from tpu_embedding.layout.partition import TableLayout
 from tpu_embedding.layout.plan import UPDATES, Plan
-from tpu_embedding.layout.stacking import TableLayout
 from tpu_embedding.lookup.feature_structure import FeatureStructure
 from tpu_embedding.tables.rows import PARAMETERS, MutableTableRows
 from tpu_embedding.tables.table import Table, stored_table

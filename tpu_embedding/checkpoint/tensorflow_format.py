@@ -33,8 +33,8 @@ from tpu_embedding.checkpoint.object_graph import (
 )
 from tpu_embedding.checkpoint.sparse_core_format import LAYOUTS, parse_layouts, unstack
 from tpu_embedding.checkpoint.writing import slice_spec
+from tpu_embedding.layout.partition import TableLayout
 from tpu_embedding.layout.plan import UPDATES
-from tpu_embedding.layout.stacking import TableLayout
 from tpu_embedding.tables.rows import (
     PARAMETERS,
     SCALE_OFFSET,

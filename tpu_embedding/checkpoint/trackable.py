@@ -30,8 +30,8 @@ from tpu_embedding.checkpoint.tensorflow_format import Bundle, read_tensorflow
 from tpu_embedding.checkpoint.writing import NoProgress
 from tpu_embedding.config import STORAGES, RowStorage
 from tpu_embedding.engines.base import TableStore
+from tpu_embedding.layout.partition import TableLayout
 from tpu_embedding.layout.plan import UPDATES, Plan
-from tpu_embedding.layout.stacking import TableLayout
 from tpu_embedding.tables.trackable import VALUE_KEY
 
 

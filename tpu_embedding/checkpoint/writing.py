@@ -28,8 +28,8 @@ from tpu_embedding.checkpoint.hashings import hashing_arrays
 from tpu_embedding.checkpoint.object_graph import GRAPH_KEY, make_graph, variable_key
 from tpu_embedding.checkpoint.sparse_core_format import stack
 from tpu_embedding.errors import check_path
+from tpu_embedding.layout.partition import TableLayout
 from tpu_embedding.layout.plan import UPDATES
-from tpu_embedding.layout.stacking import TableLayout
 from tpu_embedding.tables.rows import ProcessGroup, TableRows, by_checkpoint_name
 
 try:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tpu_embedding.config import SparseCoreEmbeddingConfig
-from tpu_embedding.layout.partition import Division
+from tpu_embedding.layout.partition import TableLayout
 from tpu_embedding.layout.plan import FeatureSpec, Plan, TableSpec, stacking_kind
 
 # TensorFlow's limits. A stack stays below each of them.
@@ -27,52 +27,6 @@ SHARD_BYTES_LIMIT = 2**31  # for the part of a stack on one device
 _FLOAT_BYTES = 4
 
 Shape = tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class TableLayout:
-    """Describes the place of one table, as TensorFlow's SparseCoreTableLayout does.
-
-    Attributes:
-      table_name: The name of the table.
-      stacked_table_name: The name of its stack.
-      num_sparse_cores: SparseCores of all devices, which is the number of shards.
-      num_partitions: The number of devices.
-      total_rows_per_sparse_core_shard: Rows of the whole stack in one shard.
-      unsharded_shape: (V, D).
-      unsharded_padded_shape: (V, D) with padding.
-      sparse_core_shard_row_offset: Rows of other tables before it in each shard.
-      sparse_core_shard_rotation: The shard of id 0.
-      per_sparse_core_batch_size: Samples of the table on one SparseCore.
-      num_features: Features that look the table up.
-    """
-
-    table_name: str
-    stacked_table_name: str
-    num_sparse_cores: int
-    num_partitions: int
-    total_rows_per_sparse_core_shard: int
-    unsharded_shape: tuple[int, ...]
-    unsharded_padded_shape: tuple[int, ...]
-    sparse_core_shard_row_offset: int
-    sparse_core_shard_rotation: int
-    per_sparse_core_batch_size: int = 0
-    num_features: int = 0
-
-    @property
-    def division(self) -> Division:
-        # This divides the rows among the shards.
-        return Division(
-            self.num_sparse_cores,
-            rotation=self.sparse_core_shard_rotation,
-            offset=self.sparse_core_shard_row_offset,
-        )
-
-    @property
-    def end(self) -> int:
-        # This is the first row of each shard after the rows of the table.
-        rows = self.unsharded_padded_shape[0] // self.num_sparse_cores
-        return self.sparse_core_shard_row_offset + rows
 
 
 @dataclasses.dataclass(frozen=True)

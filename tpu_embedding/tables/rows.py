@@ -16,8 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from tpu_embedding.layout.partition import Division, Run
-from tpu_embedding.layout.stacking import TableLayout
+from tpu_embedding.layout.partition import Division, Run, TableLayout
 
 PARAMETERS = "parameters"  # Name of the table itself, beside its slots.
 SCALE_OFFSET = "scale_offset"  # In int8 tables, whose parameters are codes.

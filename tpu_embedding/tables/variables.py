@@ -28,7 +28,7 @@ from tpu_embedding.tables.rows import (
     MutableTableRows,
     checkpoint_name,
 )
-from tpu_embedding.tables.waiting import catch_up, read_rows, scatter
+from tpu_embedding.tables.waiting import catch_up, gather, scatter
 
 # A variable made here must be *one* variable, whatever the strategy whose scope is
 # open; the class behind tf.Variable is the one way past the scope's creators.
@@ -105,8 +105,8 @@ class VariableRows(MutableTableRows):
     def read(self, start: int, stop: int) -> np.ndarray:
         variable = self._copies[0]
         with tf.device(variable.device):  # It may be on a server.
-            rows = tf.range(start, stop, dtype=tf.int64)
-        return read_rows(variable, rows)
+            catch_up(variable)
+            return gather(variable, tf.range(start, stop, dtype=tf.int64)).numpy()
 
     def write(self, start: int, values: np.ndarray) -> None:
         rows, columns = self.shape

@@ -17,8 +17,9 @@ from tensorflow.python.ops import resource_variable_ops
 
 from tpu_embedding.combiners import CustomCombiner
 from tpu_embedding.engines.calls import EngineOptions
+from tpu_embedding.layout.partition import TableLayout
 from tpu_embedding.layout.plan import TableSpec
-from tpu_embedding.layout.stacking import Layout, Stack, TableLayout
+from tpu_embedding.layout.stacking import Layout, Stack
 from tpu_embedding.optimizers.base import Slot
 from tpu_embedding.tables.initial import (
     FirstValues,
