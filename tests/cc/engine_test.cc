@@ -1,4 +1,4 @@
-// The embedding engine of TPU v2, v3 and v4: orders, queues and waits.
+// The embedding engine of TPU v2, v3 and v4: outputs, modes and waiting calls.
 // tests/software_tpu and tests/tpu_v2_v4 have its numbers and bad inputs.
 
 #include "tpu_v2_v4/engine/engine.h"

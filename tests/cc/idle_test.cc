@@ -28,7 +28,7 @@ IdleRule MakeRule(Move move, bool decays) {
   rule.fades = {move == Move::kSign ? 0.5 : 0.75, 1.0};
   rule.nodes = {1.0};
   rule.decays = decays;
-  if (move == Move::kMomentum || move == Move::kRoot) {
+  if (move == Move::kRoot) {
     for (int age = 1; age <= 40; ++age) {
       rule.node_weights.push_back(std::pow(rule.fades[0], age));
     }

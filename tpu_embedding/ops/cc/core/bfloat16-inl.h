@@ -14,7 +14,7 @@
 
 namespace tpu_embedding {
 
-// Random bits of this many rows are made at once, in less than half the time.
+// Rows are rounded by this many; their random bits then take half the time.
 constexpr int kRowsAtOnce = 4;
 constexpr int64_t kRandomBlocks = 8;
 constexpr int64_t kRandomColumns = 64;  // of kRandomBlocks blocks of 128 bits
@@ -62,8 +62,8 @@ class Threefry {
 
  private:
   static constexpr int kRowsOfWords = sizeof(Words) / (4 * kRandomBlocks);
-  static constexpr int kCount =
-      2;  // Vectors of four words fit in 16 registers.
+  // Two vectors of each of the four words leave registers of AVX2 free.
+  static constexpr int kCount = 2;
 
   TPU_EMBEDDING_INLINE Threefry(const Rounding& rounding, uint32_t first,
                                 const uint32_t* rows)

@@ -212,7 +212,7 @@ struct CodeBody {
       Load(rows.grids[r] + 1, &rows.grid[r].offset);
       keep &= Fits(rows.grid[r], ranges[r]);
     }
-    if (!keep) {  // as for few blocks
+    if (!keep) {  // Few blocks have a row that needs a new grid.
       for (int r = 0; r < kRowsAtOnce; ++r) {
         Renew(ranges[r], rows.grids[r], &rows.grid[r]);
       }

@@ -148,6 +148,15 @@ TPU_EMBEDDING_INLINE void Load(const Int8Row& row, F32x8* vector) {
   words &= 0xFF;
   Decode(words, row, vector);
 }
+#else
+TPU_EMBEDDING_INLINE void Load(const BFloat16* values, F32x8* vector) {
+  Widen<U16x8, U32x8>(values, vector);
+}
+TPU_EMBEDDING_INLINE void Load(const Int8Row& row, F32x8* vector) {
+  I32x8 words;
+  WidenBytes<U8x8, U16x8>(row.codes, &words);
+  Decode(words, row, vector);
+}
 #endif
 
 TPU_EMBEDDING_INLINE int32_t NearestInt(float value) {

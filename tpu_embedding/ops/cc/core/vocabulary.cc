@@ -188,11 +188,20 @@ VocabularySnapshot Vocabulary::Save() const {
     saved.candidates.push_back(candidate.id);
     saved.candidate_hits.push_back(candidate.hits);
   }
-  saved.state = {
-      num_rows_,        step_,           counts_.unknown,
-      counts_.admitted, counts_.refused, counts_.evicted,
-      next_candidate_,  cursor_,         sweeping_,
-      threshold_,       ties_,           options_.has_clock ? clock_ + 1 : 0};
+  std::vector<int64_t>& state = saved.state;
+  state.resize(VocabularyState::kSize);
+  state[VocabularyState::kNumRows] = num_rows_;
+  state[VocabularyState::kUpdatesBegun] = step_;
+  state[VocabularyState::kUnknown] = counts_.unknown;
+  state[VocabularyState::kAdmitted] = counts_.admitted;
+  state[VocabularyState::kRefused] = counts_.refused;
+  state[VocabularyState::kEvicted] = counts_.evicted;
+  state[VocabularyState::kNextCandidate] = next_candidate_;
+  state[VocabularyState::kCursor] = cursor_;
+  state[VocabularyState::kSweeping] = sweeping_;
+  state[VocabularyState::kThreshold] = threshold_;
+  state[VocabularyState::kTies] = ties_;
+  state[VocabularyState::kClock] = options_.has_clock ? clock_ + 1 : 0;
   return saved;
 }
 
@@ -207,33 +216,38 @@ Error Vocabulary::Load(const VocabularySnapshot& saved) {
   };
   if (!sizes_are(size, saved.rows, saved.hits, saved.last_updates) ||
       !sizes_are(num_candidates, saved.candidate_hits) ||
-      !sizes_are(kStateSize, state) || !AreAll(state, 0, kMostCount) ||
-      (Evicts() && state[kUpdatesBegun] > kMost) || state[kThreshold] > kMost ||
-      state[kNumRows] > options_.max_rows || state[kCursor] > state[kNumRows] ||
+      !sizes_are(VocabularyState::kSize, state) ||
+      !AreAll(state, 0, kMostCount) ||
+      (Evicts() && state[VocabularyState::kUpdatesBegun] > kMost) ||
+      state[VocabularyState::kThreshold] > kMost ||
+      state[VocabularyState::kNumRows] > options_.max_rows ||
+      state[VocabularyState::kCursor] > state[VocabularyState::kNumRows] ||
       num_candidates > options_.max_candidates ||
-      state[kNextCandidate] > options_.max_candidates ||
-      !AreAll(saved.rows, num_shared(), state[kNumRows] - 1) ||
+      state[VocabularyState::kNextCandidate] > options_.max_candidates ||
+      !AreAll(saved.rows, num_shared(), state[VocabularyState::kNumRows] - 1) ||
       !AreAll(saved.hits, 0, kMost) ||
-      options_.has_clock != (state[kClock] > 0) ||
+      options_.has_clock != (state[VocabularyState::kClock] > 0) ||
       !AreAll(saved.last_updates, 0,
-              options_.has_clock ? state[kClock] - 1 : state[kUpdatesBegun]) ||
+              options_.has_clock ? state[VocabularyState::kClock] - 1
+                                 : state[VocabularyState::kUpdatesBegun]) ||
       !AreAll(saved.candidate_hits, 0, kMostCount) ||
-      (!Evicts() && state[kNumRows] &&
-       size + num_shared() != state[kNumRows])) {
+      (!Evicts() && state[VocabularyState::kNumRows] &&
+       size + num_shared() != state[VocabularyState::kNumRows])) {
     return Concat(
         "The vocabulary of table ", options_.table,
         " in the file is damaged or belongs to another configuration.");
   }
-  num_rows_ = state[kNumRows];
-  step_ = state[kUpdatesBegun];
-  counts_ = {state[kUnknown], state[kAdmitted], state[kRefused],
-             state[kEvicted]};
-  next_candidate_ = state[kNextCandidate];
-  cursor_ = state[kCursor];
-  sweeping_ = state[kSweeping];
-  threshold_ = state[kThreshold];
-  ties_ = state[kTies];
-  clock_ = std::max<int64_t>(state[kClock] - 1, 0);
+  num_rows_ = state[VocabularyState::kNumRows];
+  step_ = state[VocabularyState::kUpdatesBegun];
+  counts_ = {
+      state[VocabularyState::kUnknown], state[VocabularyState::kAdmitted],
+      state[VocabularyState::kRefused], state[VocabularyState::kEvicted]};
+  next_candidate_ = state[VocabularyState::kNextCandidate];
+  cursor_ = state[VocabularyState::kCursor];
+  sweeping_ = state[VocabularyState::kSweeping];
+  threshold_ = state[VocabularyState::kThreshold];
+  ties_ = state[VocabularyState::kTies];
+  clock_ = std::max<int64_t>(state[VocabularyState::kClock] - 1, 0);
   map_.Reserve(size);
   ids_.Grow(num_rows_ * sizeof(int64_t));
   if (Evicts()) uses_.Grow(num_rows_ * sizeof(Use));

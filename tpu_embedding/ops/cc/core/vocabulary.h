@@ -42,7 +42,7 @@ enum class Eviction { kNone, kLeastRecent, kLeastFrequent, kAge };
 struct VocabularyOptions {
   std::string table;  // for messages
   int64_t max_rows = 0;
-  int64_t min_rows = 0;  // evictions leave so many ids
+  int64_t min_rows = 0;  // the fewest ids that evictions keep
   int64_t min_count = 1;
   int64_t max_candidates = 0;
   Eviction eviction = Eviction::kNone;
@@ -90,20 +90,22 @@ struct VocabularySnapshot {
 };
 
 // The places in the state of a snapshot, as files have it.
-enum VocabularyState : int {
-  kNumRows,
-  kUpdatesBegun,
-  kUnknown,  // the counts
-  kAdmitted,
-  kRefused,
-  kEvicted,
-  kNextCandidate,
-  kCursor,  // the sweep
-  kSweeping,
-  kThreshold,
-  kTies,
-  kClock,  // of the last update, plus 1; 0 without a clock
-  kStateSize
+struct VocabularyState {
+  enum Place : int {
+    kNumRows,
+    kUpdatesBegun,
+    kUnknown,  // the counts
+    kAdmitted,
+    kRefused,
+    kEvicted,
+    kNextCandidate,
+    kCursor,  // the sweep
+    kSweeping,
+    kThreshold,
+    kTies,
+    kClock,  // of the last update, plus 1; 0 without a clock
+    kSize
+  };
 };
 
 // A set of rows.

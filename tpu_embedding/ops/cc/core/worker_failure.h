@@ -31,7 +31,10 @@ class WorkerFailure {
         throw std::runtime_error(text);
       });
     } catch (...) {
-      Keep([] { throw std::runtime_error("A worker threw a non-exception."); });
+      Keep([] {
+        throw std::runtime_error(
+            "A worker threw something other than a std::exception.");
+      });
     }
   }
 

@@ -354,7 +354,7 @@ absl::Status ApplyUpdates(tensorflow::OpKernelContext* context,
   for (size_t t = 0; t < views.size(); ++t) {
     const size_t first = slot;
     slot += views[t].slots.size();
-    if (resource->growing[t]) continue;  // GrowingMemory asks for them.
+    if (resource->growing[t]) continue;  // GrowingMemory advises on its pages.
     resource->huge_pages.Advise(t, *tables[t]->tensor());
     for (size_t i = first; i < slot; ++i) {
       resource->huge_pages.Advise(tables.size() + i, *slots[i]->tensor());

@@ -13,7 +13,6 @@ namespace {
 
 using tensorflow::Tensor;
 using tensorflow::TensorShape;
-using tensorflow::Var;
 
 }  // namespace
 
@@ -21,7 +20,8 @@ std::vector<int64_t> GrowingTable::RowsOf(
     const VocabularySnapshot& snapshot) const {
   std::vector<int64_t> rows = snapshot.rows;
   const bool shares = plan_.vocabulary->unknown == Unknown::kShared;
-  if (shares && !snapshot.state.empty() && snapshot.state[kNumRows])
+  if (shares && !snapshot.state.empty() &&
+      snapshot.state[VocabularyState::kNumRows])
     rows.push_back(0);
   return rows;
 }

@@ -263,7 +263,7 @@ class BatchBuilder {
     used_[input.table] += target.width;
     if (used_[input.table] > target.stride) {
       return Concat(name, ": table ", output.name, " takes only ",
-                    target.stride, " features, its `num_features`.");
+                    target.stride, " features, as its `num_features` says.");
     }
     return Add(input, target, input.table);
   }
