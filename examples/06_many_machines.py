@@ -109,7 +109,7 @@ class Trainer:
     def batch(self, step: int, part: int, parts: int) -> data.Batch:
         """Returns part `part` of the batch of a step."""
         size = BATCH * parts
-        first = step * size % (len(self.rows) - size) + part * BATCH
+        first = step * size % len(self.rows) + part * BATCH
         rows = self.rows[first : first + BATCH]
         return next(iter(self.ratings.batches(rows, BATCH)))
 

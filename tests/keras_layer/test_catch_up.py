@@ -421,6 +421,23 @@ def test_another_thread_may_read_the_whole_table_during_a_step(
     pair.check(20)
 
 
+def test_traced_steps_mark_rows_before_they_write_them():
+    layer, optimizer = layer_of(first_table()), te_keras.RowSparseOptimizer(O.Nadam())
+    optimizer.build([layer.embeddings])
+    waiting = waiting_module.waiting_of(_variable(layer.embeddings))
+    assert waiting is not None
+    rows = tf.constant([1, 2])
+
+    @tf.function
+    def write() -> None:
+        waiting.write(rows, waiting.caught_up(rows))
+
+    operations = write.get_concrete_function().graph.get_operations()
+    marks, *writes = (op for op in operations if op.type == "ResourceScatterUpdate")
+    assert len(writes) == len(waiting.variables)
+    assert all(marks in op.control_inputs for op in writes)
+
+
 def test_another_optimizer_takes_a_table_over(way: str):
     layer, first, *_ = trained(10)
     step = steps_of(first, layer.embeddings)

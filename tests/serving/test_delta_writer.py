@@ -272,7 +272,7 @@ def test_what_a_writer_refuses(
             te.serving.DeltaWriter(embedding, folder, name)
     films = te.TableConfig(8, 2, name="films")
     other = te.TPUEmbedding({"film": te.FeatureConfig(films)}, te.SGD(0.1))
-    with pytest.raises(ValueError, match=r"but the embedding has \[\('films', 8, 2\)"):
+    with pytest.raises(ValueError, match=r"has 'films' \(rows: 8, dim: 2\)\. Export"):
         te.serving.DeltaWriter(other, consumer.base, "x")
     te.serving.export(other, tmp_path / "other", signatures=["dense"], deltas=True)
     state = tf.saved_model.load(str(tmp_path / "other")).signatures["delta_state"]()

@@ -76,7 +76,7 @@ def stored_hashings(
       For each object with a record or a table its Hashing, or None without a record.
     """
     found: list[Hashing | None] = []
-    for node in bundle.objects().values():
+    for node in bundle.objects.values():
         if record in node.values:
             numbers = bundle.restore(node.values[record])
             found.append(parse_hashing(bundle.prefix, numbers))

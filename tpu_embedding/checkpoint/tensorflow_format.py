@@ -124,6 +124,7 @@ class Bundle:
             return not isinstance(error.__cause__, tf.errors.InvalidArgumentError)
         return True
 
+    @functools.cached_property
     def objects(self) -> dict[str, SavedObject]:
         """See `read_objects`."""
         record = self.record(GRAPH_KEY) if GRAPH_KEY in self.shapes else None
@@ -207,7 +208,7 @@ def read_tensorflow(
 ) -> LogicalCheckpoint:
     """See `checkpoint.read`."""
     bundle = Bundle(prefix)
-    objects = bundle.objects()
+    objects = bundle.objects
     slots = [slot for node in objects.values() for slot in node.slots]
     holders: dict[str, dict[str, LogicalTable]] = {}
     seen: set[str] = set()  # Keys of tensors: a variable may have several parents.
@@ -246,7 +247,7 @@ def read_tensorflow(
 def read_first_layouts(prefix: str) -> list[TableLayout] | None:
     """Returns the layout record of the first object that has one."""
     bundle = Bundle(prefix)
-    for node in bundle.objects().values():
+    for node in bundle.objects.values():
         if LAYOUTS in node.values:
             return parse_layouts(prefix, bundle.record(node.values[LAYOUTS]))
     return None

@@ -120,7 +120,7 @@ class _Conversion:
         """
         live = tables.core.checkpoint_tables()
         source = read_tensorflow(path, root, list(live))
-        values = Bundle(path).objects()[root].values
+        values = Bundle(path).objects[root].values
         self.names = values.keys() - {UPDATES}
         self.awaited = False
         self._tables = tables
@@ -170,7 +170,7 @@ def _root_to_convert(
     """
     bundle = Bundle(path)
     stacked, whole = [], []
-    for root, node in bundle.objects().items():
+    for root, node in bundle.objects.items():
         if LAYOUTS in node.values:
             record = parse_layouts(path, bundle.record(node.values[LAYOUTS]))
             if same_layouts(own, record):
@@ -308,7 +308,7 @@ def _check_stored_hashings(path: str, plan: Plan) -> None:
     If several objects have a table of the same name, one of these must fit.
     """
     bundle = Bundle(path)
-    values = [node.values for node in bundle.objects().values()]
+    values = [node.values for node in bundle.objects.values()]
     records = [keys[LAYOUTS] for keys in values if LAYOUTS in keys]
     for spec in plan.tables:
         stored = stored_hashings(bundle, hashing_name(spec.name), [spec.name])

@@ -66,7 +66,7 @@ class LayerTables(Protocol):
 
     @property
     def core(self) -> Any:
-        """What saves, serves and reads the tables; None until `build` creates it."""
+        """What saves, serves and reads the tables; None if `build` is to create it."""
 
     def can_build(self) -> bool:
         """Returns whether `build` needs no shapes of inputs."""
@@ -350,7 +350,7 @@ class TPUEmbedding(SavesTables, RestoresLayouts, keras_api.Layer):
     def compute_output_spec(
         self, features: Any, weights: Any = None, serving_config: Any = None
     ) -> Any:
-        """Checks the arguments of a call without values; returns their KerasTensors.
+        """Checks the arguments of a call without values; returns KerasTensors.
 
         Keras calls it while it builds a functional model.
         """

@@ -70,7 +70,7 @@ class Placement:
         return self.owners[table] < 0
 
     def division(self, table: int) -> Division | IdDivision:
-        """Returns how the rows of a table are divided, one that is divided by rows."""
+        """Returns the division of a table whose rows are divided."""
         kind = IdDivision if self.owners[table] == BY_ID else Division
         return kind(self.num_processes)
 

@@ -307,8 +307,8 @@ def require_dtypes(plan: Plan, allowed: tuple[str, ...], what: str) -> None:
             raise NotImplementedError(
                 f"Table {table.name}: {what} stores tables as {' or '.join(allowed)}, "
                 f"not as {dtype}. "
-                'Set `dtype="float32"` here; TPUEmbedding, TPUEmbeddingV2 and '
-                f"keras.TPUEmbedding have tables of {dtype} outside of a TPU strategy."
+                'Set `dtype="float32"` here; the host engine of TPUEmbedding, '
+                f"TPUEmbeddingV2 and keras.TPUEmbedding has tables of {dtype}."
             )
 
 

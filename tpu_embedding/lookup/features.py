@@ -139,7 +139,7 @@ class FeatureLookup:
         ]
 
     def _positions(self, spec: FeatureSpec, batch: IdBatch) -> int:
-        """Returns how many positions each ragged row has; 0 if it has not several."""
+        """Returns the number of samples of a ragged row; 0 if a row is one sample."""
         if batch.kind is not InputKind.RAGGED:
             return 0
         positions = self.positions.get(spec.path, 0)

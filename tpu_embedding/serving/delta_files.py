@@ -56,6 +56,10 @@ class TableIdentity(NamedTuple):
     dim: int
     hashing: str | None
 
+    def __str__(self) -> str:
+        hashing = f", {self.hashing}" if self.hashing else ""
+        return f"{self.name!r} (rows: {self.rows}, dim: {self.dim}{hashing})"
+
 
 @dataclasses.dataclass(frozen=True)
 class BaseTable:
@@ -66,7 +70,8 @@ class BaseTable:
       rows: Number of rows; for a growing table the largest number of ids.
       dim: Number of columns.
       storage: The form in which it is stored; "" before an export chooses it.
-      most_changed: The largest number of rows that one delta may change; 0 before.
+      most_changed: The largest number of rows that one delta may change; 0 before an
+        export chooses it.
       grows: Whether it is a growing table, whose deltas list rows and deletions by id.
       shared: Whether its only row is the one that ids without a row share in the
         growing table of the same name.

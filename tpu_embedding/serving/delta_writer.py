@@ -294,7 +294,9 @@ class DeltaWriter(tf.__internal__.tracking.Trackable):
         exported = [table.identity for table in self._base.tables]
         if trained != exported:
             raise ValueError(
-                f"{path} has the tables {exported}, but the embedding has {trained}."
+                f"{path} has the tables {', '.join(map(str, exported))}, but the "
+                f"embedding has {', '.join(map(str, trained))}. Export this embedding "
+                "with deltas=True."
             )
 
     def _take(self) -> list[Changed]:

@@ -108,7 +108,7 @@ class StackState:
         return {PARAMETERS: self.parameters, **self.slots}
 
     def read_combiner_weights(self) -> tf.Tensor:
-        """Returns the CustomCombiner's weights in one replica; none give shape [0]."""
+        """Returns the CustomCombiner's weights in one replica; else an empty vector."""
         if self.combiner_weights is None:
             return tf.zeros([0])
         return self.combiner_weights.read_value()

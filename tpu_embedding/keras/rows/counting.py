@@ -29,7 +29,7 @@ class _Totals(NamedTuple):
     """Numbers of one table, in the order of the variable that holds them.
 
     Attributes:
-      every: Every how many-th update is counted; 0 while none is.
+      every: One of so many updates is counted; 0 while none is.
       updates: The updates.
       counted: The counted updates.
       ids: The ids of counted updates.

@@ -263,11 +263,12 @@ class Waiting(Waits):
 
         A call of `advance` must follow, to end the step.
         """
-        # Another thread may catch up all rows meanwhile; it must not touch these.
+        # Another thread that then catches up all rows leaves these as they are.
         now = tf.cast(_read(self.clock)[0], tf.int32)
-        scatter(self.since, rows, tf.fill(tf.shape(rows), now + 1))
-        for variable, value in zip(self.variables, values, strict=True):
-            scatter(variable, rows, value)
+        marked = scatter(self.since, rows, tf.fill(tf.shape(rows), now + 1))
+        with tf.control_dependencies([] if marked is None else [marked]):
+            for variable, value in zip(self.variables, values, strict=True):
+                scatter(variable, rows, value)
 
     def advance(self, step: tf.Tensor, *, dense: bool = False) -> None:
         """Counts a step.
