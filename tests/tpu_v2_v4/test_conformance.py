@@ -84,6 +84,10 @@ def test_every_rule_pipelined(devices: int, rng: np.random.Generator) -> None:
         twin.step(rng, twin.draw(rng))
     twin.evaluate(twin.draw(rng))
     twin.step(rng, twin.draw(rng), without=KINDS[:2])
+    for _ in range(2):  # The second finds nothing pending.
+        twin.embedding.flush()
+        twin.reference.flush()
+    twin.step(rng, twin.draw(rng))
     twin.check_variables()
 
 
