@@ -159,6 +159,17 @@ def test_ragged_batches_for_features():
         ragged([[1], [2]], dynamic=True)
 
 
+def test_sparse_batches_in_any_order():
+    program = calls.Program(calls.config_of(1))
+    # One place twice; then nothing at all.
+    for ids, places in [([5, 2, 4], [[1, 0], [0, 0], [1, 0]]), ([], [])]:
+        indices = tf.reshape(tf.constant(places, tf.int32), [-1, 2])
+        calls.enqueue(ids, 0, sample_indices_or_row_splits=[indices])
+    for expected in ([2, 9, 0], [0, 0, 0]):
+        assert calls.first_column(program.run(program.receive)) == [expected]
+        program.run(lambda: program.send([tf.zeros([3, 2])]) or [tf.zeros(())])
+
+
 def test_configurations_without_features():
     """Samples of all features of a table alternate."""
     config = calls.config_of(1)
@@ -198,6 +209,14 @@ WRONG = {
     "rank of indices": (
         {"sample_indices_or_row_splits": [[[0], [1], [2]]]},
         r"needs \[ids, 2\]",
+    ),
+    "inputs": (
+        {
+            "sample_indices_or_row_splits": [[0, 1, 2, 3]] * 2,
+            "embedding_indices": [[1, 2, 3]] * 2,
+            "aggregation_weights": [[1.0] * 3] * 2,
+        },
+        "The op has 2 inputs, but the configuration",
     ),
     "place": (
         {"sample_indices_or_row_splits": [[[0, 0], [3, 0], [2, 0]]]},
