@@ -6,6 +6,7 @@ import dataclasses
 import json
 import pathlib
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import csr_cases
@@ -15,7 +16,7 @@ import tensorflow as tf
 from reference import csr as reference
 
 from tpu_embedding import preprocessing
-from tpu_embedding.inputs import to_id_batch
+from tpu_embedding.inputs import IdBatch, to_id_batch
 from tpu_embedding.layout.csr import (
     PartitionedFeature,
     PartitionedStack,
@@ -234,7 +235,9 @@ def test_impossible_partitionings_are_refused(changes: Any, text: str):
         partition(one_table(**changes), ragged([[1], [2]]))
 
 
-def reference_csr(case: csr_cases.Case) -> tuple[reference.Csr, dict[str, Any]]:
+def reference_csr(
+    case: csr_cases.Case, splits: int = 0
+) -> tuple[reference.Csr, dict[str, Any]]:
     meta = case.meta
     cores = meta["num_sc"]
     stack = reference.Stack(
@@ -262,7 +265,7 @@ def reference_csr(case: csr_cases.Case) -> tuple[reference.Csr, dict[str, Any]]:
         )
     merged = [reference.sort([p[c] for p in pieces], stack) for c in range(cores)]
     capacity = meta["max_ids_per_chip_per_sample"] * meta["stacked_samples"]
-    return reference.to_csr(merged, stack, capacity=capacity), {
+    return reference.to_csr(merged, stack, splits, capacity), {
         "coo": pieces,
         "sorted": merged,
     }
@@ -310,9 +313,15 @@ def assert_without_weights(case: csr_cases.Case) -> None:
         dataclasses.replace(batch, weights=None, weight_structure=None)
         for batch in csr_cases.to_batches(case)
     ]
-    partitioning = csr_cases.to_partitioning(case.meta)
-    found = preprocessing.partition(batches, partitioning, options=UNPADDED)
-    for key, expected in parts(reference_csr(case)[0]).items():
+    assert_as_the_reference(case, batches)
+
+
+def assert_as_the_reference(
+    case: csr_cases.Case, batches: Sequence[IdBatch], splits: int = 0
+) -> None:
+    whole = csr_cases.to_partitioning(case.meta, minibatching=splits != 0)
+    found = preprocessing.partition(batches, whole, [splits], UNPADDED)
+    for key, expected in parts(reference_csr(case, splits)[0]).items():
         actual = getattr(found.tables["t"], key).numpy()
         np.testing.assert_array_max_ulp(actual, np.array(expected, actual.dtype), 1)
 
@@ -320,6 +329,20 @@ def assert_without_weights(case: csr_cases.Case) -> None:
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
 def test_no_weights_are_weights_of_1(path: pathlib.Path):
     assert_without_weights(csr_cases.read(path))
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
+def test_minibatches_of_rotated_tables(path: pathlib.Path, rng: np.random.Generator):
+    """Several features of each combiner in stacks, cut in random places."""
+    case = csr_cases.read(path)
+    tables = [
+        {**table, "col_shift": table["col_shift"] + 1} for table in case.meta["tables"]
+    ]
+    # Room for the padding of each minibatch.
+    room = {"max_ids_per_chip_per_sample": 1 << 12}
+    case = csr_cases.Case(case.arrays, {**case.meta, **room, "tables": tables})
+    splits = int(np.bitwise_and.reduce(rng.integers(1, 1 << 16, 2))) | 1
+    assert_as_the_reference(case, csr_cases.to_batches(case), splits)
 
 
 @pytest.mark.parametrize("samples", [4, 12, 24])
