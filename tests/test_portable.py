@@ -212,6 +212,11 @@ REFUSED = [
         "Feature f0: sparse entry 1 has an index outside of dense_shape (2, 8, 2).",
     ),
     Refused(
+        "column_negative",
+        sparse([[0, -1]], [2, 3]),
+        "Feature f0: sparse entry 0 has an index outside of dense_shape (2, 3).",
+    ),
+    Refused(
         "sequence_too_long",
         dense([[1], [2]]),
         "Feature f0: the shape (2, 1099511627776) has a negative axis or more than",
@@ -244,6 +249,18 @@ REFUSED = [
         "Feature f0: a ragged input of 5 rows does not fill the output shape (4, 3) "
         "that FeatureConfig.output_shape declares.",
         OUTPUT_4_3,
+    ),
+    Refused(
+        "rows_past_the_axis",
+        ragged([0, 0, 0, 0, 0]),
+        "a ragged input of 4 rows does not fill the output shape (3,) that ",
+        {"output_shape": (3,)},
+    ),
+    Refused(
+        "rows_past_no_axis",
+        ragged([0, 0, 0, 0, 0]),
+        "a ragged input of 4 rows does not fill the output shape (0,) that ",
+        {"output_shape": (0,)},
     ),
     Refused("no_rows", ragged([0]), "a ragged input of 0 rows does not", OUTPUT_4_3),
     Refused(
@@ -332,18 +349,23 @@ def test_names_the_first_bad_feature(batch: list[IdBatch], mode: str) -> None:
 def test_lookups_past_the_queue(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several wait for their gradients, in any order; each takes them once."""
     monkeypatch.setenv("TPU_EMBEDDING_ENGINE", name)
-    embedding = te.TPUEmbedding(te.FeatureConfig(films()), te.SGD(1.0))
+    feature = te.FeatureConfig(films())
+    embedding = te.TPUEmbedding(feature, te.SGD(1.0), check_numerics=True)
     core, gradients = embedding.core, [tf.ones([1, 2])]
     waiting = [core.look_up([tf.constant([row])])[1] for row in (1, 2, 3)]
     for looked_up in (waiting[1], waiting[0]):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="nan"):
+            core.update(looked_up, [tf.fill([1, 2], np.nan)])  # It may come again.
         core.update(looked_up, gradients)
     with pytest.raises(tf.errors.FailedPreconditionError, match="applied already"):
         core.update(waiting[0], gradients)
     embedding.reset()
     with pytest.raises(tf.errors.FailedPreconditionError, match="step that was disc"):
         core.update(waiting[2], gradients)
+    _, looked_up = core.look_up([tf.constant([4])])
+    core.update(looked_up, gradients)
     (table,) = embedding.embedding_tables.values()
-    assert table.numpy()[:5, 0].tolist() == [0, 0, 1, 3, 4]
+    assert table.numpy()[:5, 0].tolist() == [0, 0, 1, 3, 3]
 
 
 def test_a_lookup_is_used_once_within_one_graph(
