@@ -35,6 +35,13 @@ V, D, SAMPLES = 6, 2, 4  # SparseCores divide the samples by 4.
 STEPS_PER_EPISODE = 25
 KINDS = ("good", "good", "id", "nan", "assertion", "shape", "raise")
 REFUSALS = (tf.errors.InvalidArgumentError, ValueError, ArithmeticError)
+# What the refusals say; those of ids name the sample, too.
+MESSAGES = {
+    "nan": r"the gradient of sample 0 is not finite \(nan\)",
+    "assertion": "broken",
+    "shape": "must have the shape of its activation",
+    "raise": "on purpose",
+}
 
 
 def rate(updates: Any) -> tf.Tensor:
@@ -187,7 +194,7 @@ class Episode(RandomHistory):
         def step(ids: Any, gradients: Any, fails: Any, bad: int) -> tf.Tensor:
             replica = self._replica()
             if kind == "raise" and replica == bad:
-                raise ArithmeticError
+                raise ArithmeticError("on purpose")
             activations, looked_up = self.user.look_up(ids[replica])
             gradient = gradients[replica]
             if kind == "shape" and replica == bad:
@@ -217,6 +224,12 @@ class Episode(RandomHistory):
         np.add.at(update, ids.ravel(), gradients.reshape(-1, D))
         return ids, gradients, update
 
+    def _spoil(self, ids: np.ndarray, replica: int) -> str:
+        """Puts a bad id into a batch, and returns what the refusal says."""
+        sample = int(self.rng.integers(SAMPLES))
+        ids[replica, sample] = V + 3
+        return f"sample {sample} has id {V + 3},"
+
     def _compare(self, found: Any, expected: np.ndarray) -> None:
         found = [part.numpy() for part in found]
         np.testing.assert_array_equal(found, self._own(expected))
@@ -232,8 +245,8 @@ class Episode(RandomHistory):
 
     def evaluate_badly(self) -> None:
         ids, _, _ = self.draw()
-        ids[self.rng.integers(self.replicas), self.rng.integers(SAMPLES)] = V + 3
-        with pytest.raises(REFUSALS):
+        message = self._spoil(ids, int(self.rng.integers(self.replicas)))
+        with pytest.raises(REFUSALS, match=message):
             self.evaluation(tf.constant(ids))
 
     def train(self, kind: str) -> None:
@@ -245,9 +258,8 @@ class Episode(RandomHistory):
             np.zeros(self.replicas, bool),
         )
         self.calls[-1] += f" in {bad}"
-        if kind == "id":
-            ids[bad, self.rng.integers(SAMPLES)] = V + 3
-        elif kind == "nan":
+        message = self._spoil(ids, bad) if kind == "id" else MESSAGES.get(kind)
+        if kind == "nan":
             gradients[bad, 0, 0] = np.nan
         elif kind == "assertion":
             fails[bad] = True
@@ -257,7 +269,7 @@ class Episode(RandomHistory):
             self._compare(step(*arguments), expected)
             self.reference.train(update)
             return
-        with pytest.raises(REFUSALS):
+        with pytest.raises(REFUSALS, match=message):
             step(*arguments)
         self._refused(kind, bad)
 
