@@ -277,10 +277,14 @@ class Episode(RandomHistory):
         """What a refused step leaves: nothing, but for lookups that were done."""
         traced = self.graph and kind in ("shape", "raise")
         looked_up = kind in ("nan", "assertion", "shape") and not traced
-        if self.name == "queue" and looked_up and bad == self.replicas - 1:
+        owes = self.name == "queue" and looked_up and bad == self.replicas - 1
+        if owes:
             self.reference.flush()  # All replicas had looked up: the update was due.
-            if self.replicas == 1:
-                self.user.embedding.reset()  # It owes its gradients still.
+        # One replica owes its gradients still; several go on with or without a reset.
+        if (owes and self.replicas == 1) or self.rng.integers(2):
+            self.user.embedding.reset()
+            self.reference.discard()
+            self.calls[-1] += ", reset"
 
     def check(self) -> None:
         self.flush()
@@ -325,6 +329,9 @@ class HardwareEpisode(SparseCoreEpisode):
     """TPUEmbeddingV2 on a software TPU v4."""
 
     tpus = ("v2", "v4")
+
+    def _refused(self, kind: str, bad: int) -> None:
+        """Nothing is left, and there is no reset."""
 
 
 class HardwareQueueEpisode(SparseCoreEpisode):
