@@ -389,28 +389,28 @@ EPISODES: dict[str, type[Episode]] = {
 }
 
 
-def draw(rng: np.random.Generator, engines: Sequence[str]) -> Episode:
+def draw(rng: np.random.Generator, engines: Sequence[str], **chosen: Any) -> Episode:
+    """Draws what is not chosen."""
     engine = str(rng.choice(engines))
     kind = EPISODES[engine]
-    return kind(
-        rng,
-        engine=engine.removesuffix("_queue"),
-        name=str(rng.choice(kind.classes)),
-        replicas=1 if engine == "portable" else int(rng.integers(1, 4)),
-        pipelined=bool(engine != "portable" and rng.integers(2)),
-        graph=bool(rng.integers(2)),
-        tpu=str(rng.choice(kind.tpus)),
-    )
+    drawn = {
+        "name": str(rng.choice(kind.classes)),
+        "replicas": 1 if engine == "portable" else int(rng.integers(1, 4)),
+        "pipelined": bool(engine != "portable" and rng.integers(2)),
+        "graph": bool(rng.integers(2)),
+        "tpu": str(rng.choice(kind.tpus)),
+    }
+    return kind(rng, engine=engine.removesuffix("_queue"), **{**drawn, **chosen})
 
 
 def run(
-    steps: int, seed: int, engines: str = ",".join(EPISODES)
+    steps: int, seed: int, engines: str = ",".join(EPISODES), **chosen: Any
 ) -> collections.Counter[str]:
     """Fuzzes refused steps."""
     with mock.patch.dict(os.environ):  # Each episode names its engine there.
         episodes = -(-steps // STEPS_PER_EPISODE)
-        make = functools.partial(draw, engines=engines.split(","))
-        return fuzz(make, episodes, STEPS_PER_EPISODE, seed)
+        make = functools.partial(draw, engines=engines.split(","), **chosen)
+        return fuzz(make, episodes, min(steps, STEPS_PER_EPISODE), seed)
 
 
 if __name__ == "__main__":

@@ -219,10 +219,25 @@ def test_a_forgotten_apply_gradients_is_refused() -> None:
     assert column(embedding)[1] == 1 - 2 * R
 
 
-def test_random_steps(seed: int, engine: str) -> None:
-    """A few of the steps of `make fuzz-refusals`."""
-    steps = 50 if engine == "portable" else 250
-    assert refusals.run(steps, seed, engine).total() == steps
+@pytest.mark.parametrize("pipelined", [False, True])
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("name", refusals.CLASSES)
+@pytest.mark.parametrize("engine", ["host"], indirect=True)
+def test_random_steps(
+    seed: int, name: str, graph: bool, replicas: int, pipelined: bool
+) -> None:
+    """A few of the steps of `make fuzz-refusals`, on the host engine."""
+    chosen = {"name": name, "graph": graph, "pipelined": pipelined}
+    found = refusals.run(20, seed, "host", replicas=replicas, **chosen)
+    assert found.total() == 20
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("name", refusals.CLASSES)
+@pytest.mark.parametrize("engine", ["portable"], indirect=True)
+def test_random_steps_of_the_portable_engine(seed: int, name: str, graph: bool) -> None:
+    assert refusals.run(10, seed, "portable", name=name, graph=graph).total() == 10
 
 
 @pytest.mark.parametrize("tpu", [name for name in refusals.EPISODES if "_" in name])
