@@ -26,9 +26,9 @@ def test_figures() -> None:
     rules, optimizers = len(optimizer_cases.OPTIMIZERS), len(test_numbers.OPTIMIZERS)
     for figures in (
         f"{inputs} inputs, {len(entries)} entry points, {engines} engines",
-        f"{calls} rejected calls",
-        f"in graphs {traced} of them: {2 * eager + 3 * traced} rejected calls",
-        f"{nested} rejected calls at {places} entry points",
+        f"{calls} refused calls",
+        f"in graphs {traced} of them: {2 * eager + 3 * traced} refused calls",
+        f"{nested} refused calls at {places} entry points",
         f"every rule, and {optimizers - rules} of them with other options",
     ):
         assert figures in text, figures
