@@ -229,8 +229,8 @@ def test_random_steps(
 ) -> None:
     """A few of the steps of `make fuzz-refusals`, on the host engine."""
     chosen = {"name": name, "graph": graph, "pipelined": pipelined}
-    found = refusals.run(20, seed, "host", replicas=replicas, **chosen)
-    assert found.total() == 20
+    found = refusals.run(12, seed, "host", replicas=replicas, **chosen)
+    assert found.total() == 12
 
 
 @pytest.mark.parametrize("graph", [False, True])
