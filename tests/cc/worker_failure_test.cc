@@ -38,7 +38,8 @@ void TestEachKind() {
   volatile size_t length = ~size_t{0};
   CHECK_EQ(Seen([&] { delete[] new double[length]; }), "no memory");
   CHECK_EQ(Seen([] { throw std::length_error("too long"); }), "too long");
-  CHECK_EQ(Seen([] { throw 1; }), "A worker threw something other than a std::exception.");
+  CHECK_EQ(Seen([] { throw 1; }),
+           "A worker threw something other than a std::exception.");
 }
 
 }  // namespace
