@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import tensorflow as tf
 from absl import logging
@@ -28,9 +28,13 @@ from tpu_embedding.keras.gradient_hook import (
     loss_scale_missing,
 )
 from tpu_embedding.keras.keras_api import keras_api
-from tpu_embedding.keras.layer_tables import EngineTrainedTables, KerasTrainedTables
+from tpu_embedding.keras.layer_tables import (
+    EngineTrainedTables,
+    KerasTrainedTables,
+    LayerTables,
+)
 from tpu_embedding.keras.serialization import ServingFeatures
-from tpu_embedding.layout.plan import Plan, refuse_growing
+from tpu_embedding.layout.plan import refuse_growing
 from tpu_embedding.packing import flatten_batch
 from tpu_embedding.tables.growing import FrozenTable
 from tpu_embedding.tables.trackable import LogicalVariable, SavesNothing
@@ -59,85 +63,6 @@ class _Arguments:
     invalid_ids: str | None
     check_numerics: bool
     distributed_options: DistributedOptions | None
-
-
-class LayerTables(Protocol):
-    """The tables of a layer: `EngineTrainedTables` or `KerasTrainedTables`."""
-
-    @property
-    def core(self) -> Any:
-        """What saves, serves and reads the tables; None if `build` is to create it."""
-
-    def can_build(self) -> bool:
-        """Returns whether `build` needs no shapes of inputs."""
-        ...
-
-    def build(self, layer: Any, input_shapes: Any) -> None:
-        """Creates the tables.
-
-        Args:
-          layer: The layer that receives variables.
-          input_shapes: The shapes of a replica's inputs, in the structure of the
-            features, or None.
-
-        Raises:
-          ValueError: If the engine needs the shapes and an axis is unknown.
-        """
-
-    def variables(self) -> dict[str, Any]:
-        """Returns all that is saved except growing tables, by name in checkpoints."""
-        ...
-
-    def parameters(self) -> dict[str, Any]:
-        """Returns the variable with the rows of each table, by the table's name."""
-        ...
-
-    def stored(self) -> list[Any]:
-        """Returns what stores the up-to-date tables, for exported graphs.
-
-        These are tf.Variables, and a tf.Module for each growing table.
-
-        Raises:
-          NotImplementedError: If a table grows and the caller is not `model.export`.
-        """
-        ...
-
-    def refusing(self, *, trainable: bool) -> contextlib.AbstractContextManager[None]:
-        """Tells other processes of an error before a look-up that is collective."""
-        ...
-
-    def look_up(
-        self, values: Sequence[Any], weights: Sequence[Any], *, trainable: bool
-    ) -> list[tf.Tensor]:
-        """Looks up the features of the layer.
-
-        Args:
-          values: The ids of each feature.
-          weights: The weights of each feature, or None for one without.
-          trainable: Whether a gradient may update the tables.
-
-        Returns:
-          The activations of each feature, float32.
-        """
-        ...
-
-    def serve(
-        self,
-        plan: Plan,
-        values: Sequence[Any],
-        weights: Sequence[Any],
-        *,
-        trainable: bool,
-    ) -> list[tf.Tensor]:
-        """Looks up the features of any plan over the tables with TensorFlow's ops.
-
-        Args:
-          plan: A plan whose tables are those of the layer.
-          values: As for `look_up`.
-          weights: As for `look_up`.
-          trainable: As for `look_up`; a gradient raises LookupError.
-        """
-        ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

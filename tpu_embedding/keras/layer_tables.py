@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import enum
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import tensorflow as tf
 
@@ -52,6 +52,85 @@ _FOR_SERVING = (
     "tables through it. Train a model that calls the layer without it, or set "
     "`layer.trainable = False` to train the other layers of this model."
 )
+
+
+class LayerTables(Protocol):
+    """The tables of a layer: `EngineTrainedTables` or `KerasTrainedTables`."""
+
+    @property
+    def core(self) -> Any:
+        """What saves, serves and reads the tables; None if `build` is to create it."""
+
+    def can_build(self) -> bool:
+        """Returns whether `build` needs no shapes of inputs."""
+        ...
+
+    def build(self, layer: Any, input_shapes: Any) -> None:
+        """Creates the tables.
+
+        Args:
+          layer: The layer that receives variables.
+          input_shapes: The shapes of a replica's inputs, in the structure of the
+            features, or None.
+
+        Raises:
+          ValueError: If the engine needs the shapes and an axis is unknown.
+        """
+
+    def variables(self) -> dict[str, Any]:
+        """Returns all that is saved except growing tables, by name in checkpoints."""
+        ...
+
+    def parameters(self) -> dict[str, Any]:
+        """Returns the variable with the rows of each table, by the table's name."""
+        ...
+
+    def stored(self) -> list[Any]:
+        """Returns what stores the up-to-date tables, for exported graphs.
+
+        These are tf.Variables, and a tf.Module for each growing table.
+
+        Raises:
+          NotImplementedError: If a table grows and the caller is not `model.export`.
+        """
+        ...
+
+    def refusing(self, *, trainable: bool) -> contextlib.AbstractContextManager[None]:
+        """Tells other processes of an error before a look-up that is collective."""
+        ...
+
+    def look_up(
+        self, values: Sequence[Any], weights: Sequence[Any], *, trainable: bool
+    ) -> list[tf.Tensor]:
+        """Looks up the features of the layer.
+
+        Args:
+          values: The ids of each feature.
+          weights: The weights of each feature, or None for one without.
+          trainable: Whether a gradient may update the tables.
+
+        Returns:
+          The activations of each feature, float32.
+        """
+        ...
+
+    def serve(
+        self,
+        plan: Plan,
+        values: Sequence[Any],
+        weights: Sequence[Any],
+        *,
+        trainable: bool,
+    ) -> list[tf.Tensor]:
+        """Looks up the features of any plan over the tables with TensorFlow's ops.
+
+        Args:
+          plan: A plan whose tables are those of the layer.
+          values: As for `look_up`.
+          weights: As for `look_up`.
+          trainable: As for `look_up`; a gradient raises LookupError.
+        """
+        ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
