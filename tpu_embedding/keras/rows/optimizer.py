@@ -465,7 +465,7 @@ def _row_sparse_class(keras_class: Any) -> Any:
             return getattr(keras_class, step)(self, strategy, pairs, *rate)
 
     members = {
-        "__doc__": f"{keras_class.__name__} of Keras, by rows.",
+        "__doc__": f"Updates the rows of a batch as {keras_class.__name__} does.",
         "_keras_class": keras_class,
         step: update_all,
     }
